@@ -18,11 +18,12 @@ from typing import Any
 from benchmarks._paired import in_turn, options, publish
 from dflow.cli.certs import make_secret
 from dflow.distributed.transport.base import Limits, Listener, Peer, RefuseAll, Responder
-from dflow.distributed.transport.certificates import issue_certificate, make_authority
-from dflow.distributed.transport.identity import Identity
-from dflow.distributed.transport.security import SecurityPolicy
+from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
+from dflow.distributed.transport.security.identity import Identity
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import SecurityPolicy
+from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
 from dflow.distributed.wire.messages import AnyMessage, Ok
 
 WAIT_S = 60.0

@@ -26,8 +26,8 @@ from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_
 from benchmarks._raw_sockets import receive
 from dflow.cli.certs import make_secret
 from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
+from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.transport.tls_policies import SharedSecret
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages import AnyMessage, ArrayInfo, Arrays, Ok

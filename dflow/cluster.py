@@ -19,8 +19,8 @@ from dflow.distributed.launching.sidecars import Sidecars
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.process import parent_watch
 from dflow.distributed.process.dump_signal import dump_on_signal
-from dflow.distributed.transport.chosen_security import choose_security
-from dflow.distributed.transport.security import SecurityPolicy
+from dflow.distributed.transport.security.configuration import choose_security
+from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.distributed.worker.standalone import Alone

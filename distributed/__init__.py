@@ -2,6 +2,7 @@
 
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
-from dflow.distributed.transport.tls_policies import MutualTls, SharedSecret
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.shared_secret import SharedSecret
 
 __all__ = ["Async", "MutualTls", "SharedSecret", "Sync"]

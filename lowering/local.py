@@ -18,10 +18,8 @@ from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.measure import Meter
-from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import wait
-from dflow.lowering.queues.queue_ops import HeldQueue
-from dflow.lowering.queues.resource_use import Held, ResourceUse
 from dflow.lowering.state.state_files import read_variables, write_variables
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
@@ -43,10 +41,10 @@ from dflow.tracing.devices.device_name import (
 )
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.ir.graph import Graph
-from dflow.tracing.ir.types import AccumulatorType
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial
@@ -174,16 +172,13 @@ class LocalHome:
 
     def create_resource(self, resource: HostResource) -> Slot:
         key = f"{resource.name}#{resource.kind}{resource.serial}"
-        self.store.create_resource(key, _held(resource))
+        self.store.create_resource(key, make_resource(resource.name, resource.type, resource.settings))
         weakref.finalize(resource, self.store.drop_resource, key).atexit = False
         return Slot(None, key)
 
-    def use_resource(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
-        use = ResourceUse(op, where=at(caller()), **attributes)
+    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         held = self.store.resource(resource.key)
-        return on_device(wait(lambda done: held.start(use, operands, done)))
+        return on_device(wait(lambda done: held.start(op, operands, done)))
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
@@ -217,9 +212,3 @@ def _for_ops_at_once(value: jax.Array) -> jax.Array:
         return value
     first: jax.Array = jax.device_put(value, jax.local_devices()[0])
     return first
-
-
-def _held(resource: HostResource) -> Held:
-    if isinstance(resource.type, AccumulatorType):
-        return HeldAccumulator(resource.name, resource.settings, resource.type)
-    return HeldQueue(resource.name, resource.settings, resource.type)

@@ -1,8 +1,8 @@
-"""Check the built sdist and wheel: what is inside, and whether the wheel works where nothing else is.
+"""Check the sdist and the wheel: their contents, and that the wheel works in an empty environment.
 
     python tests/check_wheel.py dist --constraints constraints/python3.11.txt
 
-Needs the standard library and pip alone.
+Needs only the standard library and pip.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("tracing", "lowering", "distributed")
 
-# Run in isolated mode and from an empty folder, so that only what the wheel installed can be found.
+# Runs in isolated mode and from an empty folder, so that Python finds only what the wheel installed.
 TRIAL = """
 import importlib.util
 import dflow, dflow.tracing, dflow.lowering, dflow.distributed
@@ -30,7 +30,7 @@ print("dflow", dflow.__version__, "imported with its layers")
 
 
 def expected_modules() -> set[str]:
-    """Every module of the package as it is named once installed."""
+    """Names of all modules of the package after installation."""
     folders = {"dflow": ROOT / "dflow", **{f"dflow/{layer}": ROOT / layer for layer in LAYERS}}
     return {
         f"{name}/{path.relative_to(folder).as_posix()}"
@@ -41,7 +41,7 @@ def expected_modules() -> set[str]:
 
 
 def check_wheel(path: Path) -> None:
-    """The wheel holds dflow/ and its metadata, whole."""
+    """The wheel contains all of dflow/ and its metadata, and nothing else."""
     with zipfile.ZipFile(path) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
     check_same(path, {name for name in names if name.endswith(".py")}, expected_modules())
@@ -50,7 +50,7 @@ def check_wheel(path: Path) -> None:
 
 
 def check_sdist(path: Path) -> None:
-    """The sdist holds real files only, dflow/ whole, and beside it nothing but what building needs."""
+    """The sdist contains no links, all of dflow/, and otherwise only files for the build."""
     with tarfile.open(path) as sdist:
         members = [member for member in sdist.getmembers() if not member.isdir()]
     check_same(path, {member.name for member in members if not member.isreg()}, set())
@@ -61,7 +61,7 @@ def check_sdist(path: Path) -> None:
 
 
 def check_same(path: Path, found: set[str], wanted: set[str]) -> None:
-    """Stop with the difference when `path` does not hold what it should."""
+    """Exit with the difference if `path` does not contain the expected files."""
     if found != wanted:
         sys.exit(f"{path.name}: missing {sorted(wanted - found)}, unexpected {sorted(found - wanted)}")
 
@@ -78,7 +78,7 @@ def check_installed(path: Path, constraints: Path) -> None:
 
 
 def run(*command: str, cwd: str) -> None:
-    """Run `command`; stop with what it printed when it fails."""
+    """Run `command`; exit with its output if it fails."""
     done = subprocess.run(command, cwd=cwd, text=True, capture_output=True, check=False, timeout=300)
     if done.returncode:
         sys.exit(f"failed: {' '.join(command)}\n{done.stdout}{done.stderr}")
@@ -91,7 +91,7 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def main() -> None:
-    """Check both files of the folder given."""
+    """Check both files in the folder."""
     parser = argparse.ArgumentParser(description="check the built sdist and wheel")
     parser.add_argument("dist", type=Path, help="folder with one sdist and one wheel")
     parser.add_argument("--constraints", type=Path, required=True, help="pins for the clean environment")

@@ -1,4 +1,4 @@
-"""Draw one of several things with no strategy made for it: Hypothesis takes longer to check a new one than to draw."""
+"""Draw one of several options. Hypothesis takes longer to validate a new `sampled_from` than to draw from one."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ T = TypeVar("T")
 
 
 def choice(draw: st.DrawFn, options: Sequence[T]) -> T:
-    """Draw as from `st.sampled_from(options)`. Hypothesis keeps the few strategies of integers."""
+    """Draw like `st.sampled_from(options)`. Hypothesis caches the few strategies of integers that this uses."""
     return options[draw(st.integers(0, len(options) - 1))]

@@ -1,4 +1,4 @@
-"""What every test run shares: the Hypothesis profile, the --update-golden option, the platform, a small heap."""
+"""Shared by every test run: the Hypothesis profile, the --update-golden option, the platform, a small heap."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import pytest
 
 from tests.effort import DEFAULT_EXAMPLES, examples, factor, quick_compilation
 
-# Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run where CI runs them.
+# Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # Read by XLA at its first compilation. `make nightly`, or `XLA_FLAGS=` before a command, compiles as users do.
 os.environ.setdefault("XLA_FLAGS", quick_compilation())
 
-# What one process of a run has compiled, the others and the next file read: most of what a test compiles is small and
-# common to many. The folder is the run's own, so that nothing of yesterday is believed.
+# Programs compiled by one process of a run are read by the others and by later files: most programs of tests are small
+# and common to many. Each run has a new folder, so that no earlier result is used.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
-# Without threads of its own, NumPy takes a quarter less time to import.
+# Without its own threads, NumPy takes a quarter less time to import.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # Processes that tests start import `sitecustomize.py` from there. A process of tests may inherit the entry already.
@@ -34,7 +34,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     dict.fromkeys([QUICK_PYTHON, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 )
 
-# Seldom, for they take a tenth of the time of tests that trace as much as these.
+# Garbage collection takes a tenth of the time of tests that trace this much, so it runs seldom.
 gc.set_threshold(50_000, 20, 20)
 
 pytest.register_assert_rewrite("tests.golden")
@@ -43,7 +43,8 @@ hypothesis.settings.register_profile("dev", deadline=None, max_examples=examples
 hypothesis.settings.register_profile(
     "ci", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), derandomize=True, print_blob=True
 )
-# Of `make nightly`: a failure prints how to run it again, and stays in the database of examples until it passes.
+# For `make nightly`: a failure prints the command that repeats it, and stays in the database of examples until it
+# passes.
 hypothesis.settings.register_profile("nightly", deadline=None, max_examples=examples(DEFAULT_EXAMPLES), print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
@@ -55,18 +56,18 @@ def _files_of_runs_go_to_the_tests_own_folder(tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module", autouse=True)
 def _nothing_compiled_outlives_its_file() -> Iterator[None]:
-    """Let go of JAX's caches: each collection of garbage walks all that they hold, seconds of it after some files."""
+    """Clear JAX's caches: each garbage collection walks all of their objects, which takes seconds after some files."""
     yield
     if "jax" in sys.modules:
         sys.modules["jax"].clear_caches()
         gc.collect()
-    # The rest stays to the end. (The count of frozen objects is no test: Python 3.12 never gives 0.)
+    # The rest stays to the end. (The count of frozen objects cannot be tested: Python 3.12 never gives 0.)
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def all_holders() -> None:
-    """For a file in which a kept value is to be told of whoever holds it: the collector looks through all again."""
+    """Let the collector see all objects again, for a file that tests reports of the holders of a kept value."""
     gc.unfreeze()
 
 
@@ -78,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the run its folder of what is compiled; tell tests/golden.py whether to rewrite."""
+    """Give the run a folder for compiled programs; tell tests/golden.py whether to rewrite."""
     from tests.golden import UpdateMode
 
     _share_what_is_compiled(config)
@@ -88,7 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what CI runs on the other Python, in a run that tries fewer cases than `make test`."""
+    """Skip tests that CI runs on the other Python, in a run with fewer random cases than `make test`."""
     if factor() < 1:
         for item in items:
             if item.get_closest_marker("once"):
@@ -96,7 +97,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Set apart all that the files of tests have imported: no collection of garbage walks it, or finds it a holder."""
+    """Freeze the objects that imports of the test files made, so that garbage collection neither walks them nor
+    reports them.
+    """
     gc.collect()
     gc.freeze()
 

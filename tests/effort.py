@@ -1,9 +1,9 @@
-"""How much work the tests are: how many random cases they try, and how well XLA compiles what they run once.
+"""The amount of work of the tests: the number of random cases, and XLA's effort for programs that run once.
 
-Each test says how many cases it tries in `make test`, and one factor multiplies them all.
+Each test declares its number of cases in `make test`, and one factor multiplies all of them.
 
-`DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` runs with a
-larger one, and CI with a smaller on the second Python, whose random cases are the very ones of the first.
+`DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` uses a larger
+one, and CI a smaller one on the second Python, whose random cases are a part of the first one's.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fractions import Fraction
 from importlib.metadata import version
 
 VARIABLE = "DFLOW_TEST_EFFORT"
-#: What Hypothesis tries where a test does not say.
+#: Number of Hypothesis cases of a test that declares none.
 DEFAULT_EXAMPLES = 100
 
 
 def factor() -> Fraction:
-    """The factor. Raises ValueError when the environment has no positive number for it."""
+    """Return the factor. Raises ValueError when the environment has another value than a positive number."""
     given = os.environ.get(VARIABLE, "1")
     try:
         found = Fraction(given)
@@ -31,12 +31,12 @@ def factor() -> Fraction:
 
 
 def examples(count: int) -> int:
-    """How many cases a test tries that tries `count` in `make test`."""
+    """Number of cases of a test that declares `count` for `make test`."""
     return math.ceil(count * factor())
 
 
 def quick_compilation() -> str:
-    """Flags of XLA with which it compiles a small program in a third to two thirds of the time, to slower code."""
+    """Flags with which XLA compiles a small program in a third to two thirds of the time, to slower code."""
     flags = ["--xla_backend_optimization_level=0"]
     if version("jaxlib").startswith("0.10."):  # XLA ends the process at a flag that it does not know
         flags.append("--xla_cpu_use_fusion_emitters=false")

@@ -1,13 +1,13 @@
 """Golden pairs: files of graphs before and after, and the check that compares or rewrites them.
 
-A file `x.graphs` holds any lines of explanation, then cases:
+A file `x.graphs` has some lines of explanation, then cases:
 
     === drops an unused node
     input graph
     ---
     expected graph
 
-`make golden` rewrites each expected graph with what the code gives; read the diff before committing it.
+`make golden` rewrites each expected graph with the code's result; read the diff before committing it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CASE, ARROW = "=== ", "---"
 
 
 class UpdateMode:
-    """Whether `check` rewrites what differs; set from --update-golden once per test run."""
+    """Whether `check` rewrites differing graphs; set from --update-golden once per test run."""
 
     on = False
 
@@ -42,7 +42,7 @@ class GoldenCase:
 
 
 def golden_cases(path: Path) -> list[ParameterSet]:
-    """Give the cases of `path` for `pytest.mark.parametrize`, each under its own name."""
+    """Return the cases of `path` for `pytest.mark.parametrize`, each under its name."""
     return [pytest.param(case, id=case.name) for case in read_golden(path)]
 
 
@@ -75,7 +75,7 @@ def parse_case(path: Path, block: str) -> GoldenCase:
 
 
 def check(case: GoldenCase, actual: str) -> None:
-    """Assert that `actual` is the expected graph of `case`; under --update-golden make it so."""
+    """Assert that `actual` is the expected graph of `case`; under --update-golden rewrite it."""
     actual = actual.strip("\n")
     if actual == case.expected:
         return
@@ -91,7 +91,7 @@ def check(case: GoldenCase, actual: str) -> None:
 
 
 def rewrite(case: GoldenCase, actual: str) -> None:
-    """Put `actual` in the place of the expected graph of `case`, and leave the rest of its file as it is."""
+    """Replace the expected graph of `case` by `actual`, and keep the rest of its file."""
     head, cases = split_golden(case.path)
     blocks = [head] if head else []
     for each in cases:

@@ -1,8 +1,8 @@
-"""`make gpu-check`: what is worth running on a GPU, where one is at hand.
+"""`make gpu-check`: run the tests and benchmarks for a GPU, if there is one.
 
-The tests marked `device`, then the benchmarks `call_cost` and `convnets`. Without a GPU it says so and ends well,
-having checked nothing. `--on cpu` runs the same on the CPU, the benchmarks with one round and one network: that is a
-check of this file, and of no GPU.
+These are the tests marked `device`, then the benchmarks `call_cost` and `convnets`. Without a GPU it prints that, and
+succeeds without a check. `--on cpu` runs the same on the CPU, with one round and one network for the benchmarks: that
+checks this file, and no GPU.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-#: What JAX calls GPUs, and what it is told to use so that the CPU stays at hand too.
+#: JAX's names for GPUs, and the setting that keeps the CPU available too.
 GPUS = {"gpu": "cuda,cpu", "cuda": "cuda,cpu", "rocm": "rocm,cpu"}
 
 SMALL = ("--rounds", "1")
 
 
 def commands(on: str) -> list[list[str]]:
-    """What is run, one after the other, by the modules of Python that they are."""
+    """The commands in order, as names of Python modules with arguments."""
     is_small = on == "cpu"
     return [
         ["pytest", "-m", "device", "-q", "tests"],
@@ -31,12 +31,12 @@ def commands(on: str) -> list[list[str]]:
 
 
 def environment(on: str) -> dict[str, str]:
-    """The settings of the commands. On GPUs matrices are multiplied as NumPy does, not with shorter numbers."""
+    """Settings of the commands. GPUs multiply matrices in full precision, as NumPy does."""
     return {**os.environ, "JAX_PLATFORMS": GPUS.get(on, on), "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
 
 
 def backend() -> str:
-    """What JAX runs on here when nobody tells it."""
+    """The platform that JAX chooses here by default."""
     free = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
     script = "import jax; print(jax.default_backend())"
     command = [sys.executable, "-c", script]
@@ -45,7 +45,7 @@ def backend() -> str:
 
 
 def has_gpu_without_plugin() -> bool:
-    """Whether the system lists an NVIDIA GPU, which is only asked where JAX has found none."""
+    """Whether the system lists an NVIDIA GPU; called only when JAX has found none."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return False
@@ -53,13 +53,13 @@ def has_gpu_without_plugin() -> bool:
 
 
 def run(words: Sequence[str], on: str) -> int:
-    """Run one of the commands; its exit status."""
+    """Run one of the commands; return its exit status."""
     print(f"== {' '.join(words)}, on {on}", flush=True)
     return subprocess.run([sys.executable, "-m", *words], env=environment(on), check=False).returncode
 
 
 def check(on: str | None, do: Callable[[Sequence[str], str], int] = run) -> int:
-    """Run what there is to run on `on`, or on the GPU that JAX finds; the exit status."""
+    """Run the checks on `on`, or on the GPU that JAX finds; return the exit status."""
     found = on or backend()
     if on is None and found not in GPUS:
         if has_gpu_without_plugin():

@@ -1,4 +1,4 @@
-"""Hypothesis generators of graphs: those of random programs, and any with every op of ours."""
+"""Hypothesis generators of graphs: those of random programs, and arbitrary ones with every op of dflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Literal, Node, Value, Written
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
-from dflow.tracing.ir.updates import ASSIGNS, looked_up, updated
+from dflow.tracing.ir.updates import KINDS, looked_up, updated
 from dflow.tracing.jax_frontend import primitive_named
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.source import Loc
@@ -32,7 +32,7 @@ from tests.programs.statements import Program
 
 
 class DictHome:
-    """Keeps the values of variables in a dict; puts the variables on `devices` in turn."""
+    """Keeps the values of variables in a dict; places the variables on `devices`, one after another."""
 
     shares_names = False
 
@@ -67,7 +67,7 @@ class DictHome:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A traced program with what to run it on: `state` by the names of the graph's refs."""
+    """A traced program with its inputs: `state` by the names of the graph's refs."""
 
     program: Program
     traced: Traced
@@ -81,7 +81,7 @@ class Case:
 
 
 def case_of(program: Program, devices: Sequence[str | None] = (None,)) -> Case:
-    """Trace a program over new variables, put on `devices` in turn."""
+    """Trace a program over new variables, placed on `devices`, one after another."""
     with home(DictHome(devices)):
         machine = machines.Traced(variables_of(program))
     traced = trace(lambda x, y: program(machine, x, y), ARGUMENTS, {})
@@ -91,13 +91,13 @@ def case_of(program: Program, devices: Sequence[str | None] = (None,)) -> Case:
 
 
 def cases(devices: Sequence[str] = ()) -> st.SearchStrategy[Case]:
-    """Traced programs. With `devices`, the variables are spread over them and parts of the program are scoped."""
+    """Traced programs. With `devices`, their variables are spread over them and parts of the programs have scopes."""
     return programs(devices).map(lambda program: case_of(program, devices or (None,)))
 
 
 @contextmanager
 def a_home() -> Iterator[DictHome]:
-    """A new home for the variables made inside."""
+    """A new state backend for the variables made in the block."""
     new = DictHome()
     with home(new):
         yield new
@@ -115,7 +115,7 @@ _SOME_TYPES = st.lists(_TYPES, min_size=1, max_size=3)
 
 @st.composite
 def literals(draw: st.DrawFn) -> Literal:
-    """A literal of any dtype, its value one that the dtype has."""
+    """A literal of any dtype, with a value that the dtype can represent."""
     dtype = draw(_DTYPES)
     name = dtype_name(dtype)
     number: st.SearchStrategy[Any]
@@ -137,7 +137,7 @@ _LITERALS = literals()
 
 @st.composite
 def graphs(draw: st.DrawFn, depth: int = 1) -> Graph:
-    """Graphs of any nodes, most of them of ours: devices, order edges, lines, bodies. They need not run."""
+    """Arbitrary graphs, mostly of dflow's ops: devices, order edges, lines, bodies. They need not run."""
     fresh = Graph((), (), ()).fresh_names()
     refs = [Value(fresh(draw(_NAMES)), RefType(type.strong), draw(_DEVICES)) for type in draw(_SOME_TYPES)]
     arrays = [Value(fresh(draw(_NAMES)), type) for type in draw(_SOME_TYPES)]
@@ -179,7 +179,7 @@ def _nodes(
         case "update":
             update = choice(draw, [*ops.UPDATES])
             op, outputs = ops.UPDATES[update], (result(TokenType()),)
-            inputs = (ref, array) if update in ASSIGNS else (ref, array, operand)
+            inputs = (ref, array) if not KINDS[update].by_rows else (ref, array, operand)
         case "send":
             op, outputs = ops.net_send, (result(TokenType()),)
             attributes = {"edge": draw(_TEXTS), "destination": "/job:ps/task:0"}

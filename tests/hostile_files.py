@@ -1,7 +1,7 @@
-"""Damaged and hostile files, for the test of a reader that may raise one error alone.
+"""Damaged and hostile files, for tests of readers that may raise only one error class.
 
-A file is drawn from a good one: values of a JSON document are replaced, bytes are changed, or something that is no file
-takes its place. A test passes `repair` to make the checksums of a changed document right.
+A file is drawn from a valid one: values of a JSON document are replaced, bytes are changed, or the file is replaced by
+something else. A test passes `repair` to correct the checksums of a changed document.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-#: What may stand where a document has another value.
+#: Values that may replace a value of a document.
 VALUES: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 1, 2, 3, 7, 2**31, 2**53, 2**63, 2**70, -(2**40), 0.5, 1e308, float("nan")),
     *("", ".", "..", "../x", "/etc/passwd", "a/../../x", "a//x", "\0", "\ud800", "a\nb", "x" * 5000, "~", "zarr.json"),
@@ -42,7 +42,7 @@ def changed_document(document: Any, rng: random.Random) -> Any:
 
 
 def _places(node: Any) -> list[tuple[Any, Any]]:
-    """Every container in a document with each of its keys or indices."""
+    """Return every container in a document with each of its keys or indices."""
     keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else ()
     found = [(node, key) for key in keys]
     for key in keys:
@@ -51,7 +51,7 @@ def _places(node: Any) -> list[tuple[Any, Any]]:
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """A copy of some bytes with a few changed, cut off or added."""
+    """A copy of some bytes, with a few changed, removed or added."""
     changed = bytearray(content)
     match rng.randrange(4):
         case 0:
@@ -67,7 +67,7 @@ def changed_bytes(content: bytes, rng: random.Random) -> bytes:
 
 
 def put_no_file(path: Path, rng: random.Random) -> None:
-    """Replace a file by something that is no file, or has no end."""
+    """Replace a file by a path that is not a file, or by a file without end."""
     path.unlink()
     match rng.randrange(5):
         case 0:
@@ -81,7 +81,7 @@ def put_no_file(path: Path, rng: random.Random) -> None:
 
 
 def damage(folder: Path, rng: random.Random, repair: Callable[[Path, Any], Any] = lambda _, document: document) -> Path:
-    """Change one of the files in a folder; the path of that file."""
+    """Change one of the files in a folder; return its path."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     file = rng.choice(files)
     content = file.read_bytes()

@@ -1,8 +1,8 @@
-"""`make nightly`: the random tests again and again, each round with new cases, for as many minutes as it is given.
+"""`make nightly`: repeat the random tests for some minutes, each round with new cases.
 
-A round runs every random test with `--effort` times the cases of `make test`, drawn from the next seed. No round begins
-that would end past the minutes if it took as long as the longest so far; the first one always runs, and whole. Options
-after `--` are pytest's, such as `-- -n 2` or `-- tests/lowering -x`.
+A round runs every random test with `--effort` times the cases of `make test`, drawn from the next seed. A round begins
+only if it would end in time when it takes as long as the longest round; the first one always runs. Options after `--`
+are pytest's, such as `-- -n 2` or `-- tests/lowering -x`.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from itertools import count
 
 from tests.effort import VARIABLE
 
-#: How long a test may take for each time the cases of `make test`, in s, where it says nothing itself.
+#: Time limit of a test for each multiple of its cases in `make test`, in s, unless it sets one itself.
 TIMEOUT_S = 120
 
 
 def command(effort: int, seed: int, more: Sequence[str]) -> list[str]:
-    """What one round runs."""
+    """Return the command of one round."""
     options = ["-m", "hypothesis", "--hypothesis-profile", "nightly", "--hypothesis-seed", str(seed)]
     return [sys.executable, "-m", "pytest", "-q", *options, "--timeout", str(TIMEOUT_S * effort), *more]
 
 
 def run(effort: int, seed: int, more: Sequence[str]) -> int:
-    """Run one round; pytest's exit status."""
+    """Run one round; return pytest's exit status."""
     environment = {"XLA_FLAGS": "", **os.environ, VARIABLE: str(effort)}
     return subprocess.run(command(effort, seed, more), env=environment, check=False).returncode
 
 
 def rounds(first: int, seconds: float, run: Callable[[int], int], clock: Callable[[], float]) -> dict[int, int]:
-    """Run rounds from the seed `first` on, and what each gave, by its seed."""
+    """Run rounds from the seed `first` on; return their exit statuses by seed."""
     began, longest, statuses = clock(), 0.0, dict[int, int]()
     for seed in count(first):
         if statuses and clock() - began + longest > seconds:
@@ -47,7 +47,7 @@ def rounds(first: int, seconds: float, run: Callable[[int], int], clock: Callabl
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run rounds and tell the seeds; 1 when a test failed."""
+    """Run rounds and print the seeds; return 1 when a test failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long, 60 unless said")
     parser.add_argument("--effort", type=int, default=5, help="times the cases of `make test`, 5 unless said")

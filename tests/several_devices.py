@@ -1,6 +1,6 @@
-"""Tests of several devices, for which a process of one starts another that has as many.
+"""Tests that need several devices: a process with one device starts another process that has eight.
 
-A file of such tests ends with the one of `run_there` where `HERE` is false, and has its own where it is true.
+A file of such tests has a test that calls `run_there` if `HERE` is false, and its own tests if it is true.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(DEVICES)}
 
 
 def run_there(*tests: str) -> None:
-    """Run files of tests in one process of several devices. Raises AssertionError with what it printed."""
+    """Run test files in one process with several devices. Raises AssertionError with its output when it fails."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(
         command,

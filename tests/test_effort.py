@@ -1,4 +1,4 @@
-"""The factor on random tests: what it multiplies, and that no test goes past it."""
+"""The factor on random tests: the number that it multiplies, and that every test uses it."""
 
 from __future__ import annotations
 

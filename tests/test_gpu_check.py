@@ -1,4 +1,4 @@
-"""`make gpu-check`: what it runs where, and that it says so where it runs nothing."""
+"""`make gpu-check`: its commands on each platform, and its message when it checks nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every file of the tree: one name per module, nothing unpickled, one door to JAX internals."""
+"""Rules for every file of the tree: one import name per module, no pickle, JAX's internals in one file."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ TREE = [*PACKAGE, ROOT / "tests", ROOT / "benchmarks", ROOT / "examples"]
 
 UNPICKLERS = {"pickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
 JAX_INTERNALS = ROOT / "tracing" / "jax_frontend.py"
-#: Runs as a process. To import JAX there would take too long.
+#: A script for a process, which would take too long to import JAX.
 BYTECODE_READER = ROOT / "lowering" / "programs" / "read_bytecode.py"
 
 
 def sources(folders: list[Path]) -> list[Path]:
-    """Every Python file under `folders`, each once: the links inside dflow/ are not followed."""
+    """Every Python file under `folders`, once: the links inside dflow/ are not followed."""
     return sorted(
         path
         for folder in folders
@@ -37,13 +37,13 @@ def sources(folders: list[Path]) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """The one name under which the file `path` is imported."""
+    """The only name under which the file `path` is imported."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(("dflow", *(part for part in parts if part not in ("dflow", "__init__"))))
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of everything imported in `tree`, by statement or by a call with a literal name."""
+    """Line and dotted name of each import in `tree`, by statement or by a call with a literal name."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -60,7 +60,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def importers(source: str, *roots: str) -> list[str]:
-    """Where `source` imports a module that is one of `roots` or is inside one."""
+    """Lines where `source` imports a module that is one of `roots` or inside one."""
     return [
         f"line {line}: {name}"
         for line, name in imports(ast.parse(source))

@@ -1,4 +1,4 @@
-"""When `make nightly` begins rounds, with which seeds, and what it tells of those that failed."""
+"""Rounds of `make nightly`: their number, their seeds, and the report of failed ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests import nightly
 
 
 def seeds(minutes: float, lengths: list[float]) -> list[int]:
-    """The seeds that run when rounds take so many minutes."""
+    """Return the seeds of the rounds that run within `minutes`, where `lengths` are the minutes of each round."""
     now = [0.0]
 
     def run(seed: int) -> int:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from dflow.distributed.transport.certificates import KeyPair, issue_certificate, make_authority
-from dflow.distributed.transport.challenge import MIN_SECRET_BYTES
-from dflow.distributed.transport.identity import parse_identity
-from dflow.distributed.transport.private_files import read_private
+from dflow.distributed.transport.security.certificates import KeyPair, issue_certificate, make_authority
+from dflow.distributed.transport.security.challenge import MIN_SECRET_BYTES
+from dflow.distributed.transport.security.identity import parse_identity
+from dflow.distributed.transport.security.private_files import read_private
 
 #: Hosts in every certificate that is limited to hosts, for connections of a process to its own machine.
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")

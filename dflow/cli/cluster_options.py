@@ -79,7 +79,7 @@ def coordinator_of(options: argparse.Namespace) -> str:
 
 def transport_of(options: argparse.Namespace) -> Transport:
     """Return the transport, with credentials from the options, else the cluster file, else the environment."""
-    from dflow.distributed.transport.chosen_security import choose_security
+    from dflow.distributed.transport.security.configuration import choose_security
     from dflow.distributed.transport.sockets import SocketTransport
 
     certificates, secret_file = options.certificates, options.secret_file

@@ -24,8 +24,8 @@ from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, v
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.process.stop_signal import StopSignal
-from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
-from dflow.distributed.transport.security import SameMachine, SecurityPolicy
+from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
+from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import ConfigError, DflowError
 

@@ -21,9 +21,10 @@ import jax
 import numpy as np
 
 from dflow.lowering.queues.queue_ops import HeldQueue
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import Loc, at, caller
 from dflow.tracing.state.queues import Queue
@@ -219,8 +220,8 @@ class Feed:
             return False
         # `SimpleQueue.put` is atomic, even when the consumer that frees room is interrupted while calling it.
         done: SimpleQueue[Any] = SimpleQueue()
-        use = ResourceUse("queue.enqueue", timeout_s=_FOREVER_S, where=self._where)
-        cancel = self._held.start(use, arrays, done.put)
+        op = ResourceOp(ops.queue_enqueue.name, timeout_s=_FOREVER_S, line=self._where)
+        cancel = self._held.start(op, arrays, done.put)
         with self._lock:
             self._waiting.add(cancel)
             is_stopped = self._is_stopped
@@ -246,9 +247,9 @@ class Feed:
         self._close_elements()
         try:
             if self._error is not None:
-                self._held.shared.fail(self._error, self._where)
+                self._held.fail(self._error, self._where)
             elif self._close:
-                self._held.shared.close()
+                self._held.close()
         except DflowError:
             # The queue's container was reset; users of the queue get that error themselves.
             LOGGER.debug("%s was gone before its feed ended", self._title)

@@ -23,7 +23,7 @@ from dflow.distributed.detection.kubernetes import from_kubernetes
 from dflow.distributed.detection.slurm import from_slurm
 from dflow.distributed.detection.tpu_vm import Metadata, from_tpu_vm
 from dflow.distributed.detection.variables import from_variables, task_index
-from dflow.distributed.transport.chosen_security import CERTIFICATE_VARIABLES, SECRET_VARIABLE
+from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
 from dflow.tracing.errors import ConfigError
 
 

@@ -16,9 +16,13 @@ from dflow.distributed.simulation.checks import Require
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource, QueueInfo
-from dflow.lowering.queues.resource_use import Held, ResourceUse, Results
+from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource
+from dflow.lowering.queues.resource_rules import Held, Results
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 
 NAME = "shared"
 CAPACITY = 2
@@ -119,8 +123,8 @@ def contents(queue: Held) -> list[int]:
             numbers, count = results
             found.extend(np.asarray(numbers)[: int(count)].tolist())
 
-    queue.start(ResourceUse("queue.close"), (), lambda results: None)
-    queue.start(ResourceUse("queue.dequeue_up_to", count=4 * CAPACITY, timeout_s=0.0), (), taken)
+    queue.start(ResourceOp(ops.queue_close.name), (), lambda results: None)
+    queue.start(ResourceOp(ops.queue_dequeue_up_to.name, count=4 * CAPACITY, timeout_s=0.0), (), taken)
     return found
 
 
@@ -157,7 +161,7 @@ class QueueWorker:
     def _create(self) -> Script:
         life = self._tasks.life_of(self._host)
         if life != self._life:
-            message = CreateResource(NAME, "queue<i32[]>", QueueInfo("fifo", CAPACITY))
+            message = CreateResource(NAME, "queue<i32[]>", QueueSettings(QueueKind.FIFO, CAPACITY))
             yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
             self._life = life
 
@@ -171,7 +175,7 @@ class QueueWorker:
             elif isinstance(reply, DeadlineExceeded | QueueClosed):
                 put.is_in = False
 
-        yield from self._op("queue.enqueue", put, [np.asarray(put.number, np.int32)], told)
+        yield from self._op(ops.queue_enqueue, put, [np.asarray(put.number, np.int32)], told)
 
     def _take(self) -> Script:
         count = 1 + (self._random.random() < 0.3)
@@ -186,12 +190,12 @@ class QueueWorker:
             elif isinstance(reply, DeadlineExceeded | QueueClosed):
                 take.is_answered = True
 
-        op = "queue.dequeue" if count == 1 else "queue.dequeue_many"
+        op = ops.queue_dequeue if count == 1 else ops.queue_dequeue_many
         yield from self._op(op, take, [], told, count if count > 1 else 0)
 
     def _close(self) -> Script:
         cancels, step = self._random.random() < 0.5, next(self._member.numbers)
-        message = CallResource(NAME, "queue.close", self._member.name, step, cancel_pending=cancels)
+        message = CallResource(NAME, ResourceOp(ops.queue_close.name, cancel_pending=cancels), self._member.name, step)
         try:
             yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
             self._member.say("closes the queue")
@@ -199,12 +203,12 @@ class QueueWorker:
             self._member.say(f"could not close the queue: {error}")
 
     def _op(
-        self, op: str, seen: _Put | _Take, operands: Sequence[Any], told: Callable[[Any], None], count: int = 0
+        self, op: OpDef, seen: _Put | _Take, operands: Sequence[Any], told: Callable[[Any], None], count: int = 0
     ) -> Script:
         """Do an op. If it fails here, as by its deadline, cancel it at the queue too, as `Cluster` does."""
         infos, payload = encode_arrays(operands)
         step = next(self._member.numbers)
-        message = CallResource(NAME, op, self._member.name, step, infos, count, OP_S)
+        message = CallResource(NAME, ResourceOp(op.name, count, OP_S), self._member.name, step, infos)
         peer = self._member.server.peer(self._member.task_on(self._host))
         seen.queue = self._tasks.connections.far(peer)
         try:

@@ -19,7 +19,6 @@ from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages import (
-    AccumulatorInfo,
     AnyMessage,
     CallResource,
     CreateResource,
@@ -34,6 +33,9 @@ from dflow.distributed.wire.messages import (
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DeadlineExceeded, DflowError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.resource_op import ResourceOp
 
 #: Longest time that the host lets a worker wait for a round, and the time that the worker adds for the answer.
 ROUND_S = 12.0
@@ -220,7 +222,7 @@ class RoundsWorker:
         if agreed.is_over:
             return
         wanted, accumulator = agreed.wanted, agreed.accumulator
-        settings = AccumulatorInfo("sum", wanted)
+        settings = AccumulatorSettings(Reduction.SUM, wanted)
         yield self._ask(CreateResource(accumulator, f"accumulator<i32[{PLACES}]>", settings))
         names = {host: name_of(host) for host in self._ps}
         made = partial(update_plans, names, partial(self._checks.summed, run), partial(self._checks.updated, run))
@@ -259,7 +261,8 @@ class RoundsWorker:
         one[gradient.number] = 1
         infos, payload = encode_arrays([one, np.asarray(number, np.int32)])
         step = next(self._member.numbers)
-        message = CallResource(accumulator, "accumulator.apply", self._member.name, step, infos, timeout_s=REQUEST_S)
+        apply = ResourceOp(ops.accumulator_apply.name, timeout_s=REQUEST_S)
+        message = CallResource(accumulator, apply, self._member.name, step, infos)
 
         def told(reply: Any) -> None:
             if not isinstance(reply, BaseException):

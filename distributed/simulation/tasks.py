@@ -28,7 +28,7 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages import AnyMessage, Join, Leave, Roster
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_use import Held
+from dflow.lowering.queues.resource_rules import Held
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DflowError, TaskLost
 

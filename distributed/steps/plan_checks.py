@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.lowering.steps.executable import bodies_of, gives, takes
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, parse_dtype, parse_type
 
 #: Most slots (numbered values) of a plan.
@@ -26,9 +26,6 @@ MAX_DEPTH = 64
 MAX_TEXT = 4096
 #: Largest capacity of a queue, and most elements that one op may take.
 MAX_COUNT = 1 << 31
-
-#: The ops with a `count` of elements or gradients to take.
-COUNTED = frozenset({"queue.dequeue_many", "queue.dequeue_up_to", "accumulator.take"})
 
 
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
@@ -98,22 +95,23 @@ def check_from_peer(plan: Plan) -> None:
         _check_scalar(scalar)
     for item in plan.items:
         if isinstance(item, UseResource):
-            check_use(ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line))
+            check_op(item.op)
     _check_filled_once(plan)
     _check_order(plan)
 
 
-def check_use(use: ResourceUse) -> None:
+def check_op(op: ResourceOp) -> None:
     """Raise WireError unless this is a valid op on a queue or an accumulator."""
-    if use.op not in ops.RESOURCE_OPS:
-        raise WireError(f"{use.op[:MAX_TEXT]!r} is no op on a queue or an accumulator")
-    least = 1 if use.op == "accumulator.take" else 0
-    if use.op in COUNTED and not least <= use.count <= MAX_COUNT:
-        raise WireError(f"{use.op} of {use.count}; {least} to {MAX_COUNT} are taken")
-    if use.timeout_s != use.timeout_s:
-        raise WireError(f"{use.op} with a timeout of {use.timeout_s} s, which is no number")
-    if len(use.where) > MAX_TEXT:
-        raise WireError(f"{use.op} with a line of {len(use.where)} characters; {MAX_TEXT} are taken")
+    definition = ops.RESOURCE_OPS.get(op.name)
+    if definition is None:
+        raise WireError(f"{op.name[:MAX_TEXT]!r} is no op on a queue or an accumulator")
+    least = definition.least_count
+    if least is not None and not least <= op.count <= MAX_COUNT:
+        raise WireError(f"{op.name} of {op.count}; {least} to {MAX_COUNT} are taken")
+    if op.timeout_s != op.timeout_s:
+        raise WireError(f"{op.name} with a timeout of {op.timeout_s} s, which is no number")
+    if len(op.line) > MAX_TEXT:
+        raise WireError(f"{op.name} with a line of {len(op.line)} characters; {MAX_TEXT} are taken")
 
 
 def _check_range(what: str, used: set[int], count: int) -> None:

@@ -9,20 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import numpy as np
-
+from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
+from dflow.distributed.strategies.strategy import Strategy, arguments_of
 from dflow.distributed.wire.messages import NotFinite
-from dflow.tracing.errors import DflowError, StrategyError
-from dflow.tracing.source import at, caller
-
-_runs = itertools.count()
+from dflow.tracing.errors import DflowError
 
 
 class StepSource(Protocol):
@@ -54,48 +50,27 @@ class StepSource(Protocol):
         ...
 
 
-def refuse_negative(steps: int) -> None:
-    """Raise StrategyError, with the user's line, for a negative number of steps."""
-    if steps < 0:
-        raise StrategyError(
-            f"steps={steps} of a run is negative{at(caller())}\n  give 0 or more, of all workers together"
-        )
+class Async(Strategy):
+    """Runs a training step on every worker until all workers together have done `steps` steps."""
 
-
-class Async:
-    """Runs a training step on every worker until all workers together have done a number of steps."""
+    run_prefix = "run"
 
     def __init__(self, cluster: StepSource) -> None:
         self._cluster = cluster
 
-    def run(
-        self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
-    ) -> Iterator[Any]:
-        """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
-
-        step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
-        batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
-                 leaves the loop, the run ends for this worker, and the other workers do the remaining steps
-        steps    number of steps of all workers together
-        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
-        raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
-                 that are not on tasks, so that no other worker sees them
-        """
-        refuse_negative(steps)
-        run = name or f"run_{next(_runs)}"
-        supply = iter(batches)
+    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
         claimed = self._cluster.claim(run, steps)
         while claimed:
             times: list[float] = []
             losses: list[Mapping[str, Any]] = []
             outcome = None
             try:
-                for batch in itertools.islice(supply, len(claimed)):
+                for batch in itertools.islice(batches, len(claimed)):
                     started = time.perf_counter()
                     with self._cluster.shared_step():
-                        outcome = step(*batch) if isinstance(batch, tuple) else step(batch)
+                        outcome = step(*arguments_of(batch))
                     times.append(time.perf_counter() - started)
-                    losses.append(_losses(outcome))
+                    losses.append(losses_of(outcome))
                     yield outcome
             except BaseException:
                 # The loop was left, or a step or a batch failed: return the steps not done here to other workers.
@@ -114,44 +89,3 @@ class Async:
                 more=len(times) == len(claimed),
                 not_finite=first_not_finite(claimed.start, losses),
             )
-
-
-def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFinite | None:
-    """Return the first loss that is not finite, of consecutive steps from number `first` on; None if all are finite.
-
-    losses   for each step, scalars by name; only names that end with `loss` are checked
-    """
-    for step, named in enumerate(losses, first):
-        for name, value in named.items():
-            if _is_loss(name) and not math.isfinite(number := float(value)):
-                return NotFinite(step, name, number)
-    return None
-
-
-def _losses(outcome: Any) -> dict[str, Any]:
-    """Return the losses among a step's results, which may not be computed yet."""
-    named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
-    return {str(key): value for key, value in named.items() if _is_loss(str(key)) and _is_real_scalar(value)}
-
-
-def _is_loss(name: str) -> bool:
-    return name.endswith("loss")
-
-
-def real_scalars(outcome: Any) -> dict[str, float]:
-    """Return the real scalars among a step's results, by name; a result that is one scalar is named `loss`."""
-    named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
-    return {str(key): float(value) for key, value in named.items() if _is_real_scalar(value)}
-
-
-def _is_real_scalar(value: Any) -> bool:
-    if isinstance(value, (int, float)):
-        return True
-    dtype = getattr(value, "dtype", None)
-    # Every real dtype, even bfloat16 and 8-bit floats, casts to float64; complex ones do not, and random keys have no
-    # NumPy dtype.
-    return (
-        getattr(value, "shape", None) == ()
-        and isinstance(dtype, np.dtype)
-        and np.can_cast(dtype, np.float64, "same_kind")
-    )

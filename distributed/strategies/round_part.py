@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
+from dflow.distributed.strategies.strategy import arguments_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import encode_arrays
@@ -98,7 +99,7 @@ class Tasks(Protocol):
 
 
 class Part:
-    """This worker's messages to the host of a run; see `sync.TakesPart`."""
+    """This worker's messages to the host of a run."""
 
     def __init__(self, cluster: Tasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
@@ -106,7 +107,7 @@ class Part:
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
-        optimizer, spec = _looked_at(step, _arguments(batch))
+        optimizer, spec = _looked_at(step, arguments_of(batch))
         refuse_own_variables(optimizer, is_shared=True)
         rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
         # The name determines the type and the task, so that later runs can use the accumulator again.
@@ -136,9 +137,8 @@ class Part:
         self, optimizer: GivenOptimizer, accumulator: ConditionalAccumulator, steps: int, wanted: int
     ) -> None:
         """Register the update with the host, which applies the averages; no effect if another worker has done so."""
-        traced = trace(
-            lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), tuple(_arrays(accumulator)), {}
-        )
+        mean_types = tuple(array.struct for array in accumulator.type.arrays)
+        traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
         handles, before, after = self._cluster.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         message = OpenRounds(
@@ -275,12 +275,8 @@ class Gradients:
         """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
         self._round.assign(jnp.int32(number))
         with applying(self):
-            outcome = step(*_arguments(batch))
+            outcome = step(*arguments_of(batch))
         return outcome, bool(self._is_fresh.read())
-
-
-def _arguments(batch: Any) -> Sequence[Any]:
-    return batch if isinstance(batch, tuple) else (batch,)
 
 
 def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -321,10 +317,3 @@ def _widened(part: Any, gradients: int) -> Any:
     count = min(part.indices.shape[0] * gradients, part.shape[0])
     indices = jax.ShapeDtypeStruct((count,), jnp.int32)
     return RowGradient(indices, jax.ShapeDtypeStruct((count, *part.rows.shape[1:]), part.rows.dtype), part.shape)
-
-
-def _arrays(accumulator: ConditionalAccumulator) -> Iterator[jax.ShapeDtypeStruct]:
-    """Yield the types of the arrays that a take from the accumulator returns."""
-    for component in accumulator.type.components:
-        for array in component.arrays() if isinstance(component, RowsType) else (component,):
-            yield array.struct

@@ -10,43 +10,22 @@ An opening is an attempt at a round: a round whose update fails is opened again,
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
-from dflow.distributed.strategies.async_ import Async, StepSource, first_not_finite, real_scalars, refuse_negative
-from dflow.distributed.wire.messages import RoundOpen, RoundsDone
+from dflow.distributed.strategies.async_ import Async, StepSource
+from dflow.distributed.strategies.round_part import Part
+from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
+from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.wire.messages import RoundsDone
+from dflow.tracing.errors import StrategyError
+from dflow.tracing.source import at, caller
 
-_runs = itertools.count()
 #: Least time between a worker's reports of its progress.
 TELL_S = 0.25
-
-
-class Stepping(Protocol):
-    """Runs steps whose gradients go into the average of a round."""
-
-    def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
-        ...
-
-
-class TakesPart(Protocol):
-    """A worker's part in a run; see `round_part.Part`."""
-
-    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Stepping | None:
-        """Open the run, or join it if it is open; return None if it is complete."""
-        ...
-
-    def next(self, done: int) -> RoundOpen:
-        """Wait for the opening after number `done`, the last that this worker has completed (-1 for none)."""
-        ...
-
-    def leave(self, done: int) -> None:
-        """Leave the run."""
-        ...
 
 
 class Workers(StepSource, Protocol):
@@ -54,11 +33,11 @@ class Workers(StepSource, Protocol):
 
     task: str
 
-    def wanted_gradients(self, backup_workers: int) -> int:
-        """Return the number of gradients that end a round. Raises StrategyError if none is left."""
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """Return this job's tasks that are alive or expected, and the number of these and the departed ones."""
         ...
 
-    def take_part(self, run: str, job: str) -> TakesPart | None:
+    def take_part(self, run: str, job: str) -> Part | None:
         """Return this worker's part in a run of synchronous training; None if there is no other worker."""
         ...
 
@@ -67,44 +46,34 @@ class Workers(StepSource, Protocol):
         ...
 
 
-class Sync:
-    """Runs a training step on every worker in rounds; each round ends with one update of the variables.
+class Sync(Strategy):
+    """Runs a training step on every worker in `steps` rounds; each round ends with one update of the variables.
 
     cluster         the result of `dflow.connect()`
     backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
     requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
     job             the job whose tasks may hold the accumulator
     raises          StrategyError if this many backup workers leave no worker to wait for
+
+    The step gives its gradients to one `dflow.Optimizer`, once, and computes them from the variables' values of its
+    round. `run` raises StrategyError for a step without gradients, or with several optimizers; DeadlineExceeded, naming
+    the workers that gave no gradient.
     """
 
+    run_prefix = "sync_run"
+
     def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
-        self._cluster, self._wanted = cluster, cluster.wanted_gradients(backup_workers)
+        self._cluster, self._wanted = cluster, without_backups(cluster.colleagues()[1], backup_workers)
         self._requeue, self._job = requeue, job
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
 
-    def run(
-        self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
-    ) -> Iterator[Any]:
-        """Call `step(*batch)` with this worker's own batches, once a round, and yield the result of each call.
-
-        step     a `dflow.jit` function that gives its gradients to one `dflow.Optimizer`, once; it computes them from
-                 the variables' values of that round
-        batches  tuples of arguments (any other value is passed as the only argument); when they end, the other workers
-                 go on without this one
-        steps    number of rounds, and so of updates
-        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
-        raises   StrategyError for a step without gradients, or with several optimizers, or a negative number of
-                 rounds; VariableError for variables that are not on tasks, so that no other worker sees them;
-                 DeadlineExceeded, naming the workers that gave no gradient
-        """
-        refuse_negative(steps)
-        run = name or f"sync_run_{next(_runs)}"
+    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
         part = self._cluster.take_part(run, self._job)
         if part is None:
             yield from self._alone(Async(self._cluster).run(step, batches, steps=steps, name=run))
         else:
-            yield from self._rounds(part, run, step, iter(batches), steps)
+            yield from self._rounds(part, run, step, batches, steps)
 
     def _alone(self, outcomes: Iterator[Any]) -> Iterator[Any]:
         for outcome in outcomes:
@@ -112,7 +81,7 @@ class Sync:
             yield outcome
 
     def _rounds(
-        self, part: TakesPart, run: str, step: Callable[..., Any], supply: Iterator[Any], steps: int
+        self, part: Part, run: str, step: Callable[..., Any], supply: Iterator[Any], steps: int
     ) -> Iterator[Any]:
         progress, done = _Progress(self._cluster, run, steps), -1
         try:
@@ -142,6 +111,16 @@ class Sync:
 
 
 _END = object()
+
+
+def without_backups(workers: int, backup_workers: int) -> int:
+    """Return how many of `workers` are waited for. Raises StrategyError unless this is from 1 to `workers`."""
+    if not 0 <= backup_workers < workers:
+        raise StrategyError(
+            f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "
+            f"gradient is waited for{at(caller())}\n  give a number from 0 to {workers - 1}"
+        )
+    return workers - backup_workers
 
 
 class _Progress:

@@ -34,9 +34,11 @@ from dflow.distributed.wire.messages import (
 )
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_use import ResourceUse, Results
+from dflow.lowering.queues.resource_rules import Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 
 #: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
@@ -68,17 +70,16 @@ class StepAggregator:
         raises  WireError for numbers out of range; TaskLost for a worker that has left the cluster; RemoteError when
                 the run has another number of rounds
         """
-        if not (0 <= message.rounds <= MAX_COUNT and 1 <= message.wanted <= MAX_COUNT):
-            raise WireError(f"{message.rounds} rounds {message.name[:64]!r} of {message.wanted} gradients")
+        _check_counts(message)
         if self._has_left(message.worker):
             raise TaskLost(f"{message.worker} has left the cluster, and cannot take part in a run")
         return self._run(message.name).agree(message)
 
     def open(self, message: OpenRounds, payload: memoryview) -> None:
         """Become the aggregator of a run. Raises WireError for a malformed request, DflowError without accumulator."""
-        counts = message.rounds, message.wanted
-        if not (0 <= counts[0] <= MAX_COUNT and 1 <= counts[1] <= MAX_COUNT) or self._task not in message.handles:
-            raise WireError(f"rounds {message.name[:64]!r} with the counts {counts} and plans for {[*message.handles]}")
+        _check_counts(message)
+        if self._task not in message.handles:
+            raise WireError(f"run {message.name[:64]!r}: expected a plan for {self._task}, got {[*message.handles]}")
         arrays = decode_arrays((*message.before, *message.after), payload)
         update = _Update(
             message.accumulator,
@@ -119,6 +120,11 @@ class StepAggregator:
             if name not in self._runs:
                 self._runs[name] = _Run(name, self._start, self._submit, self._accumulators)
             return self._runs[name]
+
+
+def _check_counts(message: ProposeRounds | OpenRounds) -> None:
+    if not (0 <= message.rounds <= MAX_COUNT and 1 <= message.wanted <= MAX_COUNT):
+        raise WireError(f"{message.rounds} rounds {message.name[:64]!r} of {message.wanted} gradients")
 
 
 class _Accumulators:
@@ -265,11 +271,11 @@ class _Run:
         """Apply the average of the gradients with this number as soon as there are enough."""
         assert self.update is not None
         accumulator = self.update.accumulator
-        step = ResourceUse("accumulator.set_step")
-        use = ResourceUse("accumulator.take", self.update.wanted, math.inf)
+        step = ResourceOp(ops.accumulator_set_step.name)
+        take = ResourceOp(ops.accumulator_take.name, self.update.wanted, math.inf)
         try:
             accumulator.start(step, (number,), lambda _: None)
-            self._cancel_take = accumulator.start(use, (), partial(self._taken, number))
+            self._cancel_take = accumulator.start(take, (), partial(self._taken, number))
         except Exception as error:
             self._updated(error)
 

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.steps.plan_checks import COUNTED, MAX_COUNT, MAX_TEXT, check_use
+from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.wire.codec import parse_dtype
-from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo, ResourceDepth
+from dflow.distributed.wire.messages import CallResource, CreateResource, ResourceDepth
 from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.held_resources import HeldResource, make_resource
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.queue_ops import HeldQueue
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Plan, UseResource
@@ -29,6 +29,7 @@ from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, Queue
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
 
 
@@ -40,8 +41,8 @@ class TaskResources:
         self._lock = threading.Lock()
         self._made: dict[str, _Checked] = {}
 
-    def create(self, message: CreateResource) -> bool:
-        """Create the resource unless it exists; return whether it was created.
+    def create(self, message: CreateResource) -> None:
+        """Create the resource unless it exists.
 
         raises  WireError for a malformed request; QueueError or AccumulatorError when the name has another type or
                 other settings
@@ -52,14 +53,12 @@ class TaskResources:
             if known is None:
                 self._made[message.name] = made
                 self._store.create_resource(message.name, made)
-                return True
-        if known.said != made.said:
+        if known is not None and known.said != made.said:
             error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
             raise error(
                 f"{message.name!r} is {known.said} on {self._task} and was asked for as {made.said}; give one of the "
                 "two another name"
             )
-        return False
 
     def executable(self, message: CallResource) -> Executable:
         """Return a plan of one op: its feeds are the operands, its fetches the results.
@@ -71,11 +70,10 @@ class TaskResources:
         if not isinstance(held, _Checked):
             raise DflowError(f"{message.key!r} is no resource that {self._task} holds for others")
         types = [ArrayType(parse_dtype(info.dtype), info.shape) for info in message.operands]
-        use = ResourceUse(message.op, message.count, message.timeout_s, message.cancel_pending, message.line)
-        check_use(use)
-        takes, results = tuple(range(len(types))), held.results(use, types)
+        check_op(message.op)
+        takes, results = tuple(range(len(types))), held.results(message.op, types)
         gives = tuple(range(len(takes), len(takes) + results))
-        item = UseResource(message.key, use.op, takes, gives, use.count, use.timeout_s, use.cancel_pending, use.where)
+        item = UseResource(message.key, message.op, takes, gives)
         return Executable(Plan(self._task, len(takes) + results, (item,), takes, gives))
 
     def accumulator(self, name: str) -> HeldAccumulator:
@@ -110,36 +108,37 @@ class _Checked:
     `said` describes its type and settings; `fitting` remembers ops that passed, with the types of their operands.
     """
 
-    held: HeldQueue | HeldAccumulator
+    held: HeldResource
     type: HostType
     said: str
     fitting: set[tuple[Any, ...]] = field(default_factory=set)
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Run an op after checking it; see `HeldQueue.start`."""
-        kind = (use.op, use.count, *((operand.dtype, operand.shape) for operand in operands))
+        kind = (op.name, op.count, *((operand.dtype, operand.shape) for operand in operands))
         if kind not in self.fitting:
-            self.results(use, [array_type_of(operand).strong for operand in operands])
+            self.results(op, [array_type_of(operand).strong for operand in operands])
             if len(self.fitting) < _MOST_KINDS:
                 self.fitting.add(kind)
-        return self.held.start(use, operands, on_results)
+        return self.held.start(op, operands, on_results)
 
     def forget(self, reason: str, remedy: str) -> None:
         """See `HeldQueue.forget`."""
         self.held.forget(reason, remedy)
 
-    def results(self, use: ResourceUse, operands: Sequence[ArrayType]) -> int:
+    def results(self, op: ResourceOp, operands: Sequence[ArrayType]) -> int:
         """Number of arrays that the op returns for operands of these types; raises if they do not match."""
-        counted = {"count": use.count} if use.op in COUNTED else {}
+        definition = ops.RESOURCE_OPS[op.name]
+        counted = {} if definition.least_count is None else {"count": op.count}
         try:
-            given = ops.RESOURCE_OPS[use.op].rule(self._type_for(use), *operands, **counted)  # type: ignore[misc]
+            given = definition.rule(self._type_for(operands), *operands, **counted)  # type: ignore[misc]
         except (TypeError, IndexError) as error:
-            raise WireError(f"{use.op} on {self.said} was sent {len(operands)} operands: {error}") from error
+            raise WireError(f"{op.name} on {self.said} was sent {len(operands)} operands: {error}") from error
         return sum(isinstance(type, ArrayType) for type in given)
 
-    def _type_for(self, use: ResourceUse) -> HostType:
-        """The type to check an op with: for a dequeue, unknown dimensions are 0, so that its results have a shape."""
-        if not isinstance(self.type, QueueType) or not use.op.startswith("queue.dequeue"):
+    def _type_for(self, operands: Sequence[ArrayType]) -> HostType:
+        """The type to check an op with: without operands, open dimensions are 0, so that its results have a shape."""
+        if not isinstance(self.type, QueueType) or operands:
             return self.type
         shapes = [tuple(dim or 0 for dim in component.shape) for component in self.type.components]
         parts = zip(self.type.components, shapes, strict=True)
@@ -156,49 +155,40 @@ def _made(message: CreateResource) -> _Checked:
     if not isinstance(type, QueueType | AccumulatorType) or not type.components:
         raise WireError(f"a resource of the type {message.handle}")
     match type, message.settings:
-        case QueueType(components), QueueInfo() as info if all(map(_is_array, components)):
-            held: HeldQueue | HeldAccumulator = HeldQueue(message.name, _queue_settings(info, type), type)
-        case AccumulatorType(components), AccumulatorInfo() as info if all(map(_is_gradient, components)):
-            held = HeldAccumulator(message.name, _accumulator_settings(info, type), type)
+        case QueueType(components), QueueSettings() as settings if all(map(_is_array, components)):
+            _check_queue(settings, type)
+        case AccumulatorType(components), AccumulatorSettings() as settings if all(map(_is_gradient, components)):
+            _check_accumulator(settings, type)
         case _:
             raise WireError(f"a resource of the type {message.handle} with {message.settings}")
+    held = make_resource(message.name, type, message.settings)
     return _Checked(held, type, described(type, message.settings))
 
 
-def described(type: HostType, settings: QueueInfo | AccumulatorInfo) -> str:
+def described(type: HostType, settings: QueueSettings | AccumulatorSettings) -> str:
     """Describe a resource's type and settings, except the seed of a shuffle queue, which may be random."""
-    if isinstance(settings, AccumulatorInfo):
-        return f"{type}, {settings.reduction}" + (f" of at most {settings.limit}" if settings.limit else "")
+    if isinstance(settings, AccumulatorSettings):
+        return f"{type}, {settings.reduction.value}" + (f" of at most {settings.limit}" if settings.limit else "")
     least = f", {settings.min_after_dequeue} held back" if settings.min_after_dequeue else ""
-    return f"{settings.kind} {type}, capacity {settings.capacity}{least}"
+    return f"{settings.kind.value} {type}, capacity {settings.capacity}{least}"
 
 
-def _queue_settings(info: QueueInfo, type: QueueType) -> QueueSettings:
-    kinds = [kind.value for kind in QueueKind]
-    if info.kind not in kinds or not 1 <= info.capacity <= MAX_COUNT:
-        raise WireError(f"a {info.kind!r} queue of capacity {info.capacity}; kinds are {', '.join(kinds)}")
-    if not 0 <= info.min_after_dequeue < info.capacity:
-        raise WireError(f"a queue of capacity {info.capacity} that holds {info.min_after_dequeue} back")
-    if len(info.seed) > 64 or not info.seed.isdecimal():
-        raise WireError(f"a queue with the seed {info.seed[:64]!r}; a whole number is taken")
-    kind, first = QueueKind(info.kind), type.components[0]
-    if kind is QueueKind.PRIORITY and (first.shape != () or first.dtype.name not in ("int32", "int64")):
+def _check_queue(settings: QueueSettings, type: QueueType) -> None:
+    if not 1 <= settings.capacity <= MAX_COUNT:
+        raise WireError(f"a queue of capacity {settings.capacity}; 1 to {MAX_COUNT} are taken")
+    if not 0 <= settings.min_after_dequeue < settings.capacity:
+        raise WireError(f"a queue of capacity {settings.capacity} that holds {settings.min_after_dequeue} back")
+    first = type.components[0]
+    if settings.kind is QueueKind.PRIORITY and (first.shape != () or first.dtype.name not in ("int32", "int64")):
         raise WireError(f"a priority queue whose first component is {first}; its priority is an int32 or int64 scalar")
-    return QueueSettings(kind, info.capacity, info.min_after_dequeue, int(info.seed))
 
 
-def _accumulator_settings(info: AccumulatorInfo, type: AccumulatorType) -> AccumulatorSettings:
-    reductions = [reduction.value for reduction in Reduction]
-    if info.reduction not in reductions:
-        raise WireError(
-            f"an accumulator with the reduction {info.reduction[:64]!r}; these are: {', '.join(reductions)}"
-        )
-    reduction = Reduction(info.reduction)
-    if reduction is Reduction.MEAN and not all(jnp.issubdtype(part.dtype, jnp.inexact) for part in type.components):
+def _check_accumulator(settings: AccumulatorSettings, type: AccumulatorType) -> None:
+    is_mean = settings.reduction is Reduction.MEAN
+    if is_mean and not all(jnp.issubdtype(part.dtype, jnp.inexact) for part in type.components):
         raise WireError(f"an accumulator of the mean of {type}, which has whole numbers")
-    if not 0 <= info.limit <= MAX_COUNT:
-        raise WireError(f"an accumulator of at most {info.limit} gradients")
-    return AccumulatorSettings(reduction, info.limit or None)
+    if settings.limit is not None and not 1 <= settings.limit <= MAX_COUNT:
+        raise WireError(f"an accumulator of at most {settings.limit} gradients; 1 to {MAX_COUNT} are taken")
 
 
 def _is_array(part: ArrayType) -> bool:

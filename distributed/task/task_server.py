@@ -72,7 +72,6 @@ from dflow.distributed.wire.messages import (
     Registered,
     RegisterPlan,
     ReleasePlan,
-    ResourceCreated,
     Roster,
     RunPlan,
     SaveVariables,
@@ -467,7 +466,8 @@ class TaskServer:
                 return Ok(), _NOTHING
             case CreateResource():
                 self._refuse_for_another_process(message.name, message.process)
-                return ResourceCreated(self._resources.create(message)), _NOTHING
+                self._resources.create(message)
+                return Ok(), _NOTHING
             case ProposeRounds():
                 return self._rounds.agree(message), _NOTHING
             case OpenRounds():

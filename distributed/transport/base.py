@@ -61,8 +61,6 @@ class Limits:
     `resume_s`           time to reconnect to a peer after its socket broke, before the connection ends
     `shared_bytes`       shared memory for large payloads to each peer on this machine, whose pages are allocated when
                          first used; 0 for none
-    `checksums`          whether sent frames carry checksums (received ones are always verified); a corrupt frame is
-                         resent over a new socket
     """
 
     max_meta_bytes: int = 1 << 20
@@ -77,7 +75,6 @@ class Limits:
     max_retained_bytes: int = 64 << 20
     resume_s: float = 5.0
     shared_bytes: int = 1 << 30
-    checksums: bool = False
 
 
 class PendingReply(Protocol):

@@ -31,9 +31,8 @@ class BufferPool:
         self._most_idle = idle_bytes
         self._lock = threading.Lock()
         self._returned: deque[_Storage] = deque()
-        # The idle storages, oldest first: by their usable size, and all together.
-        self._idle: dict[int, deque[_Storage]] = {}
-        self._idle_order: deque[_Storage] = deque()
+        #: The idle storages, oldest first, and their total size.
+        self._idle: list[_Storage] = []
         self._idle_bytes = 0
 
     @property
@@ -48,12 +47,12 @@ class BufferPool:
 
         raises  MemoryError
         """
-        rounded = -(-max(size_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES
+        rounded = -(-max(size_bytes, 1) // _GRAIN_BYTES) * _GRAIN_BYTES + ALIGNMENT_BYTES
         with self._lock:
             self._collect()
             storage = self._reuse(rounded)
         if storage is None:
-            storage = np.empty(rounded + ALIGNMENT_BYTES, np.uint8)
+            storage = np.empty(rounded, np.uint8)
         offset = -storage.ctypes.data % ALIGNMENT_BYTES
         lent = storage[offset : offset + size_bytes]
         weakref.finalize(lent, self._give_back, storage).atexit = False
@@ -69,29 +68,18 @@ class BufferPool:
 
     def _collect(self) -> None:
         while self._returned:
-            storage = self._returned.popleft()
-            self._idle.setdefault(storage.size - ALIGNMENT_BYTES, deque()).append(storage)
-            self._idle_order.append(storage)
-            self._idle_bytes += storage.size
+            self._idle.append(self._returned.popleft())
+            self._idle_bytes += self._idle[-1].size
         while self._idle_bytes > self._most_idle:
-            self._drop(self._idle_order[0])
+            self._idle_bytes -= self._idle.pop(0).size
 
-    def _reuse(self, rounded: int) -> _Storage | None:
-        waiting = self._idle.get(rounded)
-        if not waiting:
-            return None
-        storage = waiting[-1]
-        self._drop(storage)
-        return storage
-
-    def _drop(self, storage: _Storage) -> None:
-        """Remove a storage from the idle ones."""
-        size = storage.size - ALIGNMENT_BYTES
-        self._idle[size] = deque(one for one in self._idle[size] if one is not storage)
-        if not self._idle[size]:
-            del self._idle[size]
-        self._idle_order = deque(one for one in self._idle_order if one is not storage)
-        self._idle_bytes -= storage.size
+    def _reuse(self, size_bytes: int) -> _Storage | None:
+        """Remove and return the newest idle storage of this size; the newest is likely to be in the cache."""
+        for index in range(len(self._idle) - 1, -1, -1):
+            if self._idle[index].size == size_bytes:
+                self._idle_bytes -= size_bytes
+                return self._idle.pop(index)
+        return None
 
 
 #: The pool of this process. Its limit is about the size of a step's largest values; a process seldom holds more.

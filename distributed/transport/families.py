@@ -46,20 +46,21 @@ def dial(address: Address, timeout_s: float) -> socket.socket:
     if sock.getsockname() == sock.getpeername():
         sock.close()
         raise ConnectionRefusedError("nothing listens there (the port was free, and connected to itself)")
+    _send_immediately(sock)
     return sock
-
-
-def send_at_once(sock: socket.socket) -> None:
-    """Send small frames immediately instead of waiting to merge them (TCP_NODELAY)."""
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _bind_tcp(address: TcpAddress) -> Bound:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
+    _send_immediately(sock)  # accepted sockets inherit this
     host, port = sock.getsockname()[:2]
     return Bound(sock, TcpAddress(host, port), lambda: None)
+
+
+def _send_immediately(sock: socket.socket) -> None:
+    """Send small frames immediately, instead of waiting to merge them."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _bind_unix(address: UnixAddress) -> Bound:

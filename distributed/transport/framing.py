@@ -4,19 +4,19 @@ Why no asyncio: a thread that receives straight into the final buffer was measur
 throughput. Small frames are read through a buffer, several by one system call and without waiting. A larger frame is
 read to its end, waiting for the bytes.
 
-A frame is a header, then the message (`meta`), then the payload. The header is 48 bytes, little-endian:
+A frame is a header, then the message (`meta`), then the payload. The header is 44 bytes, little-endian:
 
     0   4 bytes   magic `DFLW`
     4   u8        kind, a number of `exchange.Kind`
-    5   u8        flags: 1 if the frame carries a checksum, 2 if the payload is a location in shared memory
+    5   u8        1 if the payload is a location in shared memory, else 0
     6   2 bytes   zero
     8   u32       meta size in bytes
-    12  u32       CRC-32 of meta and payload if flagged, else zero (not CRC-32C, since only CRC-32 is in Python's
-                  library, at memory speed)
-    16  u64       request number
-    24  u64       payload size in bytes
-    32  u64       number of the frame in its session; zero without a session, and for frames that are not retained
-    40  u64       acknowledgement: the sender has received all frames up to this number
+    12  u64       request number
+    20  u64       payload size in bytes
+    28  u64       number of the frame in its session; zero for `Hello` and for frames that are not retained
+    36  u64       acknowledgement: the sender has received all frames up to this number
+
+There is no checksum: TCP has one, and TLS detects every changed byte.
 
 Invariants: sizes are checked against the limits before anything is allocated for them. A payload's pages are touched
 only as its bytes arrive. The stream counts as broken if no byte of a begun frame arrives for `stall_timeout_s`.
@@ -26,28 +26,24 @@ from __future__ import annotations
 
 import enum
 import struct
-import time
-import zlib
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.transport.buffers import RECEIVED
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Stream, receive_by
 from dflow.distributed.wire.codec import Payload
-from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+from dflow.tracing.errors import TransportClosed, WireError
 
 MAGIC = b"DFLW"
-HEADER = struct.Struct("<4sBBHIIQQQQ")
+HEADER = struct.Struct("<4sBBHIQQQQ")
 
-_CHECKED = 1
-_SHARED = 2
 _BUFFER_BYTES = 1 << 16
 _BREAKS_OFF = "the other side closed the connection in the middle of a frame"
+_NO_HELLO = "the other side closed the connection before its Hello"
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -55,51 +51,33 @@ class Header(msgspec.Struct, frozen=True, gc=False):
     """The parsed header of a frame; `sequence` is the frame's number in the session."""
 
     kind: Kind
-    flags: int
+    is_shared: bool
     number: int
     meta_bytes: int
     payload_bytes: int
-    checksum: int
     sequence: int
     acknowledged: int
 
 
-class Arrived(msgspec.Struct, frozen=True, gc=False):
-    """A received frame, with the session fields of its header."""
-
-    frame: Frame
-    sequence: int
-    acknowledged: int
-
-
-def checksum_of(parts: Sequence[Payload]) -> int:
-    """Return the CRC-32 of the concatenated `parts`."""
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value
-
-
-def pack_header(frame: Frame, *, checksum: int | None = None, sequence: int = 0, acknowledged: int = 0) -> bytes:
-    """Return the header of `frame`; with `checksum` None, it states no checksum."""
-    flags = (0 if checksum is None else _CHECKED) | (_SHARED if frame.is_shared else 0)
-    sizes = len(frame.meta), checksum or 0, frame.number, len(frame.payload)
-    return HEADER.pack(MAGIC, frame.kind, flags, 0, *sizes, sequence, acknowledged)
+def pack_header(frame: Frame, *, sequence: int = 0, acknowledged: int = 0) -> bytes:
+    """Return the header of `frame`."""
+    sizes = len(frame.meta), frame.number, len(frame.payload)
+    return HEADER.pack(MAGIC, frame.kind, frame.is_shared, 0, *sizes, sequence, acknowledged)
 
 
 def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header:
     """Parse a header; raises WireError if it is malformed, or its sizes exceed the limits."""
-    magic, kind, flags, pad, meta_bytes, checksum, number, payload_bytes, sequence, acknowledged = HEADER.unpack(data)
+    magic, kind, shared, pad, meta_bytes, number, payload_bytes, sequence, acknowledged = HEADER.unpack(data)
     if magic != MAGIC:
         raise WireError(f"a frame starts with {magic!r} instead of {MAGIC!r}; the other side does not speak dflow")
     known = _KINDS.get(kind)
-    if known is None or pad or flags > _CHECKED | _SHARED:
-        raise WireError(f"a frame header of unknown form: kind {kind}, flags {flags}, padding {pad:04x}")
+    if known is None or pad or shared > 1:
+        raise WireError(f"a frame header of unknown form: kind {kind}, flags {shared}, padding {pad:04x}")
     if meta_bytes > limits.max_meta_bytes:
         raise WireError(f"a message of {meta_bytes} bytes is over the limit of {limits.max_meta_bytes}")
     if payload_bytes > limits.max_payload_bytes:
         raise WireError(f"a payload of {payload_bytes} bytes is over the limit of {limits.max_payload_bytes}")
-    return Header(known, flags, number, meta_bytes, payload_bytes, checksum, sequence, acknowledged)
+    return Header(known, shared == 1, number, meta_bytes, payload_bytes, sequence, acknowledged)
 
 
 class Ahead(enum.Enum):
@@ -129,7 +107,7 @@ class FrameReader:
         raises  BlockingIOError if there are none; TransportClosed if the stream ends within a frame; OSError
         """
         self._make_room()
-        count = self._stream.receive_now(self._buffer[self._end :])
+        count = self._stream.receive(self._buffer[self._end :], waits=False)
         self._end += count
         if not count and (self._end or self._header is not None):
             raise TransportClosed(_BREAKS_OFF)
@@ -149,11 +127,11 @@ class FrameReader:
             return Ahead.WHOLE
         return Ahead.LARGE if size_bytes > _BUFFER_BYTES else Ahead.PART
 
-    def read(self) -> Arrived:
+    def read(self) -> tuple[Frame, Header]:
         """Return the frame that `ahead` found WHOLE or LARGE, waiting for the rest of a LARGE one.
 
-        raises  CorruptFrame for a wrong checksum; WireError for an invalid location in shared memory;
-                TransportClosed if the stream ends or stalls within the frame; OSError
+        raises  WireError for an invalid location in shared memory; TransportClosed if the stream ends or stalls within
+                the frame; OSError
         """
         header = self._header
         assert header is not None
@@ -165,12 +143,9 @@ class FrameReader:
         else:
             payload = RECEIVED.take(header.payload_bytes)
             self._fill(payload)
-        if header.flags & _CHECKED and checksum_of((meta, payload)) != header.checksum:
-            raise CorruptFrame(f"a frame of {len(meta) + len(payload)} bytes does not have the checksum that it states")
-        if header.flags & _SHARED:
+        if header.is_shared:
             payload = self._shared_payload(payload)
-        frame = Frame(header.kind, header.number, meta, payload)
-        return Arrived(frame, header.sequence, header.acknowledged)
+        return Frame(header.kind, header.number, meta, payload), header
 
     def _shared_payload(self, place: Payload) -> memoryview:
         if self._shared is None or len(place) != PLACE_BYTES:
@@ -212,7 +187,7 @@ class FrameReader:
 
     def _receive(self, view: memoryview) -> int:
         try:
-            count = self._stream.receive_into(view)
+            count = self._stream.receive(view)
         except BlockingIOError:
             raise stalled(self._limits) from None
         if count == 0:
@@ -225,27 +200,6 @@ def stalled(limits: Limits) -> TransportClosed:
     return TransportClosed(f"a frame was begun but went on for {limits.stall_timeout_s:g} s without a byte")
 
 
-class CorruptFrame(TransportClosed):
-    """A frame arrived with a wrong checksum; the session resends it over another stream."""
-
-
-class Deadline(NamedTuple):
-    """The time of the monotonic clock at which a time-out ends, and that time-out, in seconds."""
-
-    at: float
-    timeout_s: float
-
-    @classmethod
-    def after(cls, timeout_s: float) -> Deadline:
-        """Return the deadline `timeout_s` from now."""
-        return cls(time.monotonic() + timeout_s, timeout_s)
-
-    @property
-    def left_s(self) -> float:
-        """The time left, at least 1 ms."""
-        return max(self.at - time.monotonic(), 0.001)
-
-
 def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     """Read the first frame of a connection, which has no payload.
 
@@ -254,29 +208,14 @@ def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     raises  WireError; DeadlineExceeded if the frame is incomplete at `deadline`; TransportClosed if the connection ends
             first; OSError
     """
-    start = _receive_by(stream, len(MAGIC), deadline)
+
+    def receive(size_bytes: int) -> bytearray:
+        return receive_by(stream, size_bytes, deadline, late=late, closed=_NO_HELLO)
+
+    late = f"no whole Hello came within {deadline.timeout_s:g} s"
+    start = receive(len(MAGIC))
     if start == MAGIC:
-        start += _receive_by(stream, HEADER.size - len(MAGIC), deadline)
-    else:
-        start += bytes(HEADER.size - len(MAGIC))
-    header = parse_header(start, Limits(max_meta_bytes=limits.max_hello_bytes, max_payload_bytes=0))
-    meta = _receive_by(stream, header.meta_bytes, deadline)
-    return Frame(header.kind, header.number, meta, b"")
-
-
-def _receive_by(stream: Stream, size_bytes: int, deadline: Deadline) -> bytearray:
-    data = bytearray(size_bytes)
-    rest = memoryview(data)
-    late = DeadlineExceeded(f"no whole Hello came within {deadline.timeout_s:g} s")
-    while rest:
-        if time.monotonic() >= deadline.at:
-            raise late
-        stream.set_timeout(deadline.left_s)
-        try:
-            count = stream.receive_into(rest)
-        except BlockingIOError:
-            raise late from None
-        if not count:
-            raise TransportClosed("the other side closed the connection before its Hello")
-        rest = rest[count:]
-    return data
+        start += receive(HEADER.size - len(MAGIC))
+    limits = Limits(max_meta_bytes=limits.max_hello_bytes, max_payload_bytes=0)
+    header = parse_header(start.ljust(HEADER.size, b"\0"), limits)
+    return Frame(header.kind, header.number, receive(header.meta_bytes), b"")

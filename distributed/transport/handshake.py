@@ -7,14 +7,15 @@ session is unknown: then that side has ended it, or has restarted.
 from __future__ import annotations
 
 from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Frame, Kind
-from dflow.distributed.transport.framing import Deadline, pack_header, read_first
-from dflow.distributed.transport.security import Secured, SecurityPolicy
-from dflow.distributed.transport.stream import Stream, without
+from dflow.distributed.transport.framing import pack_header, read_first
+from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
+from dflow.distributed.transport.stream import Stream, send_by
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages import PROTOCOL_VERSION, Failure, Hello
-from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+from dflow.tracing.errors import TransportClosed, WireError
 
 _LONGEST_NAME = 256
 
@@ -27,11 +28,7 @@ def say_hello(stream: Stream, hello: Hello | Failure, deadline: Deadline) -> Non
     """Send a `Hello`, or the reason for refusing one; raises DeadlineExceeded or OSError."""
     frame = Frame(Kind.NOTIFY, 0, encode_message(hello), b"")
     parts = [memoryview(pack_header(frame)), memoryview(frame.meta)]
-    stream.set_timeout(deadline.left_s)
-    while parts:
-        if not (sent := stream.send(parts)):
-            raise DeadlineExceeded(f"a Hello could not be sent within {deadline.timeout_s:g} s")
-        parts = without(parts, sent)
+    send_by(stream, parts, deadline, f"a Hello could not be sent within {deadline.timeout_s:g} s")
 
 
 def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadline: Deadline) -> Hello:

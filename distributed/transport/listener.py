@@ -8,84 +8,62 @@ process connects by its name and identity, since the original process has then e
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
-from dflow.distributed.transport.admission import Admission, Belief
 from dflow.distributed.transport.base import Handler, Limits
 from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.descriptors import raise_descriptor_limit
 from dflow.distributed.transport.exchange import LOGGER, Exchange
-from dflow.distributed.transport.families import Bound, send_at_once
-from dflow.distributed.transport.framing import Deadline
+from dflow.distributed.transport.families import Bound
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
-from dflow.distributed.transport.process_identity import host_identity, process_identity
+from dflow.distributed.transport.process_identity import has_ended, host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor
-from dflow.distributed.transport.renewal import AwaitRedial
-from dflow.distributed.transport.security import Secured, SecurityPolicy
+from dflow.distributed.transport.security.admission import Admission, Belief
+from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
+from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import Stream
-from dflow.distributed.transport.throttle import Throttle, on_one_line
+from dflow.distributed.transport.stream import SocketStream, Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
-from dflow.distributed.wire.messages import Hello
-from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
+from dflow.distributed.wire.messages import PROTOCOL_VERSION, Hello
+from dflow.tracing.errors import SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
 
 
+#: Longest pause between two looks whether the process of a broken session has ended.
+_LOOK_S = 0.05
+
+
 @dataclass(eq=False)
 class _Session:
-    """A peer of this listener. `renewal` is None if the peer requested no session."""
+    """A session that began here; `resuming` is held by the thread that gives it another stream."""
 
     hello: Hello
     identity: str
     exchange: Exchange
     connection: Connection
-    renewal: AwaitRedial | None
+    resuming: threading.Lock = field(default_factory=threading.Lock)
 
 
 #: File descriptors that a process needs besides the connections of a listener.
 _OTHER_FILES = 64
 
 
-@dataclass(frozen=True)
-class _Room:
-    """The number of peers that a listener accepts: `wanted`, or fewer if the process may open only `files` files."""
-
-    connections: int
-    wanted: int
-    files: int
-
-    @classmethod
-    def of(cls, limits: Limits) -> _Room:
-        """Return the largest number of peers that `limits` and the system allow."""
-        files = raise_descriptor_limit()
-        spare = max(files - limits.max_strangers - _OTHER_FILES, files // 2)
-        return cls(min(limits.max_connections, spare), limits.max_connections, files)
-
-    def full(self) -> str:
-        """Return why no more peers are accepted, and the remedy."""
-        if self.connections < self.wanted:
-            cause = f"since its process may open only {self.files} files; raise that limit (ulimit -n) where it starts"
-        else:
-            cause = "which is its limit; start fewer tasks"
-        return f"has {self.connections} connections and takes no more, {cause}"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Arrival:
-    """A connection that was accepted `at` one of the listener's addresses, with its number in `Admission`."""
+    """A connection that was accepted `at` one of the listener's addresses, from an IP `host`."""
 
     sock: socket.socket
     at: Address
+    host: str
     source: str
-    number: int
 
 
 class SocketListener:
@@ -108,15 +86,10 @@ class SocketListener:
         self._security = security
         self._lock = threading.Lock()
         self._is_closed = False
-        #: Sessions answered but not yet in `_sessions`. Their peer may already reconnect, and `_find` waits for them.
-        self._beginning: set[str] = set()
-        self._has_begun = threading.Condition(self._lock)
-        self._room = _Room.of(limits)
-        self._admission = Admission(
-            connections=self._room.connections, strangers=limits.max_strangers, per_source=limits.max_from_source
+        room, self._is_full = _room(limits)
+        self._admission: Admission[_Arrival] = Admission(
+            connections=room, strangers=limits.max_strangers, per_source=limits.max_from_source
         )
-        self._last_number = 0
-        self._strangers: dict[int, socket.socket] = {}
         self._throttle = Throttle()
         self._sessions: set[_Session] = set()
         for bound in bounds:
@@ -136,13 +109,13 @@ class SocketListener:
             if self._is_closed:
                 return
             self._is_closed = True
-            strangers, sessions = list(self._strangers.values()), list(self._sessions)
+            strangers, sessions = self._admission.strangers, list(self._sessions)
         for bound in self._bounds:
-            _shut_down(bound.sock)
+            SocketStream(bound.sock).shut_down()
             bound.sock.close()
             bound.clean_up()
-        for sock in strangers:
-            _shut_down(sock)
+        for arrival in strangers:
+            SocketStream(arrival.sock).shut_down()
         for session in sessions:
             session.exchange.close(f"{self._name} stopped listening")
 
@@ -156,39 +129,22 @@ class SocketListener:
                 self._warn("a connection could not be accepted: %s", error)
                 time.sleep(_AFTER_FAULT_S)
                 continue
-            host = source[0] if source else ""
-            where = str(source or bound.address)
-            number = self._admit(sock, host, where)
-            if number is not None:
-                self._start(_Arrival(sock, bound.address, where, number))
+            self._admit(_Arrival(sock, bound.address, source[0] if source else "", str(source or bound.address)))
 
-    def _start(self, arrival: _Arrival) -> None:
-        reader = threading.Thread(target=self._serve, args=(arrival,), daemon=True)
-        reader.name = f"dflow greet {self._name}"
+    def _admit(self, arrival: _Arrival) -> None:
+        """Serve a connection on a thread of its own, as a stranger for which another may be evicted."""
+        with self._lock:
+            evicted = self._admission.arrive(arrival, arrival.host)
+        if evicted is not None:
+            stranger, why = evicted
+            self._warn("a connection was given up for one from %s: %s", arrival.source, why)
+            SocketStream(stranger.sock).shut_down()
         try:
-            reader.start()
+            threading.Thread(target=self._serve, args=(arrival,), name=f"dflow greet {self._name}", daemon=True).start()
         except RuntimeError as error:  # no more threads for now
             self._warn("connection from %s refused: %s", arrival.source, error)
-            self._forget(arrival.number)
+            self._forget(arrival)
             arrival.sock.close()
-
-    def _admit(self, sock: socket.socket, host: str, source: str) -> int | None:
-        """Admit a connection as a stranger, evicting others if necessary; return its number, or None if refused."""
-        with self._lock:
-            self._last_number += 1
-            number = self._last_number
-            decision = self._admission.arrive(number, host)
-            evicted = [self._strangers.pop(one) for one in decision.evicted]
-            if is_admitted := not self._is_closed:
-                self._strangers[number] = sock
-        for stranger in evicted:
-            self._warn("a connection was given up for one from %s: %s", source, decision.why)
-            _shut_down(stranger)
-        if is_admitted:
-            return number
-        self._warn("connection from %s refused: it stopped listening", source)
-        sock.close()
-        return None
 
     def _warn(self, text: str, *values: object) -> None:
         """Log an event that strangers cause, throttled, since they can cause any number of them."""
@@ -197,146 +153,150 @@ class SocketListener:
             LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
 
     def _serve(self, arrival: _Arrival) -> None:
-        stream: Stream | None = None
         session: _Session | None = None
-        is_read = False
         try:
             deadline = Deadline.after(self._limits.hello_timeout_s)
-            secured = self._secure(arrival, deadline)
-            stream = secured.stream
+            secured = self._security.secure(arrival.sock, arrival.at, deadline, is_server=True)
             hello = self._hear(secured, deadline)
             if hello.resumes:
-                is_taken = self._resume(secured, hello, deadline)
-                stream = None if is_taken else stream
+                self._resume(secured, hello, deadline)
+            else:
+                self._believe(arrival, secured, deadline)
+                session = self._begin(secured, hello)
+                memory = self._answer(arrival, secured, hello, deadline)
+                on_end = partial(self._ended, arrival, session)
+                session.connection.start(session.exchange.arrived, on_end, memory)
                 return
-            self._believe(arrival.number, secured, deadline)
-            try:
-                session = self._begin(arrival, secured, hello, deadline)
-                is_peer = self._promote(arrival.number, session)
-            finally:
-                self._has_been_begun(hello.session)
-            if is_peer:
-                session.connection.start(session.exchange, partial(self._forget, arrival.number, session))
-                is_read = True
-        except (DflowError, OSError, RuntimeError) as error:
-            self._warn("connection from %s closed: %s", arrival.source, _reason(error))
-        finally:
-            if not is_read:
-                self._forget(arrival.number, session)
-                if stream is not None:
-                    stream.close()
-
-    def _secure(self, arrival: _Arrival, deadline: Deadline) -> Secured:
-        try:
-            send_at_once(arrival.sock)
-            return self._security.secure_server(arrival.sock, arrival.at, deadline.left_s)
-        except BaseException:
+        except Exception as error:
+            self._warn("connection from %s closed: %s", arrival.source, reason_of(error))
+            if session is not None:
+                session.connection.close()
             arrival.sock.close()
-            raise
+        self._forget(arrival, session)
 
     def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
-        """Receive the stranger's `Hello`. If the policy refuses its name, answer with the reason, so it won't retry."""
+        """Receive the stranger's `Hello`. If it is refused, answer first, so that the other side does not retry."""
         try:
-            return hear_hello(secured, self._security, self._limits, deadline)
+            hello = hear_hello(secured, self._security, self._limits, deadline)
         except SecurityError as error:
             say_hello(secured.stream, failure_of(error), deadline)
             raise
+        if hello.version != PROTOCOL_VERSION:
+            say_hello(secured.stream, Hello(self._name), deadline)
+        check_version(hello)
+        if not hello.session:
+            raise WireError(f"{hello.name} names no session")
+        return hello
 
-    def _believe(self, number: int, secured: Secured, deadline: Deadline) -> None:
+    def _believe(self, arrival: _Arrival, secured: Secured, deadline: Deadline) -> None:
         """Count a stranger as a peer; raises TransportClosed if it was evicted, or there is no room for more peers."""
         with self._lock:
-            belief = self._admission.believe(number)
+            belief = self._admission.believe(arrival)
         if belief is Belief.EVICTED:
             raise TransportClosed("it was evicted for another connection")
         if belief is Belief.NO_ROOM:
-            error = TransportClosed(f"{self._name} {self._room.full()}")
+            error = TransportClosed(f"{self._name} {self._is_full}")
             say_hello(secured.stream, failure_of(error), deadline)
             raise error
 
-    def _begin(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> _Session:
-        """Answer a stranger's first `Hello` and build its connection, which is not started yet."""
-        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
-        answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
-        with self._lock:
-            self._beginning.add(hello.session)
-        say_hello(secured.stream, answer, deadline)
-        check_version(hello)
-        memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
-        secured.stream.set_timeout(self._limits.stall_timeout_s)
-        renewal = AwaitRedial(hello.process, answer, self._limits) if hello.session else None
-        connection = Connection(secured.stream, self._limits, renewal, self._reactor, memory)
-        exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
-        return _Session(hello, secured.identity, exchange, connection, renewal)
+    def _begin(self, secured: Secured, hello: Hello) -> _Session:
+        """Record the session of a new peer, and end the sessions that it replaces.
 
-    def _promote(self, number: int, session: _Session) -> bool:
-        """Record the session of a new peer, and end the sessions that it replaces; False if the listener has closed."""
+        This comes before the answer: the peer may reconnect as soon as it has that.
+        """
+        connection = Connection(
+            secured.stream, hello.name, self._limits, self._reactor, partial(self._await_redial, hello.process)
+        )
+        exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
+        session = _Session(hello, secured.identity, exchange, connection)
         with self._lock:
-            is_peer = not self._is_closed
-            self._strangers.pop(number, None)
+            if self._is_closed:
+                raise TransportClosed(f"{self._name} stopped listening")
             others = list(self._sessions)
-            if is_peer:
-                self._sessions.add(session)
-        if not is_peer:
-            session.exchange.close(f"{self._name} stopped listening")
+            self._sessions.add(session)
         for other in others:
             if _has_replaced(session, other):
-                other.exchange.close(f"another process has come as {session.hello.name}")
-        return is_peer
+                other.exchange.close(f"another process has come as {hello.name}")
+        return session
 
-    def _has_been_begun(self, session: str) -> None:
-        with self._lock:
-            self._beginning.discard(session)
-            self._has_begun.notify_all()
+    def _answer(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
+        """Answer the first `Hello` of a session, and agree on shared memory if both sides can."""
+        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
+        answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
+        say_hello(secured.stream, answer, deadline)
+        memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
+        secured.stream.set_timeout(self._limits.stall_timeout_s)
+        return memory
 
-    def _forget(self, number: int, session: _Session | None = None) -> None:
+    def _ended(self, arrival: _Arrival, session: _Session, reason: str) -> None:
+        session.exchange.close(reason)
+        self._forget(arrival, session)
+
+    def _forget(self, arrival: _Arrival, session: _Session | None = None) -> None:
         with self._lock:
-            self._admission.leave(number)
-            self._strangers.pop(number, None)
+            self._admission.leave(arrival)
             if session is not None:
                 self._sessions.discard(session)
 
-    def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> bool:
-        """Hand a stream to the session that it resumes; if there is none, answer so and return False."""
-        check_version(hello)
-        session = self._find(hello, secured.identity, deadline)
-        if session is not None and session.renewal is not None:
-            before = session.connection.stream
-            if session.renewal.offer(secured.stream, hello.received):
-                before.shut_down()
-                return True
+    def _resume(self, secured: Secured, hello: Hello, deadline: Deadline) -> None:
+        """Give a stream to the session that it resumes; if there is none, answer so and close the stream."""
+        session = self._find(hello, secured.identity)
+        if session is not None:
+            with session.resuming:
+                if session.connection.abandon_stream(deadline):
+                    self._resume_over(secured.stream, session, hello, deadline)
+                    return
         say_hello(secured.stream, Hello(self._name), deadline)
+        secured.stream.close()
         LOGGER.info("%s: %s wants to go on with a session that has ended here", self._name, hello.name)
-        return False
 
-    def _find(self, hello: Hello, identity: str, deadline: Deadline) -> _Session | None:
-        if not hello.session:
-            return None
+    def _resume_over(self, stream: Stream, session: _Session, hello: Hello, deadline: Deadline) -> None:
+        connection = session.connection
+        answer = Hello(self._name, session=hello.session, process=process_identity(), received=connection.received)
+        say_hello(stream, answer, deadline)
+        stream.set_timeout(self._limits.stall_timeout_s)
+        try:
+            reason = connection.resume(stream, hello.received)
+        except RuntimeError as error:  # no more threads for now
+            reason = str(error)
+        if reason:
+            session.exchange.close(reason)
+
+    def _find(self, hello: Hello, identity: str) -> _Session | None:
         with self._lock:
-            self._has_begun.wait_for(lambda: hello.session not in self._beginning, deadline.left_s)
-            for session in self._sessions:
-                if session.hello.session == hello.session:
-                    break
-            else:
-                return None
+            session = next((one for one in self._sessions if one.hello.session == hello.session), None)
+        if session is None:
+            return None
         if session.identity != identity or session.hello.name != hello.name:
             raise SecurityError(f"{hello.name} is not {session.hello.name}, whose session it wants to go on with")
         if session.hello.process != hello.process:
             raise WireError(f"{hello.name} has started anew, but wants to go on with the session it had before")
         return session
 
+    def _await_redial(self, process: str, connection: Connection, broken: Stream, reason: str) -> str:
+        """Wait until the process has reconnected or ended, for at most `resume_s`; see `connection.Recover`."""
+        deadline = Deadline.after(self._limits.resume_s)
+        pause_s = 0.001
+        while not has_ended(process):
+            if connection.is_over(broken, min(pause_s, deadline.left_s)):
+                return "closed by this side" if connection.is_closed else ""
+            if deadline.has_passed:
+                return f"{reason}, and did not come back within {deadline.timeout_s:g} s"
+            pause_s = min(2 * pause_s, _LOOK_S)
+        return f"{reason}: its process has ended"
+
+
+def _room(limits: Limits) -> tuple[int, str]:
+    """Return the number of peers that `limits` and the system allow, and why there are no more."""
+    files = raise_descriptor_limit()
+    room = min(limits.max_connections, max(files - limits.max_strangers - _OTHER_FILES, files // 2))
+    cause = "which is its limit; start fewer tasks"
+    if room < limits.max_connections:
+        cause = f"since its process may open only {files} files; raise that limit (ulimit -n) where it starts"
+    return room, f"has {room} connections and takes no more, {cause}"
+
 
 def _has_replaced(new: _Session, old: _Session) -> bool:
     """Whether the process that `old` waits for was replaced: another process has its name and identity."""
     same_name = old.hello.name == new.hello.name and old.identity == new.identity
     return same_name and old.hello.process != new.hello.process and old.connection.is_broken
-
-
-def _reason(error: BaseException) -> str:
-    system = error.strerror if isinstance(error, OSError) else None
-    return system or str(error) or type(error).__name__
-
-
-def _shut_down(sock: socket.socket) -> None:
-    """Wake the thread that waits on `sock`; the thread that serves `sock` closes it."""
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)

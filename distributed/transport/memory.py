@@ -79,35 +79,20 @@ class MemoryListener:
     """A named address; see `base.Listener`."""
 
     def __init__(self, network: MemoryNetwork, address: str, name: str, handler: Handler) -> None:
+        #: The address to connect to.
+        self.address = address
         self._network = network
-        self._address = address
         self._name = name
         self._handler = handler
         self._lock = threading.Lock()
         self._accepted: list[Exchange] = []
 
-    @property
-    def address(self) -> str:
-        """The address to connect to."""
-        return self._address
-
     def accept(self, name: str, handler: Handler, limits: Limits) -> Exchange:
         """Make a connection to this listener and return the caller's end."""
         outbound, inbound = _Pipe(), _Pipe()
-        ours = Exchange(
-            _MemoryLink(outbound=inbound, inbound=outbound),
-            local=self._name,
-            remote=name,
-            handler=self._handler,
-            limits=limits,
-        )
-        theirs = Exchange(
-            _MemoryLink(outbound=outbound, inbound=inbound),
-            local=name,
-            remote=self._name,
-            handler=handler,
-            limits=limits,
-        )
+        own, handle = self._name, self._handler
+        ours = Exchange(_MemoryLink(inbound, outbound), local=own, remote=name, handler=handle, limits=limits)
+        theirs = Exchange(_MemoryLink(outbound, inbound), local=name, remote=own, handler=handler, limits=limits)
         with self._lock:
             self._accepted = [*(peer for peer in self._accepted if not peer.closed), ours]
         for exchange, pipe in ((ours, outbound), (theirs, inbound)):
@@ -138,7 +123,7 @@ class _Pipe:
 class _MemoryLink:
     """One end of a connection: the pipe that it sends into, and the pipe that it reads, which `close` wakes."""
 
-    def __init__(self, *, outbound: _Pipe, inbound: _Pipe) -> None:
+    def __init__(self, outbound: _Pipe, inbound: _Pipe) -> None:
         self._outbound = outbound
         self._inbound = inbound
 

@@ -24,36 +24,23 @@ def host_identity() -> str:
 def process_identity() -> str:
     """Return the identity of this process."""
     try:
-        return f"{_boot()}/{_pid_namespace()}/{os.getpid()}/{_started(os.getpid())}"
+        return f"{_boot()}/{_pid_namespace()}/{os.getpid()}/{_state(os.getpid())[1]}"
     except OSError:
         return ""
 
 
-def open_process(identity: str) -> int | None:
-    """Return a file descriptor, for the caller to close, that becomes readable when the process ends.
-
-    It is None if the process is not visible here, as on another machine or in another container.
-
-    raises  ProcessLookupError if the process has ended
-    """
-    boot, _, rest = identity.partition("/")
-    namespace, _, rest = rest.partition("/")
-    pid, _, started = rest.partition("/")
+def has_ended(identity: str) -> bool:
+    """Whether the process has ended; False if it is not visible here, as on another machine or in another container."""
+    known, own = identity.split("/"), process_identity().split("/")
+    if len(known) != 4 or known[:2] != own[:2] or not known[2].isdecimal():
+        return False
     try:
-        if not (boot and boot == _boot() and namespace == _pid_namespace() and pid.isascii() and pid.isdigit()):
-            return None
-        descriptor = os.pidfd_open(int(pid))
-    except (ProcessLookupError, FileNotFoundError):
-        raise ProcessLookupError(f"process {pid} has ended") from None
+        state, start = _state(int(known[2]))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
     except OSError:
-        return None
-    try:
-        if _started(int(pid)) == started:
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    raise ProcessLookupError(f"process {pid} has ended")
+        return False
+    return start != known[3] or state in "ZX"
 
 
 def _boot() -> str:
@@ -67,6 +54,7 @@ def _pid_namespace() -> str:
     return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
-def _started(pid: int) -> str:
-    """Return the start time of the process, which tells it from a later process with the same PID."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+def _state(pid: int) -> tuple[str, str]:
+    """Return the state of a process, and its start time, which tells it from a later process with the same PID."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]

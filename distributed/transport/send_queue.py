@@ -21,7 +21,6 @@ from __future__ import annotations
 import collections
 import threading
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.exchange import Frame, on_reader_thread
@@ -58,29 +57,13 @@ def flush() -> None:
         outlets.pop().flush()
 
 
-class Packing(Protocol):
-    """The connection that an outlet sends for."""
-
-    def pack(self, frame: Frame) -> Parts:
-        """Return the bytes of a frame that is about to be sent."""
-        ...
-
-    def broke(self, stream: Stream, reason: str) -> bool:
-        """Sending over `stream` failed; return whether its frames will be resent over another stream."""
-        ...
-
-    def end(self, reason: str) -> None:
-        """End the connection, since a queued frame could not be sent and will not be resent."""
-        ...
-
-
 class SendQueue:
-    """The sending half of a connection."""
+    """The sending half of a connection; `pack` returns the bytes of a frame that is about to be sent."""
 
-    def __init__(self, stream: Stream, limits: Limits, packing: Packing) -> None:
+    def __init__(self, stream: Stream, limits: Limits, pack: Callable[[Frame], Parts]) -> None:
         self._stream: Stream | None = stream
         self._limits = limits
-        self._packing = packing
+        self._pack_one = pack
         self._sending = threading.Lock()
         self._queue_lock = threading.Lock()
         self._queue: collections.deque[Frame] = collections.deque()
@@ -89,7 +72,7 @@ class SendQueue:
     def send(self, frame: Frame) -> None:
         """Send `frame`; on a reader thread, queue what cannot be sent without blocking.
 
-        raises  TransportClosed with the reason as its text; the connection is then unusable
+        raises  TransportClosed, with the reason as its text, if the queue is full
         """
         if on_reader_thread():
             if not self._gathers(frame):
@@ -100,10 +83,7 @@ class SendQueue:
 
     def flush(self) -> None:
         """Send the gathered frames here or on the drain thread."""
-        try:
-            self._send_or_queue(None)
-        except TransportClosed as error:
-            self._packing.end(str(error))
+        self._send_or_queue(None)
 
     def say_last(self, frame: Frame) -> None:
         """Send `frame` if that needs no waiting; nothing is sent after this call."""
@@ -112,7 +92,7 @@ class SendQueue:
         try:
             stream, self._stream = self._stream, None
             if stream is not None:
-                stream.send_now(self._pack([*self._take_gathered(), frame]))
+                stream.send(self._pack([*self._take_gathered(), frame]), waits=False)
         except OSError:
             pass
         finally:
@@ -131,7 +111,7 @@ class SendQueue:
         self._stream = stream
         rest = [part for parts in again() for part in parts]
         if rest:
-            self._start_drain(rest, drains_queue=False)
+            self._start_drain(rest)
         else:
             self._sending.release()
 
@@ -160,7 +140,7 @@ class SendQueue:
         return frames
 
     def _pack(self, frames: Sequence[Frame]) -> Parts:
-        pack = self._packing.pack
+        pack = self._pack_one
         return pack(frames[0]) if len(frames) == 1 else [part for frame in frames for part in pack(frame)]
 
     def _send_or_queue(self, frame: Frame | None) -> None:
@@ -183,9 +163,8 @@ class SendQueue:
             self._sending.release()
             return
         with self._queue_lock:
-            drains_queue = not self._is_draining
             self._is_draining = True
-        self._start_drain(rest, drains_queue)
+        self._start_drain(rest)
 
     def _enqueue(self, frame: Frame | None) -> None:
         if frame is not None:
@@ -194,24 +173,24 @@ class SendQueue:
             self._queue.append(frame)
         if not self._is_draining:
             self._is_draining = True
-            self._start_drain([], drains_queue=True)
+            self._start_drain([])
 
-    def _start_drain(self, begun: Parts, drains_queue: bool) -> None:
+    def _start_drain(self, begun: Parts) -> None:
         """Start a drain thread for `begun`, then the queue; it takes over `_sending` unless `begun` is empty."""
-        threading.Thread(target=self._drain, args=(begun, drains_queue), name="dflow drain", daemon=True).start()
+        threading.Thread(target=self._drain, args=(begun,), name="dflow drain", daemon=True).start()
 
-    def _drain(self, begun: Parts, drains_queue: bool) -> None:
-        try:
-            if begun:
-                try:
-                    self._send_all(begun)
-                finally:
-                    self._sending.release()
-            while drains_queue and (frame := self._next_queued()) is not None:
-                with self._sending:
-                    self._send_all(self._packing.pack(frame))
-        except TransportClosed as error:
-            self._packing.end(str(error))
+    def _drain(self, begun: Parts) -> None:
+        if begun:
+            try:
+                self._send_all(begun)
+            finally:
+                self._sending.release()
+        while True:
+            with self._sending:  # also while taking the frame: several drain threads keep the order
+                frame = self._next_queued()
+                if frame is None:
+                    return
+                self._send_all(self._pack_one(frame))
 
     def _next_queued(self) -> Frame | None:
         with self._queue_lock:
@@ -227,20 +206,15 @@ class SendQueue:
             return
         left = sum(map(len, parts))
         try:
-            while True:
-                sent = stream.send(parts)
+            while left and (sent := stream.send(parts)):
                 left -= sent
-                if not left:
-                    return
-                if not sent:
-                    self._broke(stream, f"the other side took no byte for {self._limits.stall_timeout_s:g} s")
-                    return
-                parts = without(parts, sent)
-        except OSError as error:
-            self._broke(stream, error.strerror or str(error))
-        except BaseException:
-            self._broke(stream, "a send was interrupted in the middle of a frame")
-            raise
+                if left:
+                    parts = without(parts, sent)
+        except OSError:
+            pass
+        finally:
+            if left:  # it broke, took no byte for `stall_timeout_s`, or the thread was interrupted within a frame
+                self._abandon(stream)
 
     def _send_now(self, parts: Parts) -> Parts:
         """Send what the stream accepts without blocking; return the rest, which is empty if the stream broke."""
@@ -248,13 +222,13 @@ class SendQueue:
         if stream is None:
             return []
         try:
-            sent = stream.send_now(parts)
-        except OSError as error:
-            self._broke(stream, error.strerror or str(error))
+            sent = stream.send(parts, waits=False)
+        except OSError:
+            self._abandon(stream)
             return []
         return [] if sent == sum(map(len, parts)) else without(parts, sent)
 
-    def _broke(self, stream: Stream, reason: str) -> None:
+    def _abandon(self, stream: Stream) -> None:
+        """Send nothing more over a stream that broke, and wake the thread that reads it."""
         self._stream = None
-        if not self._packing.broke(stream, reason):
-            raise TransportClosed(reason)
+        stream.shut_down()

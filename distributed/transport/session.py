@@ -59,11 +59,6 @@ class Session(Generic[Item]):
         self._unacknowledged_bytes = 0
 
     @property
-    def sent(self) -> int:
-        """The number of the last frame sent."""
-        return self._sent
-
-    @property
     def received(self) -> int:
         """The number of the last frame received; all before it were received too."""
         return self._received

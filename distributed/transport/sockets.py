@@ -11,31 +11,22 @@ malformed, oversized or late ends only its own connection, with a logged reason.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress, parse_endpoints
+from dflow.distributed.transport.addresses import Address, Endpoints, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
-from dflow.distributed.transport.connection import Connection, Renewed
+from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
 from dflow.distributed.transport.exchange import Exchange
-from dflow.distributed.transport.families import Bound, bind, dial, send_at_once
-from dflow.distributed.transport.framing import Deadline
-from dflow.distributed.transport.handshake import Refused, check_version, hear_hello, say_hello
+from dflow.distributed.transport.families import Bound, bind
+from dflow.distributed.transport.handshake import Refused
 from dflow.distributed.transport.listener import SocketListener
-from dflow.distributed.transport.process_identity import host_identity, process_identity
+from dflow.distributed.transport.process_identity import host_identity
 from dflow.distributed.transport.reactor import Reactor, give_way
-from dflow.distributed.transport.renewal import Redial, SessionUnknown
-from dflow.distributed.transport.security import SameMachine, Secured, SecurityPolicy
-from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.wire.messages import Hello
+from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
+from dflow.distributed.transport.stream import reason_of
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
-
-_FIRST_RETRY_S = 0.02
-_LONGEST_RETRY_S = 0.5
-#: Time limit of one attempt, since a host may not answer at all.
-_DIAL_S = 3.0
 
 
 class SocketTransport:
@@ -79,7 +70,7 @@ class SocketTransport:
         for place in places:
             self._security.may_connect(place)
         deadline = time.monotonic() + timeout_s
-        retry_s = _FIRST_RETRY_S
+        retry_s = FIRST_RETRY_S
         while True:
             left_s = max(deadline - time.monotonic(), 0.001)
             try:
@@ -89,11 +80,11 @@ class SocketTransport:
             except (OSError, TransportClosed, DeadlineExceeded) as error:
                 if time.monotonic() + retry_s >= deadline or not is_wanted():
                     raise DeadlineExceeded(
-                        f"{who} at {address} could not be reached within {timeout_s:g} s: {_reason(error)}"
+                        f"{who} at {address} could not be reached within {timeout_s:g} s: {reason_of(error)}"
                         f"{_remedy(error)}"
                     ) from error
             time.sleep(retry_s)
-            retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+            retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
     def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Exchange:
         """Connect by the first address at which the other side listens; errors are those of the last address."""
@@ -103,78 +94,19 @@ class SocketTransport:
         return self._connect_by(places[-1], name, handler, timeout_s)
 
     def _connect_by(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Exchange:
-        limits = self._limits
-        shares = isinstance(place, UnixAddress) and limits.shared_bytes > 0
-        hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
-        way = _Way(place, limits, self._security)
-        secured, answer, memory = way.greet(hello, timeout_s)
-        renewal = Redial(_Resuming(way, hello, answer, secured.identity), limits.resume_s) if answer.session else None
-        connection = Connection(secured.stream, limits, renewal, self._reactor, memory)
-        peer = Exchange(connection, local=name, remote=answer.name, handler=handler, limits=limits)
-        connection.start(peer)
+        dialler = Dialler(place, name, self._limits, self._security)
+        greeted = dialler.begin(timeout_s)
+        peer_name = greeted.answer.name
+        connection = Connection(greeted.stream, peer_name, self._limits, self._reactor, dialler.recover)
+        peer = Exchange(connection, local=name, remote=peer_name, handler=handler, limits=self._limits)
+        connection.start(peer.arrived, peer.close, greeted.memory)
         return peer
-
-
-@dataclass(frozen=True)
-class _Way:
-    """The steps from dialling an address to the exchange of `Hello`."""
-
-    place: Address
-    limits: Limits
-    security: SecurityPolicy
-
-    def greet(self, hello: Hello, timeout_s: float) -> tuple[Secured, Hello, SharedMemory | None]:
-        """Dial, secure the stream and exchange `Hello`; return the stream, the answer and the shared memory, if any."""
-        deadline = Deadline.after(min(timeout_s, self.limits.hello_timeout_s))
-        sock = dial(self.place, min(timeout_s, _DIAL_S))
-        try:
-            send_at_once(sock)
-            secured = self.security.secure_client(sock, self.place, deadline.left_s)
-        except BaseException:
-            sock.close()
-            raise
-        try:
-            say_hello(secured.stream, hello, deadline)
-            answer = hear_hello(secured, self.security, self.limits, deadline)
-            check_version(answer)
-            shares = hello.shares and answer.shares and may_share(self.place, secured.stream, self.limits)
-            memory = SharedMemory.agree(sock, self.limits.shared_bytes) if shares else None
-            secured.stream.set_timeout(self.limits.stall_timeout_s)
-        except BaseException:
-            secured.stream.close()
-            raise
-        return secured, answer, memory
-
-
-@dataclass(frozen=True)
-class _Resuming:
-    """Dials again to resume a session, and accepts only the process with which the session began."""
-
-    way: _Way
-    hello: Hello
-    answer: Hello
-    identity: str
-
-    def __call__(self, received: int, timeout_s: float) -> Renewed:
-        ours = self.hello
-        hello = Hello(ours.name, session=ours.session, received=received, process=ours.process, resumes=True)
-        secured, answer, _ = self.way.greet(hello, timeout_s)
-        same = (answer.session, answer.name, secured.identity) == (ours.session, self.answer.name, self.identity)
-        if not same or answer.process != self.answer.process:
-            secured.stream.close()
-            raise SessionUnknown(f"{answer.name} knows nothing of this connection any more")
-        return Renewed(secured.stream, answer.received)
 
 
 def _ways_from_here(ways: Endpoints) -> list[Address]:
     """Return the addresses to try from this process, fastest first."""
     is_near = ways.near is not None and ways.identity == host_identity() != ""
     return [ways.near, ways.main] if is_near and ways.near is not None else [ways.main]
-
-
-def _reason(error: BaseException) -> str:
-    system = error.strerror if isinstance(error, OSError) else None
-    return system or str(error) or type(error).__name__
 
 
 def _remedy(error: BaseException) -> str:

@@ -12,6 +12,9 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from dflow.distributed.transport.deadline import Deadline
+from dflow.tracing.errors import DeadlineExceeded, TransportClosed
+
 Parts = list[memoryview]
 
 _TIMEVAL = struct.Struct("@ll")
@@ -22,12 +25,11 @@ _MOST_PARTS = 1024
 class Stream(Protocol):
     """One end of a connection. One thread may read while another sends; any thread may call `shut_down`."""
 
-    def send(self, parts: Sequence[memoryview]) -> int:
-        """Send some of `parts`, waiting for room; return the number of bytes sent, 0 on a time-out. Raises OSError."""
-        ...
+    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
+        """Send some of `parts`, waiting for room if `waits`; return the number of bytes sent, maybe 0. Raises OSError.
 
-    def send_now(self, parts: Sequence[memoryview]) -> int:
-        """Send what fits without waiting; return the number of bytes sent, maybe 0. Raises OSError."""
+        0 means that there was no room, with `waits` until the time-out.
+        """
         ...
 
     @property
@@ -37,22 +39,18 @@ class Stream(Protocol):
 
     @property
     def may_hold_back(self) -> bool:
-        """Whether data may be buffered here, where polling `file` does not see it: read until `receive_now` raises."""
+        """Whether data may be buffered here, where polling `file` does not see it: read until `receive` raises."""
         ...
 
-    def receive_into(self, view: memoryview) -> int:
-        """Receive some bytes, waiting for them; return their number, 0 at the end of the stream.
+    def receive(self, view: memoryview, *, waits: bool = True) -> int:
+        """Receive some bytes, waiting for them if `waits`; return their number, 0 at the end of the stream.
 
-        raises  BlockingIOError if none arrived within the time-out; OSError
+        raises  BlockingIOError if there are none, with `waits` within the time-out; OSError
         """
         ...
 
-    def receive_now(self, view: memoryview) -> int:
-        """Receive the available bytes; return their number, 0 at the end; raises BlockingIOError if none; OSError."""
-        ...
-
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time that `send` and `receive_into` may wait."""
+        """Set the time that `send` and `receive` may wait."""
         ...
 
     def shut_down(self) -> None:
@@ -70,17 +68,10 @@ class SocketStream:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def send(self, parts: Sequence[memoryview]) -> int:
-        """Send some of `parts`, waiting for room; see `Stream.send`."""
+    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
+        """Send some of `parts`; see `Stream.send`."""
         try:
-            return self._sock.sendmsg(parts[:_MOST_PARTS])
-        except BlockingIOError:
-            return 0
-
-    def send_now(self, parts: Sequence[memoryview]) -> int:
-        """Send what the socket accepts without blocking; see `Stream.send_now`."""
-        try:
-            return self._sock.sendmsg(parts[:_MOST_PARTS], (), socket.MSG_DONTWAIT)
+            return self._sock.sendmsg(parts[:_MOST_PARTS], (), 0 if waits else socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
 
@@ -94,13 +85,9 @@ class SocketStream:
         """False: nothing is buffered outside the kernel."""
         return False
 
-    def receive_into(self, view: memoryview) -> int:
-        """Receive some bytes; see `Stream.receive_into`."""
-        return self._sock.recv_into(view)
-
-    def receive_now(self, view: memoryview) -> int:
-        """Receive the available bytes; see `Stream.receive_now`."""
-        return self._sock.recv_into(view, 0, socket.MSG_DONTWAIT)
+    def receive(self, view: memoryview, *, waits: bool = True) -> int:
+        """Receive some bytes; see `Stream.receive`."""
+        return self._sock.recv_into(view, 0, 0 if waits else socket.MSG_DONTWAIT)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time-outs in the kernel, which saves the `poll` that Python would do in each call."""
@@ -128,3 +115,41 @@ def without(parts: Iterable[memoryview], sent_bytes: int) -> Parts:
         if start < len(part):
             rest.append(part[start:])
     return rest
+
+
+def reason_of(error: BaseException) -> str:
+    """Return why a connection failed, in the system's words if it is an error of the system."""
+    system = error.strerror if isinstance(error, OSError) else None
+    return system or str(error) or type(error).__name__
+
+
+def send_by(stream: Stream, parts: Iterable[memoryview], deadline: Deadline, late: str) -> None:
+    """Send all of `parts`, changing the time-out of `stream`; raises DeadlineExceeded with the text `late`; OSError."""
+    rest = list(parts)
+    while rest:
+        stream.set_timeout(deadline.left_s)
+        sent = stream.send(rest)
+        if not sent or deadline.has_passed:
+            raise DeadlineExceeded(late)
+        rest = without(rest, sent)
+
+
+def receive_by(stream: Stream, size_bytes: int, deadline: Deadline, *, late: str, closed: str) -> bytearray:
+    """Receive exactly `size_bytes` bytes, changing the time-out of `stream`.
+
+    raises  DeadlineExceeded with the text `late`; TransportClosed with the text `closed`; OSError
+    """
+    data = bytearray(size_bytes)
+    rest = memoryview(data)
+    while rest:
+        stream.set_timeout(deadline.left_s)
+        try:
+            if deadline.has_passed:
+                raise BlockingIOError
+            count = stream.receive(rest)
+        except BlockingIOError:
+            raise DeadlineExceeded(late) from None
+        if not count:
+            raise TransportClosed(closed)
+        rest = rest[count:]
+    return data

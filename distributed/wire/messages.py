@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.ir.queue_settings import QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
+
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, tag=True):
@@ -22,8 +26,7 @@ class Message(msgspec.Struct, frozen=True, tag=True):
 class Hello(Message, frozen=True):
     """First message on each connection, in both directions: the sender's name and protocol version.
 
-    `session`   id of the session that this connection starts or resumes; empty when the session ends with the
-                connection. Empty in a reply when the requested session is unknown
+    `session`   id of the session that this connection starts or resumes; empty in a reply if that is unknown
     `received`  number of the session's frames that the sender has received
     `process`   identity of the sender's process; see `transport.process_identity`
     `resumes`   whether the session was started over an earlier connection
@@ -209,38 +212,17 @@ class RunPlan(Message, frozen=True):
     step: int
 
 
-class QueueInfo(msgspec.Struct, frozen=True, tag="queue"):
-    """The settings of a queue, which every creation must repeat; `seed` is an integer of any size, in decimal."""
-
-    kind: str
-    capacity: int
-    min_after_dequeue: int = 0
-    seed: str = "0"
-
-
-class AccumulatorInfo(msgspec.Struct, frozen=True, tag="accumulator"):
-    """The settings of an accumulator, which every creation must repeat; a `limit` of 0 means none."""
-
-    reduction: str
-    limit: int = 0
-
-
 class CreateResource(Message, frozen=True):
-    """Create a queue or an accumulator unless it exists; answered by `ResourceCreated`.
+    """Create a queue or an accumulator unless it exists; answered by `Ok`.
 
-    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`; for `process` see `CreateVariable`.
+    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`. Every creation must repeat type and settings. For
+    `process` see `CreateVariable`.
     """
 
     name: str
     handle: str
-    settings: QueueInfo | AccumulatorInfo
+    settings: QueueSettings | AccumulatorSettings
     process: str = ""
-
-
-class ResourceCreated(Message, frozen=True):
-    """The resource exists; `created` is false when it existed before, with the same type and settings."""
-
-    created: bool
 
 
 class CallResource(Message, frozen=True):
@@ -251,14 +233,10 @@ class CallResource(Message, frozen=True):
     """
 
     key: str
-    op: str
+    op: ResourceOp
     origin: str
     step: int
     operands: tuple[ArrayInfo, ...] = ()
-    count: int = 0
-    timeout_s: float = 600.0
-    cancel_pending: bool = False
-    line: str = ""
 
 
 class Arrays(Message, frozen=True):
@@ -852,7 +830,6 @@ AnyMessage = (
     | Wanted
     | RunPlan
     | CreateResource
-    | ResourceCreated
     | CallResource
     | Arrays
     | ProposeRounds

@@ -37,7 +37,6 @@ from dflow.distributed.steps.step_numbers import first_of_a_life
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.steps.unused_plans import UnusedPlans
 from dflow.distributed.strategies.applying import shared_step
-from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.strategies.round_part import Part
 from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
@@ -241,10 +240,6 @@ class Cluster:
     def take_part(self, run: str, job: str) -> Part:
         """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
         return Part(self, run, job)
-
-    def wanted_gradients(self, backup_workers: int) -> int:
-        """Number of gradients per synchronous step. Raises StrategyError if all workers would be backups."""
-        return without_backups(self.colleagues()[1], backup_workers)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""

@@ -43,7 +43,9 @@ from dflow.lowering.state_backend import Runner
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, DflowError, VariableError
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at
@@ -171,7 +173,7 @@ class ClusterHome:
         return rows
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
-        if kind != "assign":
+        if KINDS[kind].reads:
             self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
             return
         dtype = jnp.dtype(variable.dtype).name
@@ -190,10 +192,8 @@ class ClusterHome:
     def create_resource(self, resource: HostResource) -> Slot:
         return self._resources.create(resource)
 
-    def use_resource(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
-        return self._resources.use(resource, op, operands, attributes)
+    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        return self._resources.use(resource, op, operands)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""

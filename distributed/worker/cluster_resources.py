@@ -8,7 +8,7 @@ op on the task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -19,23 +19,23 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages import (
-    AccumulatorInfo,
     AnyMessage,
     Arrays,
     CallResource,
     CreateResource,
     ForgetState,
     Placed,
-    QueueInfo,
 )
 from dflow.lowering.queues.channel import StepId
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
-from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
-from dflow.tracing.ir.types import AccumulatorType, HostType, RowsType
-from dflow.tracing.source import at, caller
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.ir.queue_settings import QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.types import HostType
+from dflow.tracing.source import at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable
@@ -79,7 +79,7 @@ class ClusterResources:
                 f"would find it{at(resource.loc)}\n  give it one, name='...', the same in each process"
             )
         type: HostType = resource.type
-        settings = _settings(resource)
+        settings: QueueSettings | AccumulatorSettings = resource.settings
         said = described(type, settings)
         try:
             placed = self._tasks.place_resource(
@@ -94,19 +94,15 @@ class ClusterResources:
             raise resource.error(f"{error}{at(resource.loc)}") from None
         return Slot(placed.task, resource.name)
 
-    def use(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
+    def use(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op now and wait for it; see `Home.use_resource`."""
         task = task_of_resource(resource)
         infos, payload = encode_arrays([jnp.asarray(operand) for operand in operands])
-        where, key = at(caller()), resource.key
 
         def message(step: StepId) -> CallResource:
-            return CallResource(key, op, step.origin, step.number, infos, line=where, **attributes)
+            return CallResource(resource.key, op, step.origin, step.number, infos)
 
-        waits_s = attributes.get("timeout_s", DEFAULT_TIMEOUT_S)
-        answer, data = self._tasks.request_step(task, message, payload, waits_s)
+        answer, data = self._tasks.request_step(task, message, payload, op.timeout_s)
         arrays = expect(answer, Arrays, short_task_name(task)).arrays
         return [jax.device_put(array) for array in decode_arrays(arrays, data)]
 
@@ -143,15 +139,7 @@ def _stated(resource: HostResource) -> str:
     return task
 
 
-def _settings(resource: HostResource) -> QueueInfo | AccumulatorInfo:
-    settings = resource.settings
-    if isinstance(resource.type, AccumulatorType):
-        return AccumulatorInfo(settings.reduction.value, settings.limit or 0)
-    return QueueInfo(settings.kind.value, int(settings.capacity), settings.min_after_dequeue, str(settings.seed))
-
-
-def _size_bytes(type: HostType, settings: QueueInfo | AccumulatorInfo) -> int:
+def _size_bytes(type: HostType, settings: QueueSettings | AccumulatorSettings) -> int:
     """Estimate of the bytes it may hold; unknown dimensions count as 1."""
-    arrays = [array for part in type.components for array in (part.arrays() if isinstance(part, RowsType) else (part,))]
-    count: int = settings.capacity if isinstance(settings, QueueInfo) else 1
-    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)
+    count = settings.capacity if isinstance(settings, QueueSettings) else 1
+    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in type.arrays)

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from dflow.distributed.coordinator.step_ledger import StepLedger, StepsAsked
-from dflow.distributed.strategies.backup_workers import without_backups
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages import Claimed, ClaimSteps, EdgeTraffic, Failure, NotFinite, RoundsDone
 from dflow.lowering.pipeline import ALONE
@@ -38,9 +37,9 @@ class Alone:
         """The live tasks: this one."""
         return (self.task,)
 
-    def wanted_gradients(self, backup_workers: int) -> int:
-        """Number of gradients that end a round: one. Raises StrategyError with backup workers."""
-        return without_backups(1, backup_workers)
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """Return the tasks of this task's job, and their number: this one."""
+        return (self.task,), 1
 
     def shared_step(self) -> AbstractContextManager[None]:
         """Run a step inside; here no other worker takes part in it."""

@@ -11,12 +11,11 @@ an operand or by `after`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from dflow.lowering.passes.task_control_flow import tasks_of
-from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.graph import Graph, Node, Value
 
@@ -71,24 +70,19 @@ class _Line:
             kinds = {effect for effect, on in effects if on is ref}
             kind = next((kind for kind in kinds if kind is not Effect.READ), Effect.READ)
             found += self._follow(ref, kind, done)
-        found += self._released_and_acquired(node, effects, done)
+        found += self._released_and_acquired(effects, done)
         self.since.append(done)
         return tuple(dict.fromkeys(found))
 
-    def _released_and_acquired(
-        self, node: Node, effects: Sequence[tuple[Effect, Value | None]], done: Value
-    ) -> list[Value]:
-        names = frozenset(_host_ops(node))
-        found: list[Value] = []
-        if not names.isdisjoint(ops.RELEASING_OPS):
-            found += self.written.values()
-        if any(effect in (Effect.READ, Effect.WRITE) for effect, _ in effects):
+    def _released_and_acquired(self, effects: Sequence[tuple[Effect, Value | None]], done: Value) -> list[Value]:
+        kinds = {effect for effect, _ in effects}
+        found = [*self.written.values()] if Effect.RELEASE in kinds else []
+        if not kinds.isdisjoint((Effect.READ, Effect.WRITE)):
             found += self.acquired.values()
-        acquires = not names.isdisjoint(ops.ACQUIRING_OPS)
         for effect, ref in effects:
             if effect is Effect.WRITE and ref is not None:
                 self.written[ref] = done
-            if effect is Effect.HOST and ref is not None and acquires:
+            if effect is Effect.ACQUIRE and ref is not None:
                 self.acquired[ref] = done
         return found
 
@@ -99,12 +93,3 @@ class _Line:
             line.clear()
         line.append((kind, done))
         return conflicting
-
-
-def _host_ops(node: Node) -> Iterator[str]:
-    """Yield the names of a node's ops on queues and accumulators, also in its bodies."""
-    if node.op.name in ops.RESOURCE_OPS:
-        yield node.op.name
-    for body in node.bodies:
-        for inner in body.nodes:
-            yield from _host_ops(inner)

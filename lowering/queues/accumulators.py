@@ -6,7 +6,7 @@ Dense components are summed on their device. Rows are summed by index in host me
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,9 +25,11 @@ from dflow.lowering.queues.accumulator_machine import (
     WarnOfStepBack,
 )
 from dflow.lowering.queues.pending_operations import Answer, Cancel, Shared, Waiter
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
-from dflow.tracing.errors import AccumulatorError, InternalError
+from dflow.lowering.queues.resource_rules import OnResults, Rule, Rules, copied, giving, immediate
+from dflow.tracing.errors import AccumulatorError
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, RowsType
 
 #: The sum of the gradients since the last take, one tuple per component: an array, or indices and rows.
@@ -45,30 +47,20 @@ class HeldAccumulator(Shared[Event]):
         super().__init__()
         self.name = name
         self._settings, self._type = settings, type
-        self._machine = AccumulatorMachine(settings.limit)
+        self.machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
         #: The old and the new step, if the last event set the step back.
         self._set_back: tuple[int, int] | None = None
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
-        match use.op:
-            case "accumulator.apply":
-                *gradient, step = operands
-                fresh = self._apply([copied(part) for part in gradient], int(step), use.where)
-                on_results((jnp.asarray(fresh),))
-            case "accumulator.take":
-                what = f"give {use.count} gradient{'s' if use.count != 1 else ''}"
-                waiter = Waiter(what, giving(on_results, self._reduced), use.timeout_s, use.where)
-                return self._ask(waiter, lambda ticket: TakeAsked(ticket, use.count))
-            case "accumulator.set_step":
-                self._set_step(int(operands[0]), use.where)
-                on_results(())
-            case "accumulator.step" | "accumulator.count" | "accumulator.dropped":
-                on_results((jnp.asarray(self._number(use), jnp.int32),))
-            case _:
-                raise InternalError(f"no accumulator does {use.op!r}")
-        return nothing_to_cancel
+        return _RULES[op.name](self, op, operands, on_results)
+
+    def take(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Give the reduction of `op.count` gradients or more, as soon as they are there; see `start`."""
+        what = f"give {op.count} gradient{'s' if op.count != 1 else ''}"
+        waiter = Waiter(what, giving(on_results, self._reduced), op.timeout_s, op.line)
+        return self._ask(waiter, lambda ticket: TakeAsked(ticket, op.count))
 
     def set_enough(self, count: int) -> None:
         """Let `count` gradients suffice for takes that want more, including pending ones."""
@@ -77,26 +69,28 @@ class HeldAccumulator(Shared[Event]):
     def depth(self) -> tuple[int, int]:
         """Return the number of gradients in the sum, and the limit of that number, or 0 without a limit."""
         with self._lock:
-            return self._machine.count, self._settings.limit or 0
+            return self.machine.count, self._settings.limit or 0
 
     def contents(self) -> tuple[Any, ...]:
         """Return the step, the numbers of gradients summed and dropped, and the arrays of the sum."""
         with self._lock:
-            machine, total = self._machine, self._sum or []
+            machine, total = self.machine, self._sum or []
             return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
 
-    def _apply(self, gradient: Sequence[Any], step: int, where: str) -> bool:
-        fresh = False
+    def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        """Add a gradient; return whether it was fresh."""
+        *parts, number = operands
+        gradient, step, fresh = list(map(copied, parts)), int(number), False
 
         def add() -> None:
             # Before the event, which may hand the sum to a take. If this fails, nothing has changed.
             nonlocal fresh
-            fresh = self._machine.is_fresh(step)
+            fresh = self.machine.is_fresh(step)
             if fresh:
-                self._sum = self._with(gradient, where)
+                self._sum = self._with(gradient, op.line)
 
-        self._do(GradientApplied(step), where, add)
-        return fresh
+        self._do(GradientApplied(step), op.line, add)
+        return (jnp.asarray(fresh),)
 
     def _with(self, gradient: Sequence[Any], where: str) -> Sum:
         """Return the sum with a gradient added."""
@@ -123,26 +117,22 @@ class HeldAccumulator(Shared[Event]):
         np.add.at(total, places, rows)
         return distinct, total
 
-    def _set_step(self, step: int, where: str) -> None:
+    def set_step(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        """Set the step; warn if it is set back."""
         back: tuple[int, int] | None = None
 
         def note() -> None:
             nonlocal back
             back, self._set_back = self._set_back, None
 
-        self._do(StepSet(step), where, after=note)
+        self._do(StepSet(int(operands[0])), op.line, after=note)
         if back is not None:
             warnings.warn(
                 f"accumulator {self.name!r} goes back from step {back[0]} to {back[1]}: gradients that were stale "
-                f"are taken again{where}",
+                f"are taken again{op.line}",
                 stacklevel=2,
             )
-
-    def _number(self, use: ResourceUse) -> int:
-        with self._lock:
-            self._check_there(use.where)
-            number: int = getattr(self._machine, use.op.removeprefix("accumulator."))
-            return number
+        return ()
 
     def _reduced(self, answer: tuple[Any, ...]) -> list[jax.Array]:
         """Return the results of a take; `answer` is the sum and the number of its gradients."""
@@ -158,7 +148,7 @@ class HeldAccumulator(Shared[Event]):
         return results
 
     def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
-        for command in self._machine.handle(event):
+        for command in self.machine.handle(event):
             match command:
                 case Give(ticket, count):
                     total, self._sum = self._sum, None
@@ -170,7 +160,7 @@ class HeldAccumulator(Shared[Event]):
         return TakeGivenUp(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
-        machine = self._machine
+        machine = self.machine
         return (
             f"accumulator {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s; at step {machine.step} "
             f"it holds {machine.count}, and dropped {machine.dropped} that were stale{waiter.where}\n"
@@ -178,7 +168,7 @@ class HeldAccumulator(Shared[Event]):
         )
 
     def _clear(self) -> None:
-        self._machine, self._sum = AccumulatorMachine(self._settings.limit), None
+        self.machine, self._sum = AccumulatorMachine(self._settings.limit), None
 
 
 def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
@@ -187,3 +177,23 @@ def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
 
 def _padded(rows: Any, count: int) -> Any:
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
+
+
+def _number(read: Callable[[AccumulatorMachine], int]) -> Rule:
+    def act(held: HeldAccumulator, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        return (jnp.asarray(held.number(lambda: read(held.machine), op.line), jnp.int32),)
+
+    return immediate(act)
+
+
+_RULES = Rules(
+    "accumulator",
+    {
+        ops.accumulator_apply: immediate(HeldAccumulator.apply),
+        ops.accumulator_take: HeldAccumulator.take,
+        ops.accumulator_set_step: immediate(HeldAccumulator.set_step),
+        ops.accumulator_step: _number(lambda machine: machine.step),
+        ops.accumulator_count: _number(lambda machine: machine.count),
+        ops.accumulator_dropped: _number(lambda machine: machine.dropped),
+    },
+)

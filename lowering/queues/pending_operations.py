@@ -142,6 +142,12 @@ class Shared(ABC, Generic[Event]):
 
         self._answering(decide)
 
+    def number(self, read: Callable[[], int], where: str) -> int:
+        """Return `read()`, a number of the resource as it is now. Raises its error after `forget`."""
+        with self._lock:
+            self._check_there(where)
+            return read()
+
     def _check_there(self, where: str) -> None:
         if self._gone is not None:
             raise self._gone_error(self._gone, where)

@@ -17,11 +17,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 Element = Any
 
@@ -88,62 +89,47 @@ class Fail:
 Command = Serve | Fail
 
 
-class Order(Protocol):
+class Order(ABC):
     """The elements of a queue, in the order of their dequeues. `held_back` of them stay until it is closed."""
-
-    held_back: int
-
-    def __len__(self) -> int:
-        """Return the number of elements."""
-        ...
-
-    def push(self, element: Element) -> None:
-        """Put an element in."""
-        ...
-
-    def pop(self) -> Element:
-        """Remove and return the next element."""
-        ...
-
-    def contents(self) -> list[Element]:
-        """Return the elements, for inspection, without changing them."""
-        ...
-
-
-class FifoOrder:
-    """First in, first out."""
 
     held_back = 0
 
     def __init__(self) -> None:
-        self._elements: deque[Element] = deque()
+        self._elements: Any = []
 
     def __len__(self) -> int:
         return len(self._elements)
 
     def push(self, element: Element) -> None:
+        """Put an element in."""
         self._elements.append(element)
+
+    @abstractmethod
+    def pop(self) -> Element:
+        """Remove and return the next element."""
+
+    def contents(self) -> list[Element]:
+        """Return the elements, for inspection, without changing them."""
+        return list(self._elements)
+
+
+class FifoOrder(Order):
+    """First in, first out."""
+
+    def __init__(self) -> None:
+        self._elements: deque[Element] = deque()
 
     def pop(self) -> Element:
         return self._elements.popleft()
 
-    def contents(self) -> list[Element]:
-        return list(self._elements)
 
-
-class ShuffleOrder:
+class ShuffleOrder(Order):
     """A random element next. The same `seed` with the same pushes and pops gives the same elements."""
 
     def __init__(self, seed: int, min_after_dequeue: int) -> None:
+        super().__init__()
         self.held_back = min_after_dequeue
         self._random = random.Random(seed)
-        self._elements: list[Element] = []
-
-    def __len__(self) -> int:
-        return len(self._elements)
-
-    def push(self, element: Element) -> None:
-        self._elements.append(element)
 
     def pop(self) -> Element:
         # The last element moves to the free index, so that a pop takes constant time.
@@ -154,31 +140,23 @@ class ShuffleOrder:
         taken, self._elements[place] = self._elements[place], last
         return taken
 
-    def contents(self) -> list[Element]:
-        return list(self._elements)
 
-
-class PriorityOrder:
+class PriorityOrder(Order):
     """The element with the lowest priority number next; of equal ones, the first that was put in."""
 
-    held_back = 0
-
     def __init__(self, priority_of: Callable[[Element], int]) -> None:
+        super().__init__()
         self._priority_of = priority_of
         self._serials = itertools.count()
-        self._heap: list[tuple[int, int, Element]] = []
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
     def push(self, element: Element) -> None:
-        heapq.heappush(self._heap, (self._priority_of(element), next(self._serials), element))
+        heapq.heappush(self._elements, (self._priority_of(element), next(self._serials), element))
 
     def pop(self) -> Element:
-        return heapq.heappop(self._heap)[2]
+        return heapq.heappop(self._elements)[2]
 
     def contents(self) -> list[Element]:
-        return [element for _, _, element in sorted(self._heap, key=lambda entry: entry[1])]
+        return [element for _, _, element in sorted(self._elements, key=lambda entry: entry[1])]
 
 
 @dataclass

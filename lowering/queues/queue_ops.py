@@ -7,7 +7,6 @@ elements of a batch may come from several producers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -17,68 +16,75 @@ import numpy as np
 from dflow.lowering.queues.channel import Sent
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.queues import SharedQueue
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse, copied, giving, nothing_to_cancel
+from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.host_values import stays_on_host
-from dflow.tracing.errors import InternalError
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, QueueType
 
 
-class HeldQueue:
+class HeldQueue(SharedQueue):
     """A queue with the types of its elements."""
 
     def __init__(self, name: str, settings: QueueSettings, type: QueueType) -> None:
-        self.shared = SharedQueue(name, settings)
+        super().__init__(name, settings)
         self._type = type
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
-        queue, give = self.shared, giving(on_results, partial(self._results, use))
-        match use.op:
-            case "queue.enqueue":
-                return queue.enqueue([tuple(map(copied, operands))], give, use.timeout_s, use.where)
-            case "queue.enqueue_many":
-                return queue.enqueue(_rows(operands), give, use.timeout_s, use.where)
-            case "queue.dequeue":
-                return queue.dequeue(1, give, use.timeout_s, use.where)
-            case "queue.dequeue_many" | "queue.dequeue_up_to":
-                fewer = use.op == "queue.dequeue_up_to"
-                return queue.dequeue(use.count, give, use.timeout_s, use.where, or_fewer=fewer)
-            case "queue.size":
-                on_results((jnp.asarray(queue.size(use.where), jnp.int32),))
-            case "queue.close":
-                queue.close(cancel_pending=use.cancel_pending, where=use.where)
-                on_results(())
-            case _:
-                raise InternalError(f"no queue does {use.op!r}")
-        return nothing_to_cancel
+        return _RULES[op.name](self, op, operands, on_results)
 
-    def forget(self, reason: str, remedy: str) -> None:
-        """Free the elements. Pending operations and later uses get QueueError with this reason and remedy."""
-        self.shared.forget(reason, remedy)
-
-    def depth(self) -> tuple[int, int]:
-        """Return the number of elements, and the capacity."""
-        return self.shared.depth()
-
-    def contents(self) -> list[tuple[Any, ...]]:
-        """Return the elements, for inspection."""
-        return self.shared.contents()
-
-    def _results(self, use: ResourceUse, elements: Sequence[tuple[Any, ...]]) -> Sequence[Sent]:
-        match use.op:
-            case "queue.dequeue":
-                return [_given(array) for array in elements[0]]
-            case "queue.dequeue_many":
-                return self._stacked(elements, use.count)
-            case "queue.dequeue_up_to":
-                return [*self._stacked(elements, use.count), jnp.asarray(len(elements), jnp.int32)]
-        return []
-
-    def _stacked(self, elements: Sequence[tuple[Any, ...]], count: int) -> list[Sent]:
+    def stacked(self, elements: Sequence[tuple[Any, ...]], count: int) -> list[Sent]:
+        """Return the elements row by row; of fewer than `count`, the missing rows are zeros."""
         components = list(zip(*elements, strict=True)) or [()] * len(self._type.components)
         return [_batch(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
+
+
+def _enqueue(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    return queue.enqueue([tuple(map(copied, operands))], on_results, op.timeout_s, op.line)
+
+
+def _enqueue_many(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    return queue.enqueue(_rows(operands), on_results, op.timeout_s, op.line)
+
+
+def _dequeue(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    give = giving(on_results, lambda elements: [_given(array) for array in elements[0]])
+    return queue.dequeue(1, give, op.timeout_s, op.line)
+
+
+def _dequeue_many(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    give = giving(on_results, lambda elements: queue.stacked(elements, op.count))
+    return queue.dequeue(op.count, give, op.timeout_s, op.line)
+
+
+def _dequeue_up_to(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def made(elements: Sequence[tuple[Any, ...]]) -> list[Sent]:
+        return [*queue.stacked(elements, op.count), jnp.asarray(len(elements), jnp.int32)]
+
+    return queue.dequeue(op.count, giving(on_results, made), op.timeout_s, op.line, or_fewer=True)
+
+
+def _close(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
+    queue.close(cancel_pending=op.cancel_pending, where=op.line)
+    return ()
+
+
+_RULES = Rules(
+    "queue",
+    {
+        ops.queue_enqueue: _enqueue,
+        ops.queue_enqueue_many: _enqueue_many,
+        ops.queue_dequeue: _dequeue,
+        ops.queue_dequeue_many: _dequeue_many,
+        ops.queue_dequeue_up_to: _dequeue_up_to,
+        ops.queue_size: immediate(lambda queue, op, _: [jnp.asarray(queue.size(op.line), jnp.int32)]),
+        ops.queue_is_closed: immediate(lambda queue, op, _: [jnp.asarray(queue.is_closed(op.line))]),
+        ops.queue_close: immediate(_close),
+    },
+)
 
 
 def _rows(operands: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -87,9 +87,11 @@ class SharedQueue(Shared[Event]):
 
     def size(self, where: str = "") -> int:
         """Return the number of elements that it holds now."""
-        with self._lock:
-            self._check_there(where)
-            return len(self._machine.order)
+        return self.number(lambda: len(self._machine.order), where)
+
+    def is_closed(self, where: str = "") -> bool:
+        """Whether it is closed now."""
+        return bool(self.number(lambda: self._machine.is_closed, where))
 
     def depth(self) -> tuple[int, int]:
         """Return the number of elements and the capacity; for a queue that was forgotten, 0 and the capacity."""

@@ -19,7 +19,7 @@ from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_use import Held
+from dflow.lowering.queues.resource_rules import Held
 from dflow.lowering.state.held_value import READ, HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
@@ -27,7 +27,7 @@ from dflow.lowering.values.first_value import Making, first_value
 from dflow.lowering.values.kept_shardings import is_spread, refuse_divided
 from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType, array_type_of
-from dflow.tracing.ir.updates import ASSIGNS, looked_up, operand_types, updated
+from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
 
 #: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
 MOST_LOOKS = 5
@@ -183,7 +183,7 @@ class Store:
 
     def update(self, key: str, kind: str, *operands: Any) -> None:
         """Change the value in place; `kind` is a key of `updates.KINDS`. Raises VariableShapeError."""
-        if kind == "assign":
+        if not KINDS[kind].reads:
             self.write(key, *operands)
             return
         held = self.table.entry(key)
@@ -196,7 +196,7 @@ class Store:
             for operand in operands:
                 refuse_divided(key, operand)
         moved = [_beside(operand, value) for operand in operands]
-        if place is not None and kind in ASSIGNS:
+        if place is not None and not KINDS[kind].by_rows:
             moved = [jax.device_put(operand, place) for operand in operands]
         self.call(_in_place(kind, place), [key], [], moved)
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.lowering.steps.plan import (
     Branch,
     Call,
@@ -83,11 +82,6 @@ class Executable:
                 self.dependents[producer].append(index)
         ready = [index for index, count in enumerate(self.waiting) if count == 0]
         self.at_once = sorted(ready, key=lambda index: not isinstance(plan.items[index], Recv))
-        self.uses_of_resources = {
-            index: ResourceUse(item.op, item.count, item.timeout_s, item.cancel_pending, item.line)
-            for index, item in enumerate(plan.items)
-            if isinstance(item, UseResource)
-        }
         self.awaited = {index: found for index in range(len(needs)) if (found := self._awaited_by(index))}
         self.lets_go = [self._let_go_by(index) for index in range(len(needs))]
         self.uses = [0] * plan.slots
@@ -218,7 +212,7 @@ class Executable:
             case Read():
                 return frozenset({Role.USES})
             case UseResource():
-                return frozenset({Role.RELEASES if item.op in ops.RELEASING_OPS else Role.ACQUIRES})
+                return frozenset({Role.RELEASES if ops.RESOURCE_OPS[item.op.name].releases else Role.ACQUIRES})
             case Branch() | While() | Scan():
                 return frozenset[Role]().union(*(self.bodies[body].roles for body in bodies_of(item)))
         return frozenset()

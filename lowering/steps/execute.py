@@ -207,10 +207,10 @@ class Execution:
             self._slots[slot] = value
 
     def _use_resource(self, item: UseResource, index: int) -> bool:
-        use = self._executable.uses_of_resources[index]
         operands = [self._slots[slot] for slot in item.takes]
         held = self._store.resource(item.key)
-        self._cancel_at_end(index, held.start(use, operands, lambda results: self._arrived(index, item.gives, results)))
+        end = partial(self._arrived, index, item.gives)
+        self._cancel_at_end(index, held.start(item.op, operands, end))
         return False
 
     def _branch(self, item: Branch, index: int) -> bool:

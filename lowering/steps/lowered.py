@@ -22,6 +22,7 @@ from dflow.tracing.errors import InternalError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import HANDLES, ArrayType, dtype_name
 from dflow.tracing.jaxprs.callbacks import calls_python
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
@@ -153,12 +154,10 @@ class _Maker:
         ref, *operands = node.inputs
         return UseResource(
             self._key(ref),
-            node.op.name,
+            ResourceOp(node.op.name, line=at(node.loc), **node.attributes),
             takes=self._takes(operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
-            line=at(node.loc),
             after=after,
-            **node.attributes,
         )
 
     def _control(self, node: Node, after: tuple[int, ...]) -> Branch | While | Scan:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 
 
@@ -78,16 +78,12 @@ class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
 
 
 class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use"):
-    """Run `op` on the queue or accumulator `key`; it may wait. `line` is the user's line, which ends messages."""
+    """Run `op` on the queue or accumulator `key`; it may wait."""
 
     key: str
-    op: str
+    op: ResourceOp
     takes: tuple[int, ...] = ()
     gives: tuple[int, ...] = ()
-    count: int = 0
-    timeout_s: float = DEFAULT_TIMEOUT_S
-    cancel_pending: bool = False
-    line: str = ""
     after: tuple[int, ...] = ()
 
 

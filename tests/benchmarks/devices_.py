@@ -1,4 +1,4 @@
-"""The benchmark of cut steps; run by `test_several_devices.py` where there are several devices."""
+"""The benchmark of steps over several devices; `test_several_devices.py` runs it."""
 
 from __future__ import annotations
 

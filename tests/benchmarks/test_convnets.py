@@ -1,4 +1,4 @@
-"""The benchmark's networks: the shapes of the paper's, and the same losses by dflow, JAX and, where it is, PyTorch."""
+"""The benchmark's networks: the paper's shapes, and equal losses by dflow, JAX and, if installed, PyTorch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from benchmarks._convnet_models import GOOGLENET, NETWORKS, Dense, Mean, Network, initial, shape_through, weights
 from benchmarks.convnets import COMPILED, TORCH, refuse_other_losses, row, steps
 
-#: Of millions of parameters, as the networks are known: AlexNet of one tower, Overfeat's fast model, VGG-A, GoogleNet.
+#: In millions of parameters, as published: AlexNet with one tower, Overfeat's fast model, VGG-A, GoogleNet.
 MILLIONS = {"AlexNet": 61.1, "Overfeat": 145.9, "OxfordNet": 132.9, "GoogleNet": 7.0}
 SMALLEST = {"AlexNet": 63, "Overfeat": 99, "OxfordNet": 32, "GoogleNet": 32}
 

@@ -1,4 +1,4 @@
-"""The order in which the ways of a benchmark are measured."""
+"""The order of a benchmark's alternatives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks._paired import in_turn
 
 
 def order(ways: str, rounds: int) -> list[str]:
-    """Which way ran when."""
+    """Return the order of the alternatives in each round."""
     ran: list[str] = []
     in_turn({way: partial(ran.append, way) for way in ways}, rounds)
     return ran
@@ -30,7 +30,7 @@ def test_no_way_follows_another_or_itself_more_often_than_the_others_do(ways: st
     ran = order(ways, 4000)
     followed = Counter(pairwise(ran))
     for way in ways:
-        # It comes first in a round after any way; within a round after any of the others.
+        # It comes first in a round after any alternative; within a round after any of the others.
         itself, others = followed[way, way], [followed[before, way] for before in ways if before != way]
         assert itself == pytest.approx(4000 / len(ways) ** 2, rel=0.15)
         assert max(others) == pytest.approx(min(others), rel=0.15)

@@ -1,4 +1,4 @@
-"""Each benchmark runs from a folder that only its clone has on its path, one round of it with small sizes.
+"""Each benchmark runs one round with small sizes, from a folder with only its clone on the path.
 
 Most share a process, since importing JAX takes longer than a round.
 """
@@ -17,7 +17,7 @@ from tests.conftest import QUICK_PYTHON
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
-#: Benchmarks that start processes; each runs in one of its own.
+#: Benchmarks that start processes; each runs in a separate process.
 ALONE = ("convnets", "copies", "embedding", "memory", "null_step", "soak", "startup")
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300
@@ -31,9 +31,9 @@ def test_each_benchmark_has_small_sizes() -> None:
 @pytest.mark.timeout(DEADLINE_S + 60)
 @pytest.mark.parametrize("names", [pytest.param(SHARED, id="shared"), *ALONE])
 def test_a_tiny_round_ends_well(names: str) -> None:
-    # PYTHONPATH may name the folder here, and a launched worker has to find it without that.
+    # PYTHONPATH may name this folder, and a launched worker has to find the benchmark without it.
     environment = {**os.environ, "PYTHONPATH": QUICK_PYTHON}
-    if names == SHARED:  # two of them need two devices, which is read when JAX is imported
+    if names == SHARED:  # two of them need two devices, a setting that JAX reads at import
         environment["JAX_NUM_CPU_DEVICES"] = "2"
     ran = subprocess.run(
         [sys.executable, "-m", "benchmarks._tiny", names],

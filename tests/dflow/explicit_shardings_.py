@@ -1,7 +1,7 @@
 """Variables on meshes with `Auto` and `Explicit` axes, and inside `shard_map`, beside `jax.jit` with plain arrays.
 
-A read has the sharding in its type as an argument of `jax.jit` has it, and what a function gives and leaves behind is
-spread as JAX spreads it.
+A read has its sharding in its type, as an argument of `jax.jit` does. A function's results and the variables that it
+writes are sharded as JAX shards them.
 """
 
 from __future__ import annotations
@@ -14,25 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 import dflow
 from dflow.tracing.syntax.text import parse, text
+from tests.dflow.mesh_shardings import AUTO, EXPLICIT, ROWS, WHOLE, P, X, same, spread
 
-P = PartitionSpec
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-X = np.arange(64, dtype=np.float32).reshape(16, 4) / 8
-
-
-def spread(spec: Any, *kinds: AxisType) -> NamedSharding:
-    """A sharding over all 8 devices, of one axis or of two of these kinds."""
-    sizes, names = ((8,), ("d",)) if len(kinds) == 1 else ((4, 2), ("d", "m"))
-    return NamedSharding(jax.make_mesh(sizes, names, axis_types=kinds), spec)
-
-
-ROWS, WHOLE = spread(P("d"), EXPLICIT), spread(P(), EXPLICIT)
 SHARDINGS = {
     "explicit rows": ROWS,
     "explicit whole": WHOLE,
@@ -46,16 +34,8 @@ SHARDINGS = {
 every_sharding = pytest.mark.parametrize("sharding", SHARDINGS.values(), ids=SHARDINGS)
 
 
-def same(ours: Any, theirs: Any) -> None:
-    """The values agree, and each array is spread the same way, in its type and over the devices."""
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-        assert jax.typeof(one).sharding.spec == jax.typeof(other).sharding.spec
-        assert one.sharding.is_equivalent_to(other.sharding, one.ndim), (one.sharding, other.sharding)
-
-
 class Held:
-    """The value of a variable in a function for `jax.jit`, with the methods of a variable."""
+    """A stand-in for a variable in a function for `jax.jit`: it holds a value and has a variable's methods."""
 
     def __init__(self, value: Any, sharding: NamedSharding) -> None:
         self.value, self.sharding = value, sharding
@@ -99,7 +79,7 @@ def test_a_read_has_its_sharding_in_its_type(sharding: NamedSharding) -> None:
         assert [aval.sharding for aval in seen] == [want[0].sharding] * 4
 
 
-#: Programs over a variable or what stands for it, and an argument that is spread like it.
+#: Programs over a variable or its stand-in, and an argument with the same sharding.
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "reads": lambda w, x: (w.read() * 2, (w.read() + x).sum()),
     "assigns": lambda w, x: w.assign(x + 1),
@@ -229,86 +209,6 @@ def test_in_a_shard_map_over_another_axis_a_read_keeps_the_rest_of_its_sharding(
     assert seen[0] == "float32[16,4@m]"
 
 
-def square_loss(w: Any, x: Any) -> Any:
-    return ((x @ w) ** 2).mean()
-
-
-def plain_training(transformation: Any, parameters: Any, x: Any, steps: int, loss: Any) -> tuple[list[Any], Any, Any]:
-    @jax.jit
-    def step(parameters: Any, state: Any, x: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(parameters, x)
-        updates, state = transformation.update(gradients, state, parameters)
-        return value, optax.apply_updates(parameters, updates), state
-
-    state, losses = transformation.init(parameters), []
-    for _ in range(steps):
-        value, parameters, state = step(parameters, state, x)
-        losses.append(value)
-    return losses, parameters, state
-
-
-TRANSFORMATIONS = {
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
-}
-#: Parameters by their shardings: what all devices hold, and what is divided.
-TRAININGS: dict[str, tuple[Callable[[Any, Any], Any], dict[str, Any], dict[str, NamedSharding]]] = {
-    "data parallel": (
-        lambda p, x: ((x @ p["w"] + p["b"]) ** 2).mean(),
-        {"w": np.ones((4, 2), np.float32), "b": np.zeros(2, np.float32)},
-        {"w": WHOLE, "b": WHOLE},
-    ),
-    "divided": (lambda p, x: ((x * p["w"]) ** 2).mean(), {"w": np.ones((16, 4), np.float32)}, {"w": ROWS}),
-}
-
-
-@pytest.mark.parametrize("transformation", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS)
-@pytest.mark.parametrize(("loss", "first", "places"), TRAININGS.values(), ids=TRAININGS)
-def test_training_without_a_mesh_in_force(loss: Any, first: Any, places: Any, transformation: Any) -> None:
-    x = jax.device_put(X, ROWS)
-    variables = {name: dflow.Variable(first[name], sharding=places[name], name=name) for name in first}
-    optimizer = dflow.Optimizer(transformation, variables)
-
-    @dflow.jit
-    def step(x: Any) -> Any:
-        value, gradients = dflow.value_and_grad(lambda: loss(dflow.read(variables), x), variables)()
-        for name, variable in variables.items():
-            assert jax.typeof(gradients[name]) == jax.typeof(variable.read())
-        optimizer.apply(gradients)
-        return value
-
-    losses, parameters, state = plain_training(transformation, jax.device_put(first, places), x, 4, loss)
-    np.testing.assert_allclose([step(x) for _ in range(4)], losses, rtol=1e-5)
-    same(dflow.read(variables), parameters)
-    slots = [slot for slot in jax.tree.leaves(dflow.read(optimizer.slots)) if slot.ndim]
-    same(slots, [slot for slot in jax.tree.leaves(state) if slot.ndim])
-    for slot in slots:
-        place = places["w" if slot.ndim == 2 else "b"]
-        assert jax.typeof(slot).sharding == jax.typeof(jax.device_put(np.zeros(slot.shape), place)).sharding
-        assert slot.addressable_shards[0].data.shape == place.shard_shape(slot.shape)
-
-
-def test_gradients_accumulate_in_a_scan_as_they_are_spread() -> None:
-    w, total = (dflow.Variable(np.full((4, 4), 0.1, np.float32), sharding=WHOLE) for _ in range(2))
-    batches = jax.device_put(np.stack([X, X + 1]), spread(P(None, "d"), EXPLICIT))
-
-    @dflow.jit
-    def step(batches: Any) -> None:
-        total.assign(jnp.zeros((4, 4)))
-
-        def one(carry: Any, x: Any) -> Any:
-            assert str(jax.typeof(x)) == "float32[16@d,4]"
-            total.assign_add(dflow.grad(lambda: square_loss(w, x), [w])()[0])
-            return carry, None
-
-        jax.lax.scan(one, 0, batches)
-
-    step(batches)
-    want = sum(jax.grad(square_loss)(np.full((4, 4), 0.1, np.float32), x) for x in (X, X + 1))
-    np.testing.assert_allclose(total, want, rtol=1e-5)
-    assert total.read().sharding.is_equivalent_to(WHOLE, 2)
-
-
 @every_sharding
 def test_loops_and_branches_carry_the_sharding(sharding: NamedSharding) -> None:
     w, seen = dflow.Variable(X, sharding=sharding), []
@@ -369,7 +269,7 @@ def test_a_step_of_several_programs(sharding: NamedSharding) -> None:
         np.testing.assert_allclose(w, X * times, rtol=1e-5)
 
 
-#: Of a function with `in_shardings` and `out_shardings`: these, what stands in its trace, and its argument.
+#: `in_shardings` and `out_shardings`, the sharding in the trace, and the argument.
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
     "in": ({"in_shardings": ROWS}, None),
     "in, given so": ({"in_shardings": ROWS}, ROWS),
@@ -394,19 +294,6 @@ def test_shardings_in_and_out(options: dict[str, Any], place: Any) -> None:
     same(dflow.jit(fn, **options)(x), jax.jit(lambda x: (theirs.append(jax.typeof(x)), x * 2 + 1)[1], **options)(x))
     assert int(count) == 1
     assert str(ours[-1]) == str(theirs[0])
-
-
-@pytest.mark.parametrize("place", [None, WHOLE], ids=["nowhere", "whole"])
-def test_a_gradient_step_with_in_shardings(place: Any) -> None:
-    first = jnp.full((4, 2), 0.1)
-    w = dflow.Variable(first, sharding=place)
-    step = dflow.jit(lambda x: w.assign_sub(dflow.grad(lambda: square_loss(w, x), [w])()[0]), in_shardings=ROWS)
-    plain = jax.jit(lambda w, x: w - jax.grad(square_loss)(w, x))
-    want = first
-    for _ in range(2):
-        step(X)
-        want = plain(want, X)
-    np.testing.assert_allclose(w, want, rtol=1e-5)
 
 
 def test_an_argument_is_not_moved_to_what_in_shardings_say() -> None:
@@ -473,13 +360,6 @@ def test_a_lookup_says_how_its_rows_are_spread() -> None:
     want = X - jax.grad(lambda x: (x[ids] ** 2).sum())(X)
     np.testing.assert_allclose(table, want, rtol=1e-5)
     assert table.read().sharding.is_equivalent_to(ROWS, 2)
-
-
-def test_the_gradient_of_a_variable_on_no_mesh_is_refused_with_a_remedy() -> None:
-    w = dflow.Variable(jnp.ones((4, 2)))
-    with pytest.raises(Exception, match="Contracting dimensions are sharded") as caught:
-        dflow.jit(lambda x: dflow.grad(lambda: square_loss(w, x), [w])())(jax.device_put(X, ROWS))
-    assert "PartitionSpec()" in "".join(caught.value.__notes__)
 
 
 def test_the_text_of_a_graph_has_the_shardings() -> None:

@@ -1,4 +1,4 @@
-"""`dflow.ConditionalAccumulator`, eager, in traced code wherever it may stand, and from several threads."""
+"""`dflow.ConditionalAccumulator`: eager, at any place in traced code, and from several threads."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_variables_say_what_gradients_are_taken_and_may_be_given() -> None:
 def test_a_numpy_gradient_may_be_changed_once_it_was_applied() -> None:
     held = dflow.ConditionalAccumulator(jnp.zeros(1024))
     memory = np.ones(1024 + 64, np.float32)
-    # Aligned as JAX needs it to use the memory as its own.
+    # Aligned so that JAX could use the memory without a copy.
     gradient = memory[-memory.ctypes.data % 64 // 4 :][:1024]
     held.apply(gradient)
     gradient[:] = 7
@@ -175,7 +175,7 @@ def test_a_reset_ends_who_waits() -> None:
 
 
 def scalars(*values: float, name: str = "g", **options: Any) -> dflow.ConditionalAccumulator:
-    """An accumulator of numbers that holds some, all of step 0."""
+    """An accumulator of numbers that contains some, all of step 0."""
     held = dflow.ConditionalAccumulator(jnp.zeros(()), name=name, **options)
     for value in values:
         held.apply(value)
@@ -249,7 +249,7 @@ def test_a_take_in_traced_code_waits_without_a_thread_and_others_go_on() -> None
         for step in range(1, 6):
             applied = [pool.submit(worker, 2.0) for _ in range(2)]
             assert [int(one.result(WAIT_S)) for one in applied] == [2, 2]
-            # A take takes all there is, so no more is given before it has.
+            # A take removes all gradients, so the next ones are applied after it.
             assert float(taken.dequeue(timeout_s=WAIT_S)) == 2 * step
         assert float(waiting.result(WAIT_S)) == 10
     assert held.step == 5
@@ -264,7 +264,7 @@ def test_a_wait_for_gradients_has_a_deadline_and_ends_with_its_step() -> None:
     with pytest.raises(dflow.QueueClosed, match="queue 'closed' is closed"):
         dflow.jit(lambda: (held.take(2), closed.dequeue()))()
     held.apply(3.0)
-    # Nobody waits any more, so that both are still there.
+    # No take waits any more, so both gradients are still in the accumulator.
     assert (held.count(), float(held.take(2, timeout_s=0))) == (2, 2.0)
 
 
@@ -346,7 +346,7 @@ WIDTH, HEIGHT = 2, 6
 
 
 def rows_spec(count: int, dtype: Any = jnp.float32) -> dflow.RowGradient:
-    """A part of a spec: `count` rows of six."""
+    """A part of a spec: `count` rows of a table with six."""
     indices, rows = jax.ShapeDtypeStruct((count,), jnp.int32), jax.ShapeDtypeStruct((count, WIDTH), dtype)
     return dflow.RowGradient(indices, rows, (HEIGHT, WIDTH))
 

@@ -1,4 +1,4 @@
-"""Which cluster a program joins: what it is told, what the environment says, or none."""
+"""The cluster that a program joins: from arguments, from the environment, or none."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_nobody_launched_this() -> None:
     cluster.close()
 
 
-#: What a script calls; all else of a cluster serves dflow itself.
+#: The public methods of a cluster; dflow itself uses the others.
 CALLS = {"claim", "close", "elect", "index", "parameter_servers", "report", "task", "tasks", "traffic"}
 
 

@@ -15,7 +15,7 @@ import dflow
 
 DEADLINE_S = 60.0
 
-#: What JAX would ask of a GPU's memory, were there one.
+#: Prints the memory settings that JAX would use for a GPU.
 OPTIONS = """
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 options = generate_pjrt_gpu_plugin_options()
@@ -24,7 +24,7 @@ print(options.get("preallocate"), options.get("memory_fraction"))
 
 
 def python(script: str, **environment: str) -> str:
-    """What a fresh Python prints; nothing about GPUs is set but what is given."""
+    """Run a script in a new Python, with only the given settings of GPU memory, and return its output."""
     inherited = {name: value for name, value in os.environ.items() if "XLA" not in name}
     ran = subprocess.run(
         [sys.executable, "-c", script],

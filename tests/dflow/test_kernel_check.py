@@ -1,4 +1,4 @@
-"""`dflow.check_kernel`: what it runs, how far numbers may be apart, and what it tells of those that are farther."""
+"""`dflow.check_kernel`: the implementations that it runs, its tolerances, and the message for larger differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dflow.kernel`: which implementation runs where, what a graph shows, derivatives, batches, and what is refused."""
+"""`dflow.kernel`: the chosen implementations, its node in a graph, derivatives, batches, and refused uses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOWERED = {"cpu": "tanh", "cuda": "sine", "rocm": "sine", "tpu": "cosine"}
 
 
 def made(**options: Any) -> dflow.Kernel[..., Any]:
-    """A kernel that is tanh where it is plain, sin on GPUs and cos on TPUs, so that its lowering tells which ran."""
+    """A kernel that computes tanh, on GPUs sin and on TPUs cos, so that its lowering shows which was chosen."""
 
     @dflow.kernel
     def wave(x: Any, *, scale: float = 1.0) -> Any:
@@ -44,7 +44,7 @@ def made(**options: Any) -> dflow.Kernel[..., Any]:
 
 
 def lowered(fn: Callable[..., Any], platforms: tuple[str, ...], *args: Any) -> str:
-    """The StableHLO of a function for platforms, none of which need be here."""
+    """The StableHLO of a function for platforms that this machine may lack."""
     text: str = dflow.jit(fn).trace(*args).lower(lowering_platforms=platforms).as_text()
     return text
 
@@ -192,7 +192,7 @@ def test_trees_of_arrays_and_static_values_go_in_and_trees_come_out() -> None:
 
 
 def exponential(differentiable: str) -> Any:
-    """exp, plainly differentiated or with a rule that says twice the derivative, to tell that it was heeded."""
+    """exp, with JAX's derivative or with a rule that gives twice the derivative, which shows that the rule was used."""
     if differentiable == "by its ops":
         return jnp.exp
     if differentiable == "by custom_jvp":
@@ -209,7 +209,7 @@ def exponential(differentiable: str) -> Any:
 def test_the_derivative_is_the_plain_functions(differentiable: str, has_other: bool) -> None:
     plain = exponential(differentiable)
     kernel = dflow.kernel(plain)
-    if has_other:  # which brings reverse mode alone with it, on this platform too
+    if has_other:  # which supports only reverse mode, on this platform too
         dflow.kernel(kernel, platform="tpu", derivative="own")(jnp.cosh)
     for fn in (lambda f: jax.grad(lambda x: f(x).sum()), lambda f: jax.vmap(jax.vmap(jax.grad(f)))):
         np.testing.assert_allclose(fn(kernel)(x), fn(plain)(x), rtol=1e-6)
@@ -397,7 +397,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(TwiceHandler, Twice,
 
 @pytest.fixture(scope="module")
 def twice_target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of a custom call of the CPU's that gives twice its operand, compiled here."""
+    """The name of a custom call on the CPU that doubles its operand, compiled here."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("there is no g++ to compile a custom call with")

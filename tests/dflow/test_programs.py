@@ -1,4 +1,4 @@
-"""Random programs with state mean one thing: compiled, run at once, eagerly, interpreted, lowered, and by JAX alone."""
+"""Random programs with state give equal results: compiled, op by op, eager, interpreted, lowered, and by JAX alone."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ from tests.programs.made import (
 from tests.programs.reference import InexactError, Reference
 from tests.programs.statements import Program
 
-# No program may leave a value of its trace behind, in whatever of ours.
+# No program may leave a value of its trace in an object of dflow.
 pytestmark = pytest.mark.usefixtures("all_holders")
 
-#: How often each is run, on the state that the run before has left.
+#: Number of runs of each program, each on the state that the previous run left.
 TIMES = 2
 Outcome = tuple[list[Any], list[Any], list[Any], list[Any]]
 
 
 def resources_of(program: Program) -> tuple[Any, Any, Any]:
-    """What a machine runs a program over."""
+    """The variables, queues and accumulator of a program."""
     return variables_of(program), queues_of(program), accumulator_of(program)
 
 
 def hosts_of(machine: Traced) -> list[Any]:
-    """The queues of a machine, and its accumulator."""
+    """Return the queues of a machine, and its accumulator."""
     return [*machine.queues, *[machine.accumulator] * (machine.accumulator is not None)]
 
 
 def by_reference(program: Program) -> list[Outcome]:
-    """What each run gives, shows, and leaves in the variables, the queues and the accumulator."""
+    """Return results, printed values, and final state of each run by the reference."""
     machine = Reference(cells_of(program), cells_of_queues(program), cell_of_accumulator(program))
     models = [cell.model for cell in hosts_of(machine)]
     outcomes = []
@@ -69,7 +69,7 @@ def by_reference(program: Program) -> list[Outcome]:
 
 
 def by_running(program: Program, how: str) -> list[Outcome]:
-    """The same of the program over variables, queues and an accumulator of this process."""
+    """Return the same for the program over variables, queues and an accumulator of this process."""
     machine = (AtOnce if how == "at once" else Traced)(*resources_of(program))
     donated = {"compiled": (), "donating": (0, 1)}.get(how)
     fn: Any = lambda x, y: program(machine, x, y)  # noqa: E731
@@ -85,7 +85,7 @@ def by_running(program: Program, how: str) -> list[Outcome]:
 
 
 def by_graphs(program: Program) -> tuple[list[Outcome], list[Outcome]]:
-    """The same of the program's graph, interpreted as it was traced and as it is after every pass."""
+    """Return the same for the program's graph, interpreted after the trace and after every pass."""
     machine = Traced(*resources_of(program))
     traced = trace(lambda x, y: program(machine, x, y), ARGUMENTS, {})
     verify(traced.graph)
@@ -111,7 +111,7 @@ def by_graphs(program: Program) -> tuple[list[Outcome], list[Outcome]]:
 
 
 def meaning(program: Program) -> list[Outcome]:
-    """What every run must give. Rejects a program that float32 does not hold exactly."""
+    """Return the expected outcome of every run. Rejects a program that float32 does not represent exactly."""
     try:
         return by_reference(program)
     except InexactError:
@@ -134,7 +134,7 @@ def check_eager(program: Program) -> None:
 
 
 ANY = programs(host_state="some", logs=True)
-#: Few statements of the others are of host state, and fewer of those are in loops and branches.
+#: Other programs have few statements of host state, and fewer of these in loops and branches.
 OF_HOST_STATE = programs(most=4, host_state="mostly")
 
 

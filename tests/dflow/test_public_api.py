@@ -1,4 +1,4 @@
-"""What `import dflow` gives, and what it leaves undone."""
+"""The names and the side effects of `import dflow`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def python(script: str) -> str:
-    """What a fresh Python prints."""
+    """Run a script in a new Python and return its output."""
     ran = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False
     )

@@ -1,4 +1,6 @@
-"""What `dflow.device` takes and refuses in a process of one CPU; `device_scopes_.py` is about several devices."""
+"""`dflow.device` in a process with one CPU device: accepted and refused names. `device_scopes_.py` has several
+devices.
+"""
 
 from __future__ import annotations
 

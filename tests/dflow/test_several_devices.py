@@ -1,4 +1,4 @@
-"""`dflow.jit` where arrays are spread over several devices: as `jax.jit`, with state and without."""
+"""`dflow.jit` with arrays over several devices: equal to `jax.jit`, with and without state."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ import dflow
 from dflow.tracing.jaxprs.captured import captured
 from tests.several_devices import DEADLINE_S, DEVICES, HERE, run_there
 
-#: What needs several devices too: one process runs all of it.
+#: Other tests that need several devices; one process runs all of them.
 OTHERS = [
     "tests/dflow/device_scopes_.py",
+    "tests/dflow/device_arguments_.py",
+    "tests/dflow/device_copies_.py",
+    "tests/dflow/device_loops_.py",
     "tests/lowering/device_graphs_.py",
     "tests/dflow/graphs/auto_placement_.py",
     "tests/dflow/training/saving_several_devices_.py",
@@ -120,7 +123,7 @@ else:
             return bias + by
 
         by = jnp.ones(3)
-        for _ in range(2):  # compiled, and then brought to the program
+        for _ in range(2):  # the first call compiles, the second moves the argument to the program's devices
             step(jax.device_put(by, jax.devices()[3]), by)
         np.testing.assert_array_equal(step(count, by), by)
         np.testing.assert_array_equal(count, by)
@@ -273,7 +276,7 @@ else:
     @pytest.mark.parametrize("constant", [None, jax.devices()[3], ROWS], ids=["anywhere", "one", "rows"])
     @pytest.mark.parametrize("argument", [None, jax.devices()[3], ROWS], ids=["anywhere", "one", "rows"])
     def test_a_large_closed_over_array_decides_no_place(constant: Any, argument: Any) -> None:
-        """What JAX embeds as a constant has no place, wherever the array lies."""
+        """An array that JAX embeds as a constant does not decide the device, wherever it is."""
         table = jnp.ones((128, 256)) if constant is None else jax.device_put(jnp.ones((128, 256)), constant)
         x = X if argument is None else jax.device_put(X, argument)
         ours, theirs = (jit(lambda x: x + table[0, 0]) for jit in (dflow.jit, jax.jit))
@@ -281,7 +284,7 @@ else:
             same(ours(x), theirs(x))
 
     def optimizer_step(transformation: Any, table: Any, bias: Any) -> Any:
-        """What JAX makes of three steps by plain functions."""
+        """Return the results of three steps by plain JAX."""
 
         def loss(parameters: Any, x: Any) -> Any:
             return jnp.mean((x * parameters["table"] + parameters["bias"]) ** 2)
@@ -360,7 +363,7 @@ else:
 
         dflow.Variable(initial, sharding=ROWS, name="w")
         assert are_traced
-        assert all(are_traced)  # and from a trace XLA compiles what each device does
+        assert all(are_traced)  # from the trace XLA compiles the part of each device
 
     @pytest.mark.parametrize("place", [None, jax.devices()[3], ROWS, WHOLE], ids=["anywhere", "one", "rows", "whole"])
     def test_what_is_done_to_a_sharded_variable_at_once_leaves_it_sharded(place: Any) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for processes in tests: until one ends, until none of a set is left, with a deadline that fails the test.
+"""Waits for processes in tests, until one ends or none of a set is left; a deadline fails the test.
 
 A pid file descriptor becomes readable when its process has ended, so no test sleeps or polls.
 """
@@ -41,7 +41,7 @@ class Spawned:
         self.process.stdout.close()
 
     def read_until(self, text: str, times: int = 1) -> list[str]:
-        """Read lines until `times` of them hold `text`; those lines."""
+        """Read lines until `times` of them contain `text`; return those lines."""
         assert self.process.stdout is not None
         found = [line for line in self.lines if text in line]
         while len(found) < times:
@@ -52,14 +52,14 @@ class Spawned:
         return found
 
     def finish(self) -> tuple[int, str]:
-        """Read all output and wait for the end; the exit status and the output."""
+        """Read all output and wait for the end; return the exit status and the output."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout.readlines()
         return self.process.wait(DEADLINE_S), "".join(self.lines)
 
 
 def wait_for_end(pids: Iterable[int]) -> None:
-    """Wait until none of the processes runs; it may have ended, or never have been."""
+    """Wait until none of the processes runs; a process may have ended before, or never have existed."""
     deadline = time.monotonic() + DEADLINE_S
     for pid in pids:
         try:
@@ -72,5 +72,5 @@ def wait_for_end(pids: Iterable[int]) -> None:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is such a process, a zombie included."""
+    """Whether the process exists; a zombie does."""
     return Path(f"/proc/{pid}").exists()

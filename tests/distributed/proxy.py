@@ -1,4 +1,4 @@
-"""A proxy between two tasks that cuts their connections, at any byte, as it is told."""
+"""A proxy between two tasks that cuts their connections at any byte, on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dflow.distributed.transport.addresses import TcpAddress, parse_address
 
 
 class Proxy:
-    """Passes bytes on to `address`; each connection is cut after a number of bytes that `draw` gives."""
+    """Forwards bytes to `address`; each connection is cut after a number of bytes from `draw`."""
 
     def __init__(self, address: str, draw: random.Random, *, most_bytes: int) -> None:
         self.turn_to(address)
@@ -27,24 +27,24 @@ class Proxy:
 
     @property
     def address(self) -> str:
-        """Where to connect to."""
+        """The address to connect to."""
         return f"127.0.0.1:{self._listening.getsockname()[1]}"
 
     def turn_to(self, address: str) -> None:
-        """Pass later connections on to another address."""
+        """Forward later connections to another address."""
         target = parse_address(address)
         assert isinstance(target, TcpAddress)
         self._target = target
 
     def cut(self) -> None:
-        """Cut every connection now."""
+        """Cut all connections now."""
         with self._lock:
             for sock in self._open:
                 _cut(sock)
             self._open.clear()
 
     def close(self) -> None:
-        """Take no more connections, and cut those there are."""
+        """Accept no more connections, and cut the open ones."""
         _cut(self._listening)
         self._listening.close()
         self.cut()
@@ -78,7 +78,9 @@ class Proxy:
         source.close()
 
     def _flipped(self, data: bytes) -> bytes:
-        """`data` with a bit flipped when the byte at `flip_at`, counted from when that was set, is in it."""
+        """Return `data` with one bit flipped, if it contains byte number `flip_at`, counted from the setting of
+        `flip_at`.
+        """
         with self._lock:
             at = self.flip_at
             if at is None:

@@ -1,4 +1,4 @@
-"""Branches and loops over the tasks of a cluster: their results, what they leave, and how they end early."""
+"""Branches and loops over the tasks of a cluster: results, remaining state, and early ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def worker(memory: MemoryCluster) -> Iterator[Cluster]:
 
 
 def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:
-    """One on each of two tasks."""
+    """One variable on each of two tasks."""
     with worker.parameter_servers():
         a = dflow.Variable(lambda: jnp.ones(3), name="a")
         b = dflow.Variable(lambda: jnp.full(3, 2.0), name="b")
@@ -47,7 +47,7 @@ def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:
 
 
 def held_by(memory: MemoryCluster, worker: Cluster) -> list[tuple[int, int, int, int]]:
-    """What each task still holds of steps: runs, open steps, values and waiters."""
+    """State of steps that each task holds: runs, open steps, values and waiters."""
     servers = [worker._server, *(task.server for task in memory.tasks.values())]
     found = [(server.statistics().running, server.statistics().rendezvous) for server in servers]
     return [(running, held.open_steps, held.values, held.waiters) for running, held in found]
@@ -57,7 +57,7 @@ NOTHING = [(0, 0, 0, 0)] * 3
 
 
 def crossed(memory: MemoryCluster, worker: Cluster) -> int:
-    """How many values went from task to task so far."""
+    """Number of values sent from task to task since the start."""
     servers = [worker._server, *(task.server for task in memory.tasks.values())]
     return sum(edge.values for server in servers for edge in server.traffic())
 
@@ -259,7 +259,7 @@ def test_a_turn_that_fails_ends_the_loop_everywhere(memory: MemoryCluster, worke
         step(jnp.ones(3))
     task.server.store.call = call  # type: ignore[method-assign]
     for variable in (a, b):
-        variable.assign(jnp.ones(3))  # answered in order, so the cancellation has been handled
+        variable.assign(jnp.ones(3))  # requests are answered in order, so the cancellation has been handled
     step(jnp.ones(3))
     assert held_by(memory, worker) == NOTHING
 

@@ -1,4 +1,4 @@
-"""Clusters whose tasks are not those that were expected, or not there when they were."""
+"""Clusters with unexpected tasks, and with expected tasks that are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Start = Callable[[str, int], Cluster]
 
 
 class Place:
-    """A coordinator that expects one ps and one worker, and what has joined it."""
+    """A coordinator that expects one ps and one worker, and the tasks that joined it."""
 
     def __init__(self) -> None:
         self.network = MemoryNetwork()

@@ -1,4 +1,4 @@
-"""Parameter tasks that were started again, empty: whatever uses what they held fails, and names it."""
+"""Parameter tasks that restart empty: each use of their lost state fails and names it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dflow.tracing.state.resources import is_variable
 from tests.distributed.waiting import until
 
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
-#: Long enough for a live task to come back to a coordinator.
+#: Long enough for a live task to reconnect to a coordinator.
 AT_ONCE = CoordinatorSettings(heartbeat_timeout_s=3.0, rejoin_s=0.2)
 LOST = r"lost: ps:0 left at .* s: .*, and ps:0 has been started again without (it|them)"
 
@@ -39,7 +39,7 @@ def memory() -> Iterator[MemoryCluster]:
 
 
 def restart(memory: MemoryCluster, worker: Cluster) -> None:
-    """End the parameter task and start it again, empty; the worker knows of it then."""
+    """End the parameter task and restart it empty; wait until the worker knows."""
     before = memory.tasks["ps:0"]
     before.client.close("killed")
     before.server.close()

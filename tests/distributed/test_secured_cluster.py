@@ -1,4 +1,4 @@
-"""A coordinator, a stock task and a worker at an address of this machine that others could reach."""
+"""A coordinator, a task server and a worker at an address of this machine that other hosts could reach."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 from dflow.__main__ import main
 from dflow.distributed.coordinator.coordinator import LISTENING
 from tests.distributed.processes import Spawned
-from tests.distributed.test_strangers import own_address
+from tests.distributed.transports import own_address
 
 pytestmark = pytest.mark.once
 
-#: Connects once with each of several environments. All of them but the last are refused.
+#: Connects once with each of several environments. All but the last are refused.
 CONNECT = """
 import json, os, sys
 import dflow
@@ -49,7 +49,7 @@ cluster.close()
 
 
 class Secured:
-    """A coordinator and a ps task, and what each of the three processes is told by which the others know it."""
+    """A coordinator and a ps task, with the proofs that they and the worker authenticate themselves with."""
 
     def __init__(self, folder: Path, kind: str, started: ExitStack) -> None:
         self.folder, self.kind = folder, kind
@@ -81,20 +81,20 @@ class Secured:
             main(["certs", "issue", str(self.folder), "--name", name, "--host", own_address()])
 
     def flags(self, who: str) -> tuple[str, str]:
-        """What the command line takes."""
+        """The proofs as options of the command line."""
         if self.kind == "secret":
             return "--secret-file", str(self.folder / "secret")
         return "--certificates", str(self.folder / who)
 
     def environment(self, who: str) -> dict[str, str]:
-        """What the environment takes."""
+        """The proofs as environment variables."""
         if self.kind == "secret":
             return {"DFLOW_SECRET_FILE": str(self.folder / "secret")}
         files = {"DFLOW_TLS_CERT": "cert.pem", "DFLOW_TLS_KEY": "key.pem", "DFLOW_TLS_CA": "ca.pem"}
         return {name: str(self.folder / who / file) for name, file in files.items()}
 
     def work(self, *environments: dict[str, str]) -> str:
-        """Run the worker, which tries these environments one after the other; return its output."""
+        """Run the worker, which tries these environments in order; return its output."""
         tried = map(json.dumps, environments)
         with Spawned("worker.py", self.address, *tried, cwd=self.folder, JAX_PLATFORMS="cpu") as worker:
             status, output = worker.finish()

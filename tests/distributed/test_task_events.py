@@ -1,4 +1,4 @@
-"""What the tasks of a cluster note of their steps, with every task in this process."""
+"""Events that the tasks of a cluster record of their steps, with every task in this process."""
 
 from __future__ import annotations
 

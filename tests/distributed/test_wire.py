@@ -1,4 +1,4 @@
-"""Values that travel by a codec: what crosses, how many bytes of it, and what the step computes."""
+"""Values that travel by a codec: the values and bytes that are sent, and the results of the step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def worker(memory: MemoryCluster) -> Iterator[Cluster]:
 
 
 def sent_by(memory: MemoryCluster, worker: Cluster) -> dict[str, int]:
-    """The bytes that went over each edge, to all destinations."""
+    """Bytes sent over each edge, to all destinations."""
     found: dict[str, int] = {}
     for server in (worker._server, *(task.server for task in memory.tasks.values())):
         for edge in server.traffic():

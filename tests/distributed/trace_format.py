@@ -1,6 +1,6 @@
-"""Whether a file is in the Trace Event Format, by its published description and by what Perfetto adds to it.
+"""Check a file against the Trace Event Format, by its published description and Perfetto's additions.
 
-Only what dflow writes is known: complete events (X), instants (i), flows (s, f) and metadata (M).
+Only the events that dflow writes are known: complete events (X), instants (i), flows (s, f) and metadata (M).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _METADATA = {
 
 
 def faults_of(data: bytes) -> list[str]:
-    """What is wrong with it; nothing when it is as it has to be."""
+    """Return the faults of the trace; empty if it is valid."""
     trace = json.loads(data)
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["no object with a list of traceEvents"]
@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _faults_of_nesting(events: list[dict[str, Any]]) -> list[str]:
-    """Slices of one thread lie within each other or apart."""
+    """Slices of one thread are nested or disjoint."""
     faults = []
     threads: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
@@ -83,7 +83,7 @@ def _faults_of_nesting(events: list[dict[str, Any]]) -> list[str]:
 
 
 def _faults_of_flows(events: list[dict[str, Any]]) -> list[str]:
-    """Each arrow has one beginning and then one end, both inside a slice."""
+    """Each arrow has one beginning and one later end, both inside a slice."""
     ends: dict[tuple[Any, str], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["ph"] in "sf":
@@ -121,5 +121,5 @@ def _faults_of_names(events: list[dict[str, Any]]) -> list[str]:
     return faults + [f"process {pid} has no name" for pid in {pid for pid, _ in used} - set(named["process_name"])]
 
 
-#: Times are fractions of us that were rounded.
+#: Times are fractions of us, rounded.
 _ROUNDING_US = 1e-3

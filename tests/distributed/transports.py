@@ -1,10 +1,11 @@
-"""Handlers and places to listen that the tests of transports share. Every wait of theirs has a deadline."""
+"""Handlers and addresses for the tests of transports. Each of their waits has a deadline."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import queue
+import socket
 import tempfile
 import threading
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
-from dflow.distributed.transport.certificates import issue_certificate, make_authority
-from dflow.distributed.transport.identity import Identity
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
+from dflow.distributed.transport.security.identity import Identity
+from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.transport.tls_policies import MutualTls
 from dflow.distributed.wire.messages import AnyMessage, Failure, Ok
 
 DEADLINE_S = 30.0
@@ -25,7 +28,7 @@ DEADLINE_S = 30.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A transport to test, and an address that is free on it."""
+    """A transport to test, and a free address for it."""
 
     make: Callable[[Limits | None], Transport]
     free: str
@@ -34,7 +37,7 @@ class Kind:
 
 @functools.cache
 def certificates() -> MutualTls:
-    """A policy whose certificate, of an authority of its own, is for all who speak in tests of transports."""
+    """A policy with a certificate for all names in tests of transports, by a new authority."""
     now, day = datetime.now(UTC), timedelta(days=1)
     authority = make_authority("tests", now, 2 * day)
     names = ("server", "client", "me", "one", "two", "late", "ps", "coordinator", "worker", "chief", "status")
@@ -63,7 +66,7 @@ KINDS = {
 
 
 class Recorder:
-    """Keeps what arrives; answers `GetStatus`-like calls by the function given, on the reader thread."""
+    """Keeps what arrives; answers requests by the given function, on the reader thread."""
 
     def __init__(self, answer: Callable[[Peer, AnyMessage, memoryview, Responder], None] | None = None) -> None:
         self._answer = answer or (lambda peer, message, payload, responder: responder.reply(Ok()))
@@ -71,7 +74,7 @@ class Recorder:
         self.closed: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
     def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Answer by the function given."""
+        """Answer by the given function."""
         self._answer(peer, message, payload, responder)
 
     def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
@@ -81,15 +84,15 @@ class Recorder:
         self.notices.put((message, bytes(payload)))
 
     def on_close(self, peer: Peer, reason: str) -> None:
-        """Keep who closed, and why."""
+        """Keep the closed peer and the reason."""
         self.closed.put((peer.name, reason))
 
     def notice(self) -> tuple[AnyMessage, bytes]:
-        """The next notification."""
+        """Return the next notification."""
         return self.notices.get(timeout=DEADLINE_S)
 
     def close_reason(self) -> str:
-        """Why the next connection ended."""
+        """Return the reason why the next connection ended."""
         return self.closed.get(timeout=DEADLINE_S)[1]
 
 
@@ -99,7 +102,7 @@ def echo(peer: Peer, message: AnyMessage, payload: memoryview, responder: Respon
 
 
 def hold(event: threading.Event) -> Callable[[Peer, AnyMessage, memoryview, Responder], None]:
-    """Never answer; set `event` when asked."""
+    """Never answer; set `event` at a request."""
 
     def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
         event.set()
@@ -110,3 +113,14 @@ def hold(event: threading.Event) -> Callable[[Peer, AnyMessage, memoryview, Resp
 def reach(transport: Transport, address: str, handler: Handler, name: str = "client") -> Peer:
     """Connect within the deadline."""
     return transport.connect(address, name=name, handler=handler, who="server", timeout_s=DEADLINE_S)
+
+
+def own_address() -> str:
+    """An address of this machine that is not loopback; nothing is sent for it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(("192.0.2.1", 9))
+        except OSError:
+            pytest.skip("this machine has no address but loopback")
+        host: str = sock.getsockname()[0]
+    return host

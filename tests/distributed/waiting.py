@@ -1,4 +1,4 @@
-"""Waiting for what another thread brings about, where nothing says that it has."""
+"""Wait in a test for an effect of another thread that no event announces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ DEADLINE_S = 60.0
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait until the condition holds; raises AssertionError after the tests' deadline."""
+    """Wait until the condition holds. Raises AssertionError after the tests' deadline."""
     ended = threading.Event()
     for _ in range(int(DEADLINE_S / 0.005)):
         if condition():

@@ -1,7 +1,7 @@
-"""Run what examples exported, in a process that has none of their code: `run_exports.py DIRECTORY`.
+"""Run the exports of examples in a process without their code: `run_exports.py DIRECTORY`.
 
-The directory holds a folder for each example, with the export `made` and the arguments of each step, `given.npz`. Every
-result, and the state after all steps, is written into `got.npz`.
+The directory has a folder for each example, with the export `made` and the arguments of each step, `given.npz`. All
+results, and the state after all steps, are written to `got.npz`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 
 import dflow
 
-#: How often each function is called.
+#: Number of calls of each function.
 STEPS = 10
 
 
 def run(functions: Any, variables: Any, order: list[str], given: Any) -> dict[str, np.ndarray]:
-    """The leaves of the result of each step, and then of the variables. A step calls each function in turn."""
+    """Return the leaves of each step's result, and then of the variables. A step calls each function once, in order."""
     got: dict[str, np.ndarray] = {}
     for step in range(STEPS):
         for name in order:

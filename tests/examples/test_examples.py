@@ -14,7 +14,7 @@ ACCURACY = re.compile(r"test accuracy (\d\.\d{4}) on 359 held-out images")
 
 
 def accuracy(output: str) -> float:
-    """The one accuracy that was printed."""
+    """Return the printed accuracy."""
     [found] = ACCURACY.findall(output)
     return float(found)
 
@@ -40,7 +40,7 @@ def test_digits_on_a_cluster() -> None:
 
 
 def test_actors_and_a_learner() -> None:
-    # With the collections of garbage at its end that a user's process has.
+    # With garbage collection at exit, as in a user's process.
     with Spawned("examples/actor_learner.py", cwd=ROOT, PYTHONPATH="") as ran:
         status, output = ran.finish()
     assert status == 0, output

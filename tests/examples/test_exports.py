@@ -1,4 +1,4 @@
-"""Every example exported: lowered for each platform, and run in another process as it runs here, bit for bit."""
+"""Every example, exported: lowered for each platform, with equal bits here and in another process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflow.lowering.programs.portable_tree import build, leaves_of, parts_of_typ
 from dflow.tracing.ir.types import DTYPES
 from tests.examples.run_exports import STEPS, run
 
-# Each example is a separate program, and several give their optimizers the same name.
+# Each example is a separate program, and several use one name for their optimizers.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.DuplicateNameWarning")
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ DEADLINE_S = 110.0
 
 
 def module(name: str) -> Any:
-    """An example, loaded from its file and anew."""
+    """Load an example from its file, as a new module."""
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -42,7 +42,7 @@ def module(name: str) -> Any:
 
 
 class Example:
-    """What an example exports, and the functions that it made it of. Its `make`, if it has one, makes what it needs."""
+    """The exports of an example and its functions. `make`, if the example has it, makes its objects."""
 
     def __init__(self, name: str) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
@@ -60,7 +60,7 @@ class Example:
 
 
 def _called(fn: Callable[..., Any], types: list[Any], *args: Any) -> Any:
-    """Call `fn` with its variables and other fixed arguments, and with arguments in the places of types."""
+    """Call `fn` with its variables and other fixed arguments, and with arguments for its types."""
     given = iter(args)
     return fn(*(type if all(map(dflow.is_variable, jax.tree.leaves(type))) else next(given) for type in types))
 
@@ -81,7 +81,7 @@ def test_each_example_is_lowered_for_each_platform(name: str, platform: str, exa
 
 
 def arguments(path: Path) -> dict[str, np.ndarray]:
-    """Arguments of the types that the functions of an export take, drawn for each step."""
+    """Random arguments for each step, of the types that the exported functions take."""
     random = np.random.default_rng(0)
     given: dict[str, np.ndarray] = {}
     for name, signature in read_manifest(path).signatures.items():

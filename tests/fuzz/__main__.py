@@ -1,7 +1,7 @@
 """`python -m tests.fuzz --frames N --seed S`: N malformed and hostile frames to a live task.
 
-It fails when the task ends, hangs, stops serving others, or grows. What is sent follows from the seed alone, a round of
-`--round` frames from the seed and the round's number; a failure prints both.
+It fails when the task ends, hangs, stops serving others, or grows. The seed determines all frames: a round of `--round`
+frames depends on the seed and the round's number; a failure prints both.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import replace
 from tests.fuzz.siege import Tally, Usage, Victim, besiege
 
 LOOPBACK = "127.0.0.1:0"
-#: After the first tenth of the rounds, so many more of each may be held at the end, however many frames came between.
-#: The memory is what the allocator keeps of what was freed, which is no more after some hundred thousand frames.
+#: Growth that is allowed from the first tenth of the rounds to the end, for any number of frames. The memory is what
+#: the allocator keeps of freed memory, which is constant after some hundred thousand frames.
 MORE = Usage(memory_mib=48.0, threads=16, descriptors=8)
-#: And so much more for each plan, with its programs as XLA compiled them, which a task rightly keeps.
+#: Additional growth for each plan, with its compiled programs, which a task keeps.
 PLAN_MIB = 0.4
 
 
 def main() -> int:
-    """Run; the exit status."""
+    """Run the siege; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--frames", type=int, default=1_000_000)
     parser.add_argument("--round", type=int, default=20_000, help="frames between two looks at the task")

@@ -1,7 +1,7 @@
-"""What one hostile connection sends, drawn from a seed.
+"""The bytes of one hostile connection, drawn from a seed.
 
-A script is made of frames: right ones with senseless fields, and such with bytes changed, cut, doubled or swapped. It
-begins with a right `Hello` most of the time, since nothing behind a wrong one is read.
+A script consists of frames: valid ones with senseless fields, and frames with bytes changed, removed, doubled or
+swapped. Most scripts begin with a valid `Hello`, since nothing after an invalid one is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from dflow.distributed.transport.exchange import Frame, Kind
-from dflow.distributed.transport.framing import HEADER, pack_header
+from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages import AnyMessage, Hello, Introduce
 from dflow.lowering.programs.program import export_program
@@ -26,26 +26,27 @@ from dflow.tracing.ir.types import ArrayType
 from tests.fuzz.values import ENCODER, INTEGERS, damaged, struct_of, types_of
 
 TASK = "/job:ps/task:0"
-#: The members of its cluster.
+#: The members of the victim's cluster.
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
 MESSAGES = types_of(AnyMessage)
 PLAN = msgspec.inspect.type_info(Plan)
-#: Payloads are no larger, so that what a task keeps for a while stays little.
+#: Largest payload: a task that keeps payloads for a while then uses little memory.
 MAX_PAYLOAD = 4096
 
 
 @dataclass(frozen=True)
 class Script:
-    """Bytes to send over one connection, and how many frames they were made from."""
+    """Bytes to send over one connection, and the number of their frames."""
 
     data: bytes
     frames: int
 
 
 def script(rng: random.Random) -> Script:
-    """One connection's bytes."""
+    """Return one connection's bytes."""
     frames = [hello(rng)] if rng.random() < 0.95 else []
-    frames += [rng.choices(KINDS, WEIGHTS)[0](rng) for _ in range(rng.choice((1, 2, 5, 20, 60)))]
+    count = rng.choice((1, 2, 5, 20, 60))
+    frames += [numbered(rng.choices(KINDS, WEIGHTS)[0](rng), number) for number in range(2, count + 2)]
     if rng.random() < 0.1:
         rng.shuffle(frames)
     data = b"".join(frames)
@@ -56,8 +57,16 @@ def script(rng: random.Random) -> Script:
 
 def hello(rng: random.Random) -> bytes:
     """A right `Hello`, of a member of the cluster, which a task believes once it has introduced itself."""
-    name = packed(encode_message(Hello(rng.choice(WORKERS))), b"", Kind.NOTIFY, 0)
-    return name + packed(encode_message(Introduce(0)), b"", Kind.REQUEST, 1 << 40)
+    name = packed(encode_message(Hello(rng.choice(WORKERS), session=rng.randbytes(8).hex())), b"", Kind.NOTIFY, 0)
+    return name + numbered(packed(encode_message(Introduce(0)), b"", Kind.REQUEST, 1 << 40), 1)
+
+
+def numbered(frame: bytes, number: int) -> bytes:
+    """The frame with its number in the session, unless its header was changed there."""
+    start, end = HEADER.size - 16, HEADER.size - 8
+    if not frame.startswith(MAGIC) or any(frame[start:end]):
+        return frame
+    return frame[:start] + number.to_bytes(8, "little") + frame[end:]
 
 
 def packed(meta: bytes, payload: bytes, kind: Kind, number: int) -> bytes:
@@ -70,7 +79,7 @@ def wrapped(meta: bytes, payload: bytes, rng: random.Random) -> bytes:
 
 
 def senseless(rng: random.Random) -> bytes:
-    """A message of the right types."""
+    """A message with fields of the right types and random values."""
     fields = struct_of(rng.choice(MESSAGES), rng)
     if fields.get("type") == "RegisterPlan":
         return plan(rng)
@@ -78,13 +87,13 @@ def senseless(rng: random.Random) -> bytes:
 
 
 def wrong(rng: random.Random) -> bytes:
-    """A message with a part of another type."""
+    """A message with one part of another type."""
     fields = damaged(struct_of(rng.choice(MESSAGES), rng), rng)
     return wrapped(ENCODER.encode(fields), b"", rng)
 
 
 def changed(rng: random.Random) -> bytes:
-    """A frame with bytes flipped, put in, taken out or doubled."""
+    """A frame with bytes flipped, inserted, removed or doubled."""
     data = bytearray(senseless(rng))
     for _ in range(rng.choice((1, 1, 2, 8))):
         place = rng.randrange(len(data))
@@ -102,7 +111,7 @@ def changed(rng: random.Random) -> bytes:
 
 
 def other_header(rng: random.Random) -> bytes:
-    """A frame with a number of its header replaced by one that is likely to be mishandled."""
+    """A frame with a number in its header replaced by a likely bad one."""
     data = bytearray(senseless(rng))
     size = rng.choice((1, 4, 8))
     place = rng.randrange(HEADER.size // size) * size
@@ -112,7 +121,7 @@ def other_header(rng: random.Random) -> bytes:
 
 
 def lying(rng: random.Random) -> bytes:
-    """msgpack that says it goes on for longer than it does, or deeper than anyone reads."""
+    """msgpack whose declared length or depth exceeds its content or any limit."""
     heads = [kind + b"\xff\xff\xff\xff" for kind in (b"\xdd", b"\xdf", b"\xc6", b"\xdb")]
     deep = rng.choice((b"\x91", b"\x81\xa4type", b"\xdc\x00\x01")) * rng.choice((10, 1000, 20_000))
     return wrapped(rng.choice((*heads, deep, b"\x81\xa4type\xa8Register", b"\xc1")), b"", rng)
@@ -123,7 +132,7 @@ def noise(rng: random.Random) -> bytes:
 
 
 def plan(rng: random.Random) -> bytes:
-    """A plan to keep and run: drawn, or a good one with a part changed; with a program or without."""
+    """A plan to keep and run: random, or a valid one with a part changed; with or without a program."""
     assert isinstance(PLAN, msgspec.inspect.StructType)
     fields = struct_of(PLAN, rng) if rng.random() < 0.5 else _good_plan()
     fields["task"] = TASK if rng.random() < 0.9 else fields["task"]

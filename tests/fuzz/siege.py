@@ -1,7 +1,7 @@
-"""Sending scripts to a task that runs in another process, and looking whether it minds.
+"""Send scripts to a task in another process, and check that it is unaffected.
 
-A task minds when it ends, when it does not close a connection that has ended, when it stops serving a well-behaved
-client, or when its memory, threads or file descriptors grow without bound.
+A task is affected when it ends, when it does not close a connection that has ended, when it stops serving a
+well-behaved client, or when its memory, threads or file descriptors grow without bound.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from dflow.distributed.wire.messages import (
 from tests.fuzz.scripts import TASK, WORKERS, Script, script
 
 ROOT = Path(__file__).resolve().parents[2]
-#: A connection that the task has not closed by then hangs.
+#: A connection that the task has not closed after this time hangs.
 HANG_S = 60.0
 CLIENTS = 4
-#: Connections between two looks at how many frames were sent.
+#: Number of connections between two checks of the number of sent frames.
 BATCH = 40
 HEALTH = "of a well-behaved client"
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process holds."""
+    """Resources of a process."""
 
     memory_mib: float
     threads: int
     descriptors: int
-    #: With their compiled programs, which a task rightly keeps.
+    #: Plans with their compiled programs, which a task keeps.
     plans: int = 0
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Usage:
 
 @dataclass
 class Tally:
-    """What was sent so far; `began` and `now` are what the task held after the first round and after the last."""
+    """Number of sent frames; `began` and `now` are the task's resources after the first round and after the last."""
 
     frames: int = 0
     connections: int = 0
@@ -69,7 +69,7 @@ class Tally:
 
 
 class Victim:
-    """The process; ended at the end of the `with` block."""
+    """The attacked process; killed at the end of the `with` block."""
 
     def __init__(self, address: str, role: str = "task") -> None:
         self._role = role
@@ -78,7 +78,7 @@ class Victim:
             [sys.executable, "-m", "tests.fuzz.victim", role, address],
             cwd=ROOT,
             env=environment | {"JAX_PLATFORMS": "cpu"},
-            stdin=subprocess.PIPE,  # ends with this process, whatever ends it
+            stdin=subprocess.PIPE,  # ends with this process, however this process ends
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,7 +98,7 @@ class Victim:
         self.end()
 
     def end(self) -> str:
-        """Kill it; the end of what it had to say."""
+        """Kill the process; return the end of its output."""
         self.process.kill()
         self.process.wait()
         said = self._said.result(HANG_S) if hasattr(self, "_said") else ""
@@ -108,7 +108,7 @@ class Victim:
         return said
 
     def usage(self) -> Usage:
-        """What it holds now."""
+        """Current resources of the process."""
         folder = Path(f"/proc/{self.process.pid}")
         status = (folder / "status").read_text()
         numbers = {key: int(value) for key, value in re.findall(r"^(VmRSS|Threads):\s+(\d+)", status, re.MULTILINE)}
@@ -122,7 +122,7 @@ class Victim:
         return int(self.process.stdout.readline())
 
     def check(self) -> None:
-        """Be a well-behaved client; raises when the task does not answer one rightly."""
+        """Make a valid request; raises when the task does not answer it correctly."""
         assert self.process.poll() is None, f"the task ended with status {self.process.poll()}:\n{self.end()}"
         peer = SocketTransport().connect(
             self.address, name=WORKERS[0], handler=RefuseAll(), who="the task", timeout_s=HANG_S
@@ -141,7 +141,7 @@ class Victim:
             peer.close()
 
     def _last_lines(self) -> str:
-        """Read on, so that it never waits for its output to be read; what it says is kept in part."""
+        """Read the output continuously, so that the process never blocks on it; keep the last lines."""
         kept: list[str] = []
         assert self.process.stderr is not None
         for line in self.process.stderr:
@@ -150,7 +150,7 @@ class Victim:
 
 
 def send_script(address: str, script: Script) -> None:
-    """Send all that is taken, and wait until the task has closed the connection; raises TimeoutError if it does not."""
+    """Send the script until the task closes the connection; raises TimeoutError if it does not."""
     with dialled(address) as sock:
         sock.settimeout(HANG_S)
         with contextlib.suppress(ConnectionError):
@@ -163,7 +163,7 @@ def send_script(address: str, script: Script) -> None:
 
 
 def _send_while_reading(sock: socket.socket, data: bytes) -> None:
-    """Send, taking what comes meanwhile, so that neither side waits for the other to read."""
+    """Send and receive concurrently, so that neither side blocks the other."""
     rest = memoryview(data)
     deadline = time.monotonic() + HANG_S
     while rest:
@@ -193,7 +193,7 @@ def dialled(address: str) -> Iterator[socket.socket]:
 
 
 def besiege(victim: Victim, seed: int, frames: int, tally: Tally) -> None:
-    """Send so many frames, of the scripts that `seed` gives; raises at the first sign that the task minds."""
+    """Send `frames` frames of the scripts that `seed` gives; raises at the first sign that the task is affected."""
     rng = random.Random(seed)
     wanted = tally.frames + frames
     with ThreadPoolExecutor(CLIENTS) as clients:

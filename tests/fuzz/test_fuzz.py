@@ -1,4 +1,4 @@
-"""A live task, in a process of its own, among frames that no friend sends. `make fuzz` sends more of them."""
+"""A live task in a separate process under malformed and hostile frames. `make fuzz` sends more of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dflow.distributed.transport.exchange import Kind
 from dflow.distributed.wire.messages import AnyMessage
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
-from tests.fuzz.scripts import MESSAGES, Script, hello, packed, script
+from tests.fuzz.scripts import MESSAGES, Script, hello, numbered, packed, script
 from tests.fuzz.siege import Tally, Usage, Victim, besiege, send_script
 from tests.fuzz.values import ENCODER, struct_of
 
@@ -29,7 +29,7 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:
 
 
 def test_a_task_minds_no_frames_and_holds_nothing_of_them(victim: Victim) -> None:
-    # Until a first plan came through, and XLA's compiler with it.
+    # Until the first plan has arrived, and has loaded XLA's compiler.
     rounds = itertools.count()
     while not victim.usage().plans:
         besiege(victim, next(rounds), examples(500), Tally())
@@ -72,6 +72,7 @@ def test_a_task_minds_no_message_with_senseless_fields(victim: Victim, kind: msg
         for number in range(20)
         for which in (Kind.REQUEST, Kind.NOTIFY)
     ]
+    frames = [numbered(frame, number) for number, frame in enumerate(frames, 2)]
     send_script(victim.address, Script(hello(rng) + b"".join(frames), len(frames)))
     victim.check()
 

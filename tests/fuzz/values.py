@@ -1,6 +1,6 @@
-"""Values for the fields of messages: of the right types but few sensible, or of other types.
+"""Values for the fields of messages: of the right types with mostly senseless values, or of other types.
 
-What a message looks like is read from its struct, so that a new message is tried without a word here.
+The fields come from the message's struct, so a new message is covered without a change here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
-#: Names that a run uses, few so that what a task keeps by name stays little, and such as are no names.
+#: Names for all fields: few, so that a task stores little by name, and some that are invalid.
 NAMES = (
     *("w", "v", "q", "fuzz", "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "", "float32", "int4"),
     *("queue<f32[2]>", "accumulator<f32[]>", "queue.enqueue", "queue.dequeue", "accumulator.take", "mean", "fifo", "1"),
@@ -32,14 +32,14 @@ INTEGERS = (
     *(0, 1, 2, 3, -1, 7, 64, 255, 1 << 16, (1 << 31) - 1, 1 << 31, -(1 << 31)),
     *((1 << 63) - 1, -(1 << 63), (1 << 64) - 1),
 )
-#: Few, since a task remembers some ended steps of each origin.
+#: Few values, since a task remembers some ended steps of each origin.
 STEPS = (0, 1, 2, 3, 1 << 62)
 FLOATS = (0.0, 0.001, 0.01, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
 MAX_DEPTH = 4
 
 
 def value_of(kind: shapes.Type, rng: random.Random, depth: int = 0) -> Any:
-    """Something that `kind` takes, as msgspec's builtins."""
+    """A value of type `kind`, as msgspec's builtins."""
     match kind:
         case shapes.IntType():
             return rng.choice(INTEGERS) if rng.random() < 0.5 else rng.randrange(5)
@@ -68,7 +68,7 @@ def value_of(kind: shapes.Type, rng: random.Random, depth: int = 0) -> Any:
 
 
 def struct_of(kind: shapes.StructType, rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A struct with its tag; now and then without a field, or with one too many."""
+    """A struct with its tag; sometimes a field is missing or added."""
     fields = {field.encode_name: value_of(field.type, rng, depth + 1) for field in kind.fields}
     if "step" in fields:
         fields["step"] = rng.choice(STEPS)
@@ -80,7 +80,7 @@ def struct_of(kind: shapes.StructType, rng: random.Random, depth: int = 0) -> di
 
 
 def damaged(value: Any, rng: random.Random) -> Any:
-    """The value with one part of another type, left out, or wrapped deep."""
+    """The value with one part of another type, removed, or deeply nested."""
     if isinstance(value, dict) and value and rng.random() < 0.8:
         key = rng.choice(sorted(value))
         if rng.random() < 0.2:
@@ -96,7 +96,7 @@ def damaged(value: Any, rng: random.Random) -> Any:
 
 
 def types_of(union: Any) -> tuple[shapes.StructType, ...]:
-    """The structs of a union of messages."""
+    """Return the structs of a union of messages."""
     found = shapes.type_info(union)
     assert isinstance(found, shapes.UnionType)
     return tuple(kind for kind in found.types if isinstance(kind, shapes.StructType))

@@ -1,6 +1,7 @@
-"""Who is fuzzed: `python -m tests.fuzz.victim ROLE ADDRESS` prints where it listens, and serves until its input ends.
+"""The attacked process: `python -m tests.fuzz.victim ROLE ADDRESS` prints its address, and serves until its input
+ends.
 
-`ROLE` is `task` or `coordinator`. To each line of its input it answers how many plans it keeps.
+`ROLE` is `task` or `coordinator`. For each line of its input it prints the number of plans that it keeps.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages import Roster, TaskInfo
 from tests.fuzz.scripts import TASK, WORKERS
 
-LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0)
+LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0, resume_s=0.0)
 
 
 def main() -> None:

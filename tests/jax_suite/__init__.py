@@ -1,5 +1,5 @@
-"""Test files written for JAX, run with `jax.jit` as it is and with `dflow.jit` in its place, and compared.
+"""Run test files written for JAX with `jax.jit` and with `dflow.jit` instead, and compare.
 
-`__main__.py` is the command, `process.py` starts and watches the processes, `child.py` is what runs in them,
-`compare.py` says what differs. docs/jax_suite.md tells how to use it.
+`__main__.py` is the command, `process.py` starts and watches the processes, `child.py` runs in them, `compare.py` finds
+the differences. docs/jax_suite.md describes the use.
 """

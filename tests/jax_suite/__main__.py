@@ -1,8 +1,8 @@
 """python -m tests.jax_suite FOLDER [FILE ...] [options] [-- pytest arguments]
 
-Runs each test file below FOLDER twice, in processes of its own: with `jax.jit`, and with `dflow.jit` in its place.
-Prints a table and each test that passes with the one and not with the other. Ends with 1 when one of those is not
-listed in exceptions.toml, and with 2 when nothing could be compared.
+Runs each test file below FOLDER twice, in separate processes: with `jax.jit`, and with `dflow.jit` instead. Prints a
+table, and each test that passes only with `jax.jit`. Exits with 1 when one of those is not listed in exceptions.toml,
+and with 2 when nothing could be compared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.jax_suite.process import FileRun, Limits, run_file
 
 
 def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options, and what is for pytest."""
+    """Return the options, and the arguments for pytest."""
     at = argv.index("--") if "--" in argv else len(argv)
     parser = argparse.ArgumentParser(prog="python -m tests.jax_suite", description=__doc__)
     parser.add_argument(
@@ -46,7 +46,7 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run, print, and say how it went."""
+    """Run, print, and return the exit status."""
     options, for_pytest = parsed(argv)
     root: Path = options.folder.resolve()
     exceptions = Exceptions.of(options.exceptions, options.suite)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 def each(
     files: Sequence[str], root: Path, limits: Limits, for_pytest: Sequence[str], jobs: int
 ) -> Iterator[FileComparison]:
-    """Run at most `jobs` files at a time, each in both ways, and yield each as soon as it has ended."""
+    """Run at most `jobs` files concurrently, each in both ways, and yield each when it has ended."""
     stop = threading.Event()
 
     def one(file: str) -> FileComparison:
@@ -99,7 +99,7 @@ def each(
 
 
 def chosen(root: Path, files: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The files asked for, and the default ones that are not there. Raises SystemExit for others that are not."""
+    """Return the requested files, and the default files that are missing. Raises SystemExit for other missing ones."""
     if not files:
         here = [file for file in DEFAULT if (root / file).is_file()]
         return here, [file for file in DEFAULT if file not in here]
@@ -107,7 +107,7 @@ def chosen(root: Path, files: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def inside(root: Path, file: str) -> list[Path]:
-    """The test files of a folder below `root`, or the files of that name in whichever folder. Raises SystemExit."""
+    """Return the test files of a folder below `root`, or the files of that name in any folder. Raises SystemExit."""
     path = root / file
     if path.is_dir():
         return sorted({*path.rglob("*_test.py"), *path.rglob("test_*.py")})
@@ -118,7 +118,7 @@ def inside(root: Path, file: str) -> list[Path]:
 
 
 def troubles(compared: Sequence[FileComparison]) -> str:
-    """What kept a file from being run whole, each way, with what to install where that is it."""
+    """Return the reasons why a file did not run completely, for each way, with the package to install."""
     lines = []
     for one in compared:
         for way, run in (("jax.jit", one.plain), ("dflow.jit", one.replaced)):
@@ -128,7 +128,7 @@ def troubles(compared: Sequence[FileComparison]) -> str:
 
 
 def remedy(run: FileRun) -> str:
-    """What to install, if a module is missing."""
+    """Return the package to install, if a module is missing."""
     missing = re.search(r"No module named '(\w+)", run.trouble)
     if missing is None:
         return ""
@@ -141,7 +141,7 @@ def report(
     compared: Sequence[FileComparison],
     exceptions: Exceptions,
 ) -> dict[str, object]:
-    """Everything measured, with the versions it was measured with."""
+    """Return all measurements, with the versions."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "numpy", *options.version_of)}
     return {
         "suite": options.suite,
@@ -156,6 +156,6 @@ def report(
 
 
 if __name__ == "__main__":
-    # As an interrupt does, end the processes of the tests too.
+    # Like an interrupt: end the processes of the tests too.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -1,12 +1,12 @@
-"""What runs in the process of one test file: pytest, after `jax.jit` was replaced, with every test's end written down.
+"""The process of one test file: replace `jax.jit`, run pytest, and record the end of every test.
 
     python child.py WAY ROOT RECORDS DONE [pytest arguments]
 
-WAY is `jax` or `dflow`. RECORDS gets a line of JSON at each beginning and each end, so that a process that dies or is
-ended leaves what it did. Tests named in the file DONE are left out: a process that follows one that died has them.
+WAY is `jax` or `dflow`. RECORDS gets a line of JSON at each beginning and each end, so the results of a process that
+dies remain. Tests named in the file DONE are skipped: a process that replaces a dead one receives them.
 
 The file is run by its path, not as a module of `tests`, because the suites have packages of that name. JAX is imported
-before the suite's own set-up in both ways, so its environment variables are to be set outside.
+before the suite's own set-up in both ways, so its environment variables must be set outside.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 import jax
 import pytest
 
-#: Of two phases the worse outcome stands; a skip in the set-up is followed by a tear-down that passes.
+#: Of two phases the worse outcome counts; a tear-down that passes follows a skip in the set-up.
 _WORSE = ("passed", "xpassed", "xfailed", "skipped", "failed")
 
 
 class Recorder:
-    """A pytest plugin that writes each test's beginning, outcome and last line of error into the records."""
+    """A pytest plugin that records each test's beginning, outcome and last line of error."""
 
     def __init__(self, root: Path, records: Path, done: Path) -> None:
         self._root, self._done = root, set(done.read_text().splitlines())
@@ -38,34 +38,34 @@ class Recorder:
         self._traces = 0
 
     def traced(self) -> None:
-        """Count a trace of a function of dflow's."""
+        """Count a trace of a function of dflow."""
         self._traces += 1
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leave out what a process before this one has done."""
+        """Skip the tests of an earlier process."""
         left = [item for item in items if self._name(item.nodeid, config) not in self._done]
         config.hook.pytest_deselected(items=[item for item in items if item not in left])
         items[:] = left
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Advice that dflow gives and JAX does not is no difference, even where a suite makes warnings errors."""
+        """dflow's warnings are not differences, even where a suite makes warnings errors."""
         self._config = config
         if "dflow" in sys.modules:
             for warning in ("RetraceWarning", "LeakedTracerWarning"):
                 config.addinivalue_line("filterwarnings", f"ignore::dflow.{warning}")
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported."""
+        """Record a file that cannot be imported."""
         if report.failed:
             self._write(file=last_line(report.longreprtext), outcome="failed")
 
     def pytest_internalerror(self, excrepr: Any) -> None:
-        """A fault of pytest's or of a plugin's, after which nothing runs."""
+        """Record a fault of pytest or of a plugin, after which no test runs."""
         self._write(file=last_line(str(excrepr)), outcome="failed")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Note the test, in case it takes the process with it."""
+        """Record the beginning, in case the test ends the process."""
         self._outcomes, self._traces = [], 0
         self._write(begun=self._name(nodeid, self._config))
 
@@ -78,7 +78,7 @@ class Recorder:
         self._outcomes.append((outcome, "" if report.passed else skip or last_line(report.longreprtext)))
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Write the outcome of all phases down."""
+        """Record the outcome of all phases."""
         outcome, error = max(self._outcomes, key=lambda one: _WORSE.index(one[0]), default=("failed", "no outcome"))
         self._write(ended=self._name(nodeid, self._config), outcome=outcome, error=error, traces=self._traces)
 
@@ -93,7 +93,7 @@ class Recorder:
 
 
 def last_line(text: str) -> str:
-    """The line of a traceback that says what went wrong: pytest marks those of an error with an E."""
+    """Return the line of a traceback that describes the error: pytest marks its lines with an E."""
     final = re.split(r"During handling of the above exception|The above exception was the direct cause", text)[-1]
     lines = [line for line in final.splitlines() if line.strip()]
     errors = [line[1:].strip() for line in lines if line.startswith("E ")]
@@ -103,10 +103,10 @@ def last_line(text: str) -> str:
 
 
 def replace_jit(traced: Callable[[], None]) -> None:
-    """Put `dflow.jit` where programs find `jax.jit`, before any of them is imported; call `traced` at each trace.
+    """Replace `jax.jit` by `dflow.jit`, before any program is imported; call `traced` at each trace.
 
-    JAX's own modules keep theirs: what they jit is inside JAX (functions of jax.numpy, the checks of its test helpers),
-    and no program that uses dflow replaces it.
+    JAX's own modules keep theirs: their jitted functions are inside JAX (jax.numpy, checks of its test helpers), and no
+    program that uses dflow replaces them.
     """
     import dflow
     from dflow.calls.trace_log import TraceLog
@@ -130,9 +130,9 @@ def replace_jit(traced: Callable[[], None]) -> None:
 
 
 def main() -> None:
-    """Run pytest as the command line says."""
+    """Run pytest with the arguments of the command line."""
     way, root, records, done, *arguments = sys.argv[1:]
-    # The folder of this script is no place to import from.
+    # The folder of this script must not be searched for imports.
     del sys.path[0]
     recorder = Recorder(Path(root), Path(records), Path(done))
     if way == "dflow":

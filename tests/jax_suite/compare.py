@@ -1,4 +1,4 @@
-"""What differs between the two runs of a test file, and which differences are listed with a reason."""
+"""Differences between the two runs of a test file, listed with a reason or not."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from tests.jax_suite.process import FileRun, Outcome
 
 @dataclass(frozen=True)
 class Exceptions:
-    """Patterns of test names, with `*` for any text, and why those tests may differ."""
+    """Patterns of test names, with `*` for any text, and the reasons why those tests may differ."""
 
     reasons: Mapping[str, str]
 
     @classmethod
     def of(cls, path: Path, suite: str) -> Exceptions:
-        """Those of one suite in a TOML file with a table for each. Raises ValueError for an entry without reason."""
+        """Return the patterns of one suite in a TOML file with a table for each. Raises ValueError for an entry
+        without reason.
+        """
         reasons: dict[str, str] = tomllib.loads(path.read_text()).get(suite, {})
         if empty := [pattern for pattern, reason in reasons.items() if not reason.strip()]:
             raise ValueError(f"{path} gives no reason for {', '.join(empty)}; say why these tests may differ")
         return cls(reasons)
 
     def pattern_of(self, test: str) -> str | None:
-        """The first pattern that holds the test."""
+        """Return the first pattern that matches the test."""
         return next((pattern for pattern in self.reasons if _matches(pattern, test)), None)
 
     def stale(self, compared: Sequence[FileComparison], *, selected: bool = False) -> list[str]:
-        """The patterns, of the files compared, whose tests no longer differ.
+        """Return the patterns, of the compared files, whose tests no longer differ.
 
         If pytest ran `selected` tests of a file, only the patterns of these tests.
         """
@@ -65,18 +67,18 @@ class FileComparison:
 
     @cached_property
     def differing(self) -> dict[str, Outcome]:
-        """Those that do not pass with `dflow.jit`, and how they end there."""
+        """Tests that do not pass with `dflow.jit`, with their outcomes there."""
         missing = Outcome("not run", self.replaced.trouble or "no test of this name")
         ends = {test: self.replaced.tests.get(test, missing) for test in self.passed}
         return {test: outcome for test, outcome in ends.items() if outcome.outcome != "passed"}
 
     @property
     def traced(self) -> int:
-        """In how many of the compared tests `dflow.jit` traced a function: what the comparison is worth."""
+        """Number of compared tests with a trace of a function by `dflow.jit`."""
         return sum(1 for test in self.passed if test in self.replaced.tests and self.replaced.tests[test].traces)
 
     def unlisted(self, exceptions: Exceptions) -> list[str]:
-        """The tests that differ with no reason given."""
+        """Tests that differ without a listed reason."""
         return [test for test in self.differing if exceptions.pattern_of(test) is None]
 
     def as_json(self, exceptions: Exceptions) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def table(compared: Sequence[FileComparison], exceptions: Exceptions) -> str:
 
 
 def differences(compared: Sequence[FileComparison], exceptions: Exceptions) -> str:
-    """Each test that differs, with the last line of its error and the reason where one is listed."""
+    """Return each differing test, with the last line of its error and the listed reason."""
     lines = []
     for one in compared:
         for test, outcome in one.differing.items():

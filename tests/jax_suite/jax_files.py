@@ -1,4 +1,4 @@
-"""The files of JAX's own tests that are about `jax.jit`, or go through it much. Not every version has all of them."""
+"""JAX's own test files that test `jax.jit`, or use it much. Not every version has all of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""One test file run one way, to its end: a test that kills its process or hangs is a result, and the rest follows.
+"""Run one test file in one way to its end; a test that kills its process or hangs is a result, and the others follow.
 
-A process writes down what it begins and ends (`child.py`). When it is gone with a test begun, that test crashed; when
-a test takes longer than it may, its process is told to print its stacks and is ended. Either way a new process does
-the tests that are left.
+A process records its tests (`child.py`). If it ends during a test, that test crashed. If a test exceeds its time, its
+process prints its stacks on a signal and is ended. In both cases a new process runs the remaining tests.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from pathlib import Path
 from typing import Any
 
 CHILD = Path(__file__).with_name("child.py")
-#: How long a process may take to print its stacks when told to end.
+#: Time for a process to print its stacks before it is ended.
 GRACE = 20.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended (passed, failed, skipped, xfailed, xpassed, crashed, hung), and how it said so."""
+    """The end of a test (passed, failed, skipped, xfailed, xpassed, crashed, hung), and its message."""
 
     outcome: str
     error: str = ""
-    #: How often a function of dflow's was traced in it.
+    #: Number of traces of functions of dflow in the test.
     traces: int = 0
 
 
 @dataclass
 class FileRun:
-    """A test file run one way: its tests in the order they ran, and why it could not be run whole."""
+    """A test file run one way: its tests in their order, and the reason if it did not run completely."""
 
     tests: dict[str, Outcome] = field(default_factory=dict)
     trouble: str = ""
@@ -46,7 +45,7 @@ class FileRun:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that one test may take; the whole file, one way; and the start of a process, with the file's import."""
+    """Time limits in seconds: of one test; of the file, one way; of the start of a process, with the file's import."""
 
     test: float = 300.0
     file: float = 3600.0
@@ -66,7 +65,7 @@ def run_file(
     python: str = sys.executable,
     stop: threading.Event | None = None,
 ) -> FileRun:
-    """Run `file` (a path below `root`) in processes of its own with `jax.jit` (way "jax") or `dflow.jit` ("dflow").
+    """Run `file` (a path below `root`) in separate processes with `jax.jit` (way "jax") or `dflow.jit` ("dflow").
 
     arguments  further arguments for pytest
     stop       ends the process that runs, once it is set; Stopped is raised then
@@ -108,7 +107,7 @@ def run_file(
 
 
 def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, until: float, stop: threading.Event) -> str:
-    """Wait for the end of a process, or end it; says which limit it went past."""
+    """Wait for the end of a process, or end it; return the limit that it exceeded."""
     size, since = -1, time.monotonic()
     while True:
         try:
@@ -127,7 +126,7 @@ def _watch(process: subprocess.Popen[bytes], records: Path, limits: Limits, unti
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started, after its stacks are printed: pytest enables the fault handler."""
+    """End a process and its children, after it has printed its stacks: pytest enables the fault handler."""
     process.send_signal(signal.SIGABRT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=GRACE)
@@ -137,7 +136,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _read(records: Path, run: FileRun) -> str | None:
-    """Add what a process wrote down; gives the test that it had begun and not ended."""
+    """Add the records of a process; return the test that it had begun and not ended."""
     begun = None
     for line in records.read_text().splitlines():
         record: dict[str, Any] = json.loads(line)
@@ -161,7 +160,7 @@ def _last(printed: Path) -> str:
 
 
 def _where(printed: Path) -> str:
-    """The innermost line of the stack that the fault handler printed of the main thread, else the last line."""
+    """Return the innermost line of the main thread's stack, as printed by the fault handler, else the last line."""
     lines = printed.read_text(errors="replace").splitlines()
     stacks = [index for index, line in enumerate(lines) if "(most recent call first)" in line]
     current = [index for index in stacks if lines[index].startswith("Current thread")]

@@ -1,4 +1,4 @@
-"""The runner on a folder of test files made for it, in real processes; what it makes of two runs, without any."""
+"""The runner on a folder of small test files, in real processes; its comparisons without processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ LISTED = """
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a made-up file, exceptions, and the report of a run."""
+    """A folder with a small test file, exceptions, and the report of a run."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "made_test.py").write_text(textwrap.dedent(FILE))
     (folder / "listed.toml").write_text(textwrap.dedent(LISTED).replace("[[]", "["))
@@ -225,7 +225,7 @@ def test_a_runner_that_is_told_to_end_leaves_no_process(tmp_path: Path) -> None:
     with (tmp_path / "alive").open() as alive:
         assert alive.readline() == "begun\n"
         runner.terminate()
-        assert alive.read() == ""  # which ends with the process that has the other end
+        assert alive.read() == ""  # which ends when the process that has the other end ends
     assert runner.wait(timeout=60) == 128 + signal.SIGTERM
 
 

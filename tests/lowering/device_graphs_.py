@@ -1,6 +1,6 @@
-"""Random graphs and programs over several devices do what they mean.
+"""Random graphs and programs over several devices keep their meaning.
 
-Run by `tests/dflow/test_several_devices.py`, where there are eight devices.
+`tests/dflow/test_several_devices.py` runs this with eight devices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def test_tasks_with_devices_do_what_a_graph_means(graph: Graph, seed: int) -> No
 
 
 def held(home: LocalHome, case: Case) -> Mapping[str, Variable]:
-    """The variables of a case, by the names in its graph, once their values are in the store where they are to live."""
+    """Return the variables of a case by their names in its graph, after their values are in the store, on their
+    devices.
+    """
     variables = {}
     for ref, variable in zip(case.graph.refs, case.traced.variables, strict=True):
         _, local = split_device_name(variable.device or "")

@@ -1,4 +1,4 @@
-"""Holds passes to the reference rules: what a pass made of a graph gives the same outputs and leaves the same state."""
+"""Compare passes with the reference rules: a graph gives the same outputs and leaves the same state after a pass."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ WORKER, PS_0, PS_1 = "/job:worker/task:0", "/job:ps/task:0", "/job:ps/task:1"
 TASKS = (WORKER, PS_0, PS_1)
 #: The devices of the worker, the default one first.
 DEVICES = ("cpu:0", "cpu:1", "cpu:2")
-#: Where a program may say that an op is to run.
+#: Devices that a program may name for an op.
 PLACES = (*TASKS, *(f"/device:{device}" for device in DEVICES))
 
 
 def inputs_of(graph: Graph) -> list[Any]:
-    """A value for each array that a graph takes; no two are equal."""
+    """A different value for each array argument of a graph."""
     arrays: list[Any] = [value.type for value in graph.inputs if not isinstance(value.type, HANDLES)]
     return [jnp.full(type.shape, 2 + index, type.dtype) for index, type in enumerate(arrays)]
 
 
 def state_of(graph: Graph) -> dict[str, Any]:
-    """A value for each variable of a graph, by its name, of which no two are equal; an empty model of what waits."""
+    """A different value for each variable of a graph, by its name; an empty model of each queue and accumulator."""
     return {ref.name: _initial(10 * (1 + index), ref.type) for index, ref in enumerate(graph.refs)}
 
 
@@ -51,18 +51,18 @@ def _initial(value: int, held: Any) -> Any:
 
 
 def assert_equal_values(one: Sequence[Any], other: Sequence[Any]) -> None:
-    """Both hold equal arrays, bit by bit."""
+    """Assert equal arrays, bit by bit."""
     assert [np.asarray(value).tolist() for value in one] == [np.asarray(value).tolist() for value in other]
 
 
 def assert_equal_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    """Both hold the same variables with equal values."""
+    """Assert the same variables with equal values."""
     assert sorted(one) == sorted(other)
     assert_equal_values(*([_numbers(state[name]) for name in sorted(one)] for state in (one, other)))
 
 
 def _numbers(held: Any) -> Any:
-    """What a model holds, or the value of a variable."""
+    """Return the content of a model, or the value of a variable."""
     match held:
         case QueueModel():
             return len(held.elements)
@@ -78,7 +78,7 @@ def assert_same_meaning(
     state: Mapping[str, Any] | None = None,
     choose: Choose | None = None,
 ) -> None:
-    """`after` gives what `before` gives and leaves the same state; its nodes run as `choose` says, if given."""
+    """Assert that `after` has the outputs and the final state of `before`; `choose`, if given, orders its nodes."""
     inputs = inputs_of(before) if inputs is None else inputs
     state = state_of(before) if state is None else state
     outputs, end = interpret(before, inputs, state)
@@ -88,12 +88,12 @@ def assert_same_meaning(
 
 
 def chooser(seed: int) -> Choose:
-    """Runs the nodes of a graph in any order that operands and order edges allow."""
+    """Run the nodes of a graph in a random order that operands and order edges allow."""
     return random.Random(seed).choice
 
 
 def check_pass(case: GoldenCase, one: Pass) -> None:
-    """The pass makes the golden graph, valid from valid, with the same meaning; and leaves its argument as it was."""
+    """Assert that the pass makes the golden graph, valid and with equal meaning, and does not change its argument."""
     graph = parse(case.input)
     verify(graph)
     made = one(graph)

@@ -1,4 +1,4 @@
-"""Several tasks in one process: a store each, and mail between them. What runs next is drawn from a seed."""
+"""Several tasks in one process, each with a store, and mail between them. A seed determines the order of the work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.lowering.meaning import TASKS, WORKER
 
 
 class Mail:
-    """Matches a send with its receive by step, edge, source and destination, whichever comes first."""
+    """Matches a send with its receive by step, edge, source and destination, in either order."""
 
     def __init__(self) -> None:
         self.values: dict[Any, Any] = {}
@@ -43,7 +43,7 @@ class Mail:
             self.values[key] = value
 
     def take(self, key: Any, deliver: Deliver) -> None:
-        """Deliver a value that is there, or wait for it."""
+        """Return a delivered value, or wait for it."""
         assert key not in self.waiting, f"{key} is received twice"
         if key in self.values:
             deliver(self.values.pop(key))
@@ -59,7 +59,7 @@ class Mailbox:
 
     def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
         self._mail.log.append(("send", edge))
-        # What arrives at a task lies on none of the sender's devices.
+        # A value that arrives at a task is on none of the sender's devices.
         self._mail.put((step, edge, self._task, destination), jax.device_put(np.asarray(value)))
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
@@ -68,7 +68,7 @@ class Mailbox:
 
 
 class Cluster:
-    """The tasks of a graph: each holds the variables placed on it, and has its plan of the graph compiled."""
+    """The tasks of a graph, each with the variables placed on it and its compiled plan."""
 
     def __init__(
         self, graph: Graph, state: Mapping[str, Any], tasks: Sequence[str] = TASKS, devices: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Cluster:
         self._steps = 0
 
     def run(self, inputs: Sequence[Any], seed: int = 0) -> Sequence[Any]:
-        """Run one step on all tasks; the caller's fetches. Raises what ended any of them."""
+        """Run one step on all tasks; return the caller's fetches. Raises the error of any task."""
         chance = random.Random(seed)
         self._steps += 1
         step = StepId(WORKER, self._steps)

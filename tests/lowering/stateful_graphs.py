@@ -1,7 +1,7 @@
 """Hypothesis generator of straight-line graphs with state: variables on several tasks, updates, unknown effects.
 
-Beside `tests.graphs_`, whose programs are traced, these graphs have what a trace rarely gives: nodes of an update that
-feed anything, unknown effects at any place, one operand twice. All numbers are int32, which wraps the same everywhere.
+The programs of `tests.graphs_` are traced. These graphs have what a trace rarely gives: update nodes with any operands,
+unknown effects at any position, one operand twice. All numbers are int32, which wraps equally everywhere.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import ArrayType, RefType, TokenType
-from dflow.tracing.ir.updates import ASSIGNS
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jax_frontend import primitive_named
 from tests.choice import choice
 from tests.lowering.meaning import TASKS
@@ -29,7 +29,7 @@ _ARITY = {"neg": 1, "add": 2, "sub": 2, "mul": 2}
 
 @st.composite
 def stateful_graphs(draw: st.DrawFn, tasks: Sequence[str] = TASKS, max_nodes: int = 12, unknown: bool = True) -> Graph:
-    """Valid graphs before placement, whose variables and stated devices are of `tasks`."""
+    """Valid graphs before placement, whose variables and scopes are on `tasks`."""
     fresh = FreshNames()
     devices = (None, *tasks)
     refs = [Value(fresh(name), RefType(INT), choice(draw, devices)) for name in "wvu"[: draw(st.integers(1, 3))]]
@@ -44,7 +44,7 @@ def stateful_graphs(draw: st.DrawFn, tasks: Sequence[str] = TASKS, max_nodes: in
 
 
 def _operand(draw: st.DrawFn, arrays: Sequence[Value]) -> Operand:
-    # Values made last come first, so that graphs grow deep.
+    # The newest values come first, so that graphs become deep.
     match choice(draw, ("any", "of the last", "literal")):
         case "any":
             return choice(draw, arrays[::-1])
@@ -73,7 +73,7 @@ def _node(
         case "assign":
             return Node(ops.var_assign, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "update":
-            op = ops.UPDATES[choice(draw, sorted(ASSIGNS))]
+            op = ops.UPDATES[choice(draw, sorted(kind for kind in KINDS if not KINDS[kind].by_rows))]
             return Node(op, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "unknown" if unknown:
             op, arity = numeric(primitive_named("neg"), unknown_effects=True), 1
@@ -86,7 +86,7 @@ def _node(
 
 
 def some_inputs(graph: Graph) -> list[jax.Array]:
-    """A new array for each array that a graph of this file takes."""
+    """A new array for each array argument of a graph of this file."""
     return [jnp.int32(3 + index) for index in range(len(graph.inputs) - len(graph.refs))]
 
 

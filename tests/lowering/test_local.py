@@ -1,4 +1,4 @@
-"""Functions over variables of this process: what they give, and how long values live."""
+"""Functions over variables of this process: their results, and the lifetime of values."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.programs.statements import Program
 
 @pytest.fixture
 def here() -> Iterator[LocalHome]:
-    """A new home, in which the variables of a test are made."""
+    """A new state backend for the variables of a test."""
     local = LocalHome()
     with home(local):
         yield local
 
 
 def lower(local: LocalHome, fn: Callable[..., Any], *args: Any) -> Callable[..., Any]:
-    """The function as it runs locally, for arguments of these types."""
+    """Return the function lowered for this process and arguments of these types."""
     traced = trace(fn, args, {})
     runner = local.runner(traced, check=True, observe=None)
     return lambda *args: jax.tree_util.tree_unflatten(traced.out_tree, runner(jax.tree_util.tree_leaves(args)))
@@ -49,7 +49,7 @@ def call(local: LocalHome, fn: Callable[..., Any], *args: Any) -> Any:
     return lower(local, fn, *args)(*args)
 
 
-# What functions give.
+# Results of functions.
 
 
 def test_a_step_reads_and_writes_variables(here: LocalHome) -> None:
@@ -199,7 +199,7 @@ def test_steps_on_many_threads_are_each_whole(here: LocalHome) -> None:
     assert sorted(one.tolist()[0] for one, _, _ in results) == list(range(1, 161))
 
 
-# Variables at home.
+# Variables in the store.
 
 
 def plus_one(variable: Variable) -> jax.Array:
@@ -242,7 +242,7 @@ def test_the_value_goes_with_the_variable(here: LocalHome) -> None:
     del v
     gc.collect()
     assert list(here.store.types()) == [w.key]
-    # A function keeps the variables that it uses.
+    # Variables that a function keeps alive.
     key = w.key
     del w
     gc.collect()

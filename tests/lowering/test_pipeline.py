@@ -1,4 +1,4 @@
-"""Each pass, and all of them, on random graphs: valid after, and with the meaning of before."""
+"""Each pass, and all together, on random graphs: the result is valid and has the same meaning."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_gra
 
 PASSES = pipeline(WORKER, TASKS, DEVICES)
 NAMES = [one.name for one in PASSES]
-#: From here on the order of the node list carries no meaning of its own.
+#: From here on the order of the node list has no meaning.
 ORDERED = NAMES.index("order")
 SEEDS = st.integers(0, 2**16)
 
@@ -72,7 +72,7 @@ def test_passes_find_nothing_more_when_run_again(graph: Graph) -> None:
 
 
 def device_of_values(graph: Graph) -> dict[Value, str | None]:
-    """Where each value is."""
+    """Return the device of each value."""
     made = {value: node.device for node in graph.nodes for value in node.outputs}
     return {value: value.device or WORKER for value in graph.inputs} | made
 
@@ -126,7 +126,7 @@ def test_all_between_two_transfers_of_a_task_is_one_call(graph: Graph) -> None:
 
 
 def _level(value: Value, user: Node, graph: Graph, levels: Mapping[Value, int]) -> int:
-    """The level of a node that needs this value: one more, where it was moved or is waited for on another device."""
+    """Return the level of a node that needs this value: one more if the value comes from another device."""
     maker = graph.producers.get(value)
     if maker is None:
         return 0
@@ -135,7 +135,7 @@ def _level(value: Value, user: Node, graph: Graph, levels: Mapping[Value, int]) 
 
 
 def ancestors(graph: Graph) -> dict[int, set[int]]:
-    """For each node, by its index, those that must have run before it: by operand, order edge or transfer."""
+    """Return, for each node by its index, the nodes that must run before it: by operand, order edge or transfer."""
     makers = {value: index for index, node in enumerate(graph.nodes) for value in node.outputs}
     sends = {
         (node.attributes["edge"], node.attributes["destination"]): index
@@ -152,7 +152,7 @@ def ancestors(graph: Graph) -> dict[int, set[int]]:
 
 
 def conflicts(graph: Graph) -> list[tuple[str, str]]:
-    """The nodes of a partitioned graph whose order can be seen, as pairs of their first results' names."""
+    """Return the nodes of a partitioned graph whose order is observable, as pairs of their first results' names."""
     nodes = [node for node in graph.nodes if node.op not in (ops.net_send, ops.net_recv, ops.dev_copy) and node.effects]
     return [
         (one.outputs[0].name, other.outputs[0].name)

@@ -1,4 +1,4 @@
-"""Branches and loops on several tasks: what they compute, whatever runs first, and what they send."""
+"""Branches and loops on several tasks: their results in every order of the tasks, and the values that they send."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from tests.graphs_ import DictHome
 from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER, assert_equal_states, assert_equal_values, chooser
 from tests.lowering.one_process import Cluster, Mailbox
 
-#: A statement takes the state, a number of the program, and gives the number after it.
+#: A statement takes the state and a number of the program, and returns the next number.
 Statement = Callable[["State", Any], Any]
 
 
 @dataclass(frozen=True)
 class State:
-    """The variables that a program may touch, each on a task of its own."""
+    """The variables that a program may use, each on its own task."""
 
     variables: tuple[dflow.Variable, ...]
 
 
 @dataclass(frozen=True)
 class Do:
-    """A statement with how it was drawn."""
+    """A statement, with the draw that made it."""
 
     text: str
     run: Statement
@@ -134,7 +134,7 @@ def _statements(depth: int) -> st.SearchStrategy[Do]:
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A program's graph, and what it is run on."""
+    """A program's graph and its inputs."""
 
     graph: Graph
     inputs: list[Any]
@@ -142,7 +142,7 @@ class Traced:
 
 
 def traced(program: Callable[[State, Any], Any], where: Sequence[str | None] = (PS_0, PS_1, None)) -> Traced:
-    """The program over variables on these tasks."""
+    """Return the traced program over variables on these tasks."""
     with home(DictHome(where)):
         variables = tuple(dflow.Variable(jnp.int32(5 * index + 1), name=name) for index, name in enumerate("abc"))
     state = State(variables)
@@ -153,7 +153,7 @@ def traced(program: Callable[[State, Any], Any], where: Sequence[str | None] = (
 
 
 def run_both(case: Traced, seed: int, times: int = 2) -> Cluster:
-    """Run on tasks what is run in one place; both do the same, in each of several steps."""
+    """Run the program on tasks and in one place; assert equal results in each of several steps."""
     cluster, state = Cluster(case.graph, case.state), case.state
     for step in range(times):
         wanted, state = interpret(case.graph, case.inputs, state)
@@ -163,7 +163,7 @@ def run_both(case: Traced, seed: int, times: int = 2) -> Cluster:
 
 
 def waited_for(cluster: Cluster, task: str) -> list[str]:
-    """The edges whose values a task waits for when it has gone ahead alone as far as it can."""
+    """Return the edges whose values a task waits for after it has run alone as far as it can."""
     work: list[Callable[[], None]] = []
     ended: list[Any] = []
     box = Mailbox(cluster.mail, task)
@@ -275,7 +275,7 @@ def test_each_edge_of_a_program_has_a_name_of_its_own() -> None:
 
 
 def within(graph: Graph) -> list[Node]:
-    """The nodes of a graph and of the bodies of branches and loops in it."""
+    """Return the nodes of a graph and of the bodies of its branches and loops."""
     found = list(graph.nodes)
     for node in graph.nodes:
         if node.op in ops.CONTROL_OPS:

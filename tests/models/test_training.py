@@ -1,4 +1,4 @@
-"""A training step of each model library, in its own idiom, over variables: the same as under `jax.jit` without."""
+"""A training step of each model library, in its own idiom, with variables: equal to `jax.jit` without variables."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The NNX classifier of `classifier_in_jax.py` over variables. Its module and its data are imported as they are.
+"""The NNX classifier of `classifier_in_jax.py` with variables. Its module and data are imported.
 
-`nnx.split` gives the module's parts once. From then on its parameters and statistics are variables; the module is put
-together from their values where it is called, and the loss writes the new statistics, so that they are no result of it.
+`nnx.split` gives the module's parts once. From then on its parameters and statistics are variables. The loss builds the
+module from their values, and writes the new statistics, so they are not a result.
 """
 
 import jax

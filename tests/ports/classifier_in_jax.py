@@ -1,4 +1,4 @@
-"""A classifier of Flax NNX with batch norm and dropout, trained by plain JAX on rings around one another."""
+"""A classifier in Flax NNX with batch norm and dropout, trained by plain JAX on concentric rings."""
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ class Classifier(nnx.Module):
 
 
 def loss_of(model, x, labels, key):
-    """The cross entropy, and how many labels are met; the batch's statistics are in the model afterwards."""
+    """Return the cross entropy, and the fraction of correct labels; the model then has the batch's statistics."""
     logits = model(x, nnx.Rngs(dropout=key))
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
     return loss, (jnp.argmax(logits, axis=1) == labels).mean()
@@ -34,7 +34,7 @@ def transformation():
 
 
 def batches():
-    """Points whose distance from the middle says their class."""
+    """Points whose distance from the centre determines their class."""
     drawn = np.random.default_rng(0)
     for _ in range(STEPS):
         labels, x = drawn.integers(0, CLASSES, BATCH).astype(np.int32), drawn.normal(size=(BATCH, FEATURES))

@@ -22,7 +22,7 @@ def twin_metrics(port: ModuleType, microbatches: int) -> list[dict[str, float]]:
 
 
 def port_metrics(port: ModuleType, cluster: Any, microbatches: int) -> list[dict[str, float]]:
-    """Return the metrics of each step of the port, trained on `cluster` as a user's program would be."""
+    """Return the metrics of each step of the port, trained on `cluster` like a user's program."""
     step = port.build(cluster, microbatches)
     batches = list(port.batches())
     strategy = dflow.distributed.Async(cluster)
@@ -30,7 +30,7 @@ def port_metrics(port: ModuleType, cluster: Any, microbatches: int) -> list[dict
 
 
 def assert_alike(got: list[dict[str, float]], wanted: list[dict[str, float]]) -> None:
-    """Assert that both have the same metrics in every step, and that each metric changes from step to step."""
+    """Assert that both have equal metrics in every step, and that each metric changes from step to step."""
     assert len(got) == len(wanted)
     for name in wanted[0]:
         found, right = ([metrics.pop(name) for metrics in steps] for steps in (map(dict, got), map(dict, wanted)))

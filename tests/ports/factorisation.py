@@ -1,6 +1,6 @@
-"""The matrix factorisation of `factorisation_in_jax.py` over variables. Its loss and its data are imported as they are.
+"""The matrix factorisation of `factorisation_in_jax.py` with variables. Its loss and data are imported.
 
-Both tables are only looked up in. A step reads the rows of its batch, and on a cluster only these travel.
+Both tables are only looked up in. A step reads the rows of its batch, and on a cluster only these are sent.
 """
 
 import jax

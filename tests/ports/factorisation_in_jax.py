@@ -1,4 +1,4 @@
-"""Matrix factorisation, in plain JAX: a rating is the product of a row of users and a row of items."""
+"""Matrix factorisation in plain JAX: a rating is the product of a row of users and a row of items."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def initial_parameters():
 
 
 def loss_of(params, users, items, ratings):
-    """The mean squared error with a penalty on the rows used, and how many ratings are met to a half."""
+    """Return the squared error with a penalty on the used rows, and the fraction of ratings within a half."""
     user, item = params["users"]["rows"][users], params["items"]["rows"][items]
     bias = params["users"]["bias"][users] + params["items"]["bias"][items] + params["mean"]
     error = (user * item).sum(axis=-1) + bias - ratings
@@ -34,7 +34,7 @@ def transformation():
 
 
 def batches():
-    """Ratings of hidden rows; a few users and items have most of them, so that rows repeat within a batch."""
+    """Ratings of hidden rows; a few users and items have most of them, so rows repeat within a batch."""
     drawn = np.random.default_rng(0)
     user_rows, item_rows = drawn.normal(size=(USERS, 3)), drawn.normal(size=(ITEMS, 3))
     for _ in range(STEPS):

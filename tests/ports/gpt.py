@@ -1,7 +1,7 @@
-"""The GPT of `gpt_in_jax.py` over variables. The model, its loss and its data are imported as they are.
+"""The GPT of `gpt_in_jax.py` with variables. The model, its loss and its data are imported.
 
-The parameters are variables, so that the step takes and returns none; the embeddings are looked up in, so that of the
-table of tokens only the rows of the batch are read.
+The parameters are variables, so the step neither takes nor returns them. The embeddings are looked up in, so only the
+batch's rows of the token table are read.
 """
 
 import jax

@@ -56,7 +56,7 @@ def logits_of(params, tokens):
 
 
 def loss_of(params, tokens):
-    """The mean cross entropy of the next token, and how often the likeliest token is the next."""
+    """Return the mean cross entropy of the next token, and the fraction of next tokens that are the likeliest ones."""
     logits, following = logits_of(params, tokens[:, :-1]), tokens[:, 1:]
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
     return loss, (jnp.argmax(logits, axis=-1) == following).mean()
@@ -68,7 +68,7 @@ def transformation():
 
 
 def batches():
-    """Sequences with a rule: nine of ten tokens are three times the last token plus one."""
+    """Sequences with a rule: nine of ten tokens are three times the previous token plus one."""
     drawn = np.random.default_rng(0)
     for _ in range(STEPS):
         sequence = [drawn.integers(0, VOCABULARY, BATCH)]

@@ -1,4 +1,4 @@
-"""The norms that every program here reports of a step."""
+"""The norms that each of these programs reports for a step."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import optax
 
 
 def norms(gradients, before, after):
-    """The norms of the gradients, of the update and of the parameters after it."""
+    """Return the norms of the gradients, of the update, and of the parameters after it."""
     return {
         "gradient_norm": optax.tree.norm(gradients),
         "update_norm": optax.tree.norm(jax.tree.map(jnp.subtract, after, before)),

@@ -1,7 +1,7 @@
-"""The policy optimisation of `ppo_in_jax.py` over variables. Its carts, network and loss are imported as they are.
+"""The policy optimisation of `ppo_in_jax.py` with variables. Its carts, network and loss are imported.
 
-The carts and the random key are state of the worker, and the network is that of the parameter tasks. Acting is a loop
-that writes the carts, and learning a loop that applies gradients: neither has a carry.
+The carts and the random key are state of the worker, and the network is on the parameter tasks. Acting is a loop that
+writes the carts, and learning a loop that applies gradients: neither has a carry.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation of a pole on a cart, in plain JAX: the carts roll on from one step to the next."""
+"""Proximal policy optimisation of a pole on a cart, in plain JAX: the carts move on from one step to the next."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def initial_carts():
 
 
 def rolled(carts, actions, key):
-    """Push each cart left or right. Return where the carts are and which lost their pole; these start again."""
+    """Push each cart left or right. Return the states and the carts that lost their pole; these start again."""
     _, speed, angle, turning = carts.T
     push = jnp.where(actions == 1, 10.0, -10.0)
     sine, cosine = jnp.sin(angle), jnp.cos(angle)
@@ -44,14 +44,14 @@ def rolled(carts, actions, key):
 
 
 def network(params, carts):
-    """The logits of both actions, and what reward to expect."""
+    """Return the logits of both actions, and the expected reward."""
     hidden = jnp.tanh(carts @ params["hidden"]["w"] + params["hidden"]["b"])
     logits = hidden @ params["policy"]["w"] + params["policy"]["b"]
     return logits, (hidden @ params["value"]["w"] + params["value"]["b"])[..., 0]
 
 
 def acted(params, carts, key):
-    """A step of all carts: where they are then, and what is learned from it."""
+    """Do a step of all carts; return the new states, and the experience to learn from."""
     for_action, for_cart = jax.random.split(key)
     logits, value = network(params, carts)
     actions = jax.random.categorical(for_action, logits)
@@ -65,7 +65,7 @@ def likelihood_of(logits, actions):
 
 
 def with_advantages(seen, last_value):
-    """What was seen, with how much better it went than expected (generalised advantages)."""
+    """Return the experience with advantages: the rewards above the expected ones (generalised advantages)."""
 
     def back(carry, step):
         following, advantage = carry
@@ -96,7 +96,7 @@ def transformation():
 
 
 def in_parts(seen, microbatches):
-    """What was seen, cut into equal parts along a new first axis."""
+    """Return the experience, divided into equal parts along a new first axis."""
     return jax.tree.map(lambda each: each.reshape(microbatches, -1, *each.shape[1:]), seen)
 
 
@@ -134,5 +134,5 @@ def train(microbatches=1):
 
 
 def batches():
-    """Nothing: what is learned from is acted out within the step."""
+    """Empty batches: the experience comes from acting within the step."""
     return [()] * STEPS

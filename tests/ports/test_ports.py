@@ -1,4 +1,4 @@
-"""Five programs in dflow's idiom, beside their twins in plain JAX: alone, with microbatches, and on a cluster."""
+"""Five programs in dflow's idiom beside twins in plain JAX: in one process, with microbatches, and on a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ports.compare import assert_alike, port_metrics, twin_metrics
 
 PORTS = [gpt, ppo, classifier, vae, factorisation]
 each_port = pytest.mark.parametrize("port", PORTS, ids=lambda port: port.__name__)
-#: The same, of which a second Python runs one: there the ports run alone, and other tests run on clusters.
+#: The same list for tests on a cluster, where a second Python runs only `ppo`.
 each_port_once = pytest.mark.parametrize(
     "port",
     [port if port is ppo else pytest.param(port, marks=pytest.mark.once) for port in PORTS],

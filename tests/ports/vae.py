@@ -1,4 +1,4 @@
-"""The variational autoencoder of `vae_in_jax.py` over variables. Its networks and its data are imported as they are.
+"""The variational autoencoder of `vae_in_jax.py` with variables. Its networks and data are imported.
 
 The random key and the number of the step are state of the worker: a generator and a variable, made outside of
 `parameter_servers`.

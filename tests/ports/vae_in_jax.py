@@ -1,4 +1,4 @@
-"""A variational autoencoder, in plain JAX: it learns pictures of a bar, and its prior is faded in."""
+"""A variational autoencoder in plain JAX: it learns pictures of a bar, and its prior is faded in."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ def network(layers, x):
 
 
 def loss_of(params, pictures, key, weight):
-    """What it costs to rebuild the pictures and to leave the prior, and how many pixels are rebuilt."""
+    """Return the loss of reconstruction and of the distance from the prior, and the fraction of correct pixels."""
     mean, log_scale = jnp.split(network(params["encoder"], pictures), 2, axis=1)
     latent = mean + jnp.exp(log_scale) * jax.random.normal(key, mean.shape)
     logits = network(params["decoder"], latent)

@@ -1,9 +1,9 @@
-"""Hypothesis strategies of programs that end and that every run must take.
+"""Hypothesis strategies of programs that end and that every way to run them must accept.
 
-What may stand at a place depends on what is around it: under a batch, in a derivative or in a function with a rule of
-its own, some things are errors. Programs of one thread must not wait for ever, so what they do to a queue keeps within
-what it holds: the number of elements in each queue is followed, and a body leaves each queue as full as it found it. So
-it is for the gradients of an accumulator.
+The statements that are allowed depend on their surroundings: under a batch, in a derivative or in a function with a
+custom rule some are errors. A program of one thread must not wait for ever, so its queue ops stay within the queue's
+elements: the number of elements in each queue is tracked, and a body leaves each queue as full as before. The same
+holds for the gradients of an accumulator.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.programs.statements import (
 _METHODS = [name for name in UPDATES if name != "assign_add_rounded"]
 
 CAPACITY = 4
-#: How many elements each queue holds when a program starts, and how many a shuffling one holds back.
+#: Number of elements in each queue when a program starts, and minimum that a shuffling queue keeps.
 FULL, HELD_BACK = 2, 1
 
 TYPES: Sequence[tuple[str, tuple[int, ...]]] = [
@@ -63,15 +63,16 @@ _WITHOUT_DERIVATIVE = ("scatter_mul", "scatter_max", "scatter_min")
 
 @dataclass(frozen=True)
 class Place:
-    """What is around a statement, and so what it may be."""
+    """The surroundings of a statement, which determine the allowed kinds."""
 
     depth: int = 2
     devices: tuple[str, ...] = ()
     queues: tuple[QueueKind, ...] = ()
-    #: How many elements each queue holds as the program is drawn, and last how many gradients the accumulator.
+    #: Number of elements in each queue at this point of the program, and last the number of gradients in the
+    #: accumulator.
     held: list[int] = field(default_factory=lambda: [0])
     accumulates: bool = False
-    #: Whether most statements are of queues and the accumulator.
+    #: Whether most statements use queues and the accumulator.
     mostly_host_state: bool = False
     logs: bool = False
     writes: bool = True
@@ -80,18 +81,18 @@ class Place:
     forward: bool = False
 
     def can_take(self, queue: int) -> int:
-        """How many elements may be taken out."""
+        """Number of elements that a program may dequeue."""
         return max(0, self.held[queue] - (HELD_BACK if self.queues[queue] is QueueKind.SHUFFLE else 0))
 
     def kinds(self) -> list[str]:
-        """The kinds of statements, the likelier ones more often."""
+        """The kinds of statements, with the likelier ones repeated."""
         of_queues = ["put", "take", "size"] * bool(self.queues)
         of_accumulator = ["apply", "take sum", "ask"] * self.accumulates
         if self.mostly_host_state and (of_queues or of_accumulator):
             nested = ["loop", "loop", "cond", "call", "derive"] * (self.depth > 0)
             return ["op", "read", "write", *of_queues * 3, *of_accumulator * 3, *nested * 2]
         nested = ["loop", "cond", "call", "derive"] + ["batch"] * 2 * (not self.batched)
-        if self.devices:  # Often within loops, which only two of them divide.
+        if self.devices:  # Often within loops, which only two of the ops divide.
             nested += ["on"] * (1 if self.depth > 1 else 6)
         return [
             *["op", "op", "read", "gather"],
@@ -161,7 +162,7 @@ def _queue_statement(draw: st.DrawFn, kind: str, place: Place) -> Statement:
 @st.composite
 def _nested(draw: st.DrawFn, kind: str, place: Place) -> Statement:
     alone = replace(place, logs=False, queues=(), accumulates=False)
-    # What is differentiated may use a queue or an accumulator, but not in a loop or a branch.
+    # A differentiated function may use a queue or an accumulator, but not in a loop or a branch.
     place = alone if place.derived else place
     match kind:
         case "loop":
@@ -208,7 +209,7 @@ def _statements(draw: st.DrawFn, place: Place, most: int = 2) -> tuple[Statement
 
 @st.composite
 def _body(draw: st.DrawFn, place: Place, most: int = 2) -> tuple[Statement, ...]:
-    """Statements that leave every queue as full as they found it, and the accumulator with as many gradients."""
+    """Statements that leave every queue as full as before, and the accumulator with as many gradients."""
     before = list(place.held)
     statements = list(draw(_statements(place, most)))
     *_, gradients = place.held
@@ -235,10 +236,10 @@ def programs(
     host_state: str = "none",
     logs: bool = False,
 ) -> Program:
-    """Programs over one to three variables that may run any number of times; parts of them under one of `devices`.
+    """Programs over one to three variables that may run any number of times; parts of them are in scopes of `devices`.
 
-    With `host_state`, "some" or "mostly", over up to two queues and perhaps an accumulator too; with `logs`, some show
-    values to the world outside.
+    With `host_state`, "some" or "mostly", they use up to two queues and possibly an accumulator; with `logs`, some
+    print values.
     """
     types = tuple(draw(_SOME_TYPES))
     mostly = host_state == "mostly"

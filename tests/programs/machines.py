@@ -1,7 +1,7 @@
-"""The meaning of a program's statements, over what runs control flow, batches and derivatives.
+"""The meaning of a program's statements, in terms of control flow, batches and derivatives.
 
-`Traced` is the program as a user writes it, with JAX's control flow. `AtOnce` is the same program with Python's, each
-op acting at once. `tests.programs.reference` has a third, which knows nothing of us.
+`Traced` is the program as a user writes it, with JAX's control flow. `AtOnce` is the same program with Python's control
+flow, where each op runs immediately. `tests.programs.reference` has a third meaning, which does not use dflow.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from tests.programs.statements import (
 
 #: The shape of every value of a program.
 SHAPE = (3,)
-#: What a value's numbers stay within.
+#: Bound of the numbers of a value.
 LIMIT = 16
-#: The most that a loop turns.
+#: Largest number of iterations of a loop.
 MOST_TURNS = 3
 
 
 def bounded(x: Any) -> Any:
-    """What is too large gives 1: so all numbers stay exact, and derivatives are those of x, or 0."""
+    """Replace numbers that are too large by 1: all numbers stay exact, and derivatives are those of x, or 0."""
     return jnp.where(jnp.abs(x) <= LIMIT, x, jnp.ones_like(x))
 
 
@@ -60,8 +60,8 @@ KINDS = {
     "where": lambda x, y: jnp.where(x > y, x, -y),
 }
 
-#: What a bool has in the place of the updates that it has not.
-_BOOL_KINDS = {"assign_sub": "assign", "scatter_add": "scatter_update", "scatter_mul": "scatter_update"}
+#: Updates of a bool instead of the ones that it lacks.
+_BOOL_KINDS = {"assign_sub": "assign"} | dict.fromkeys(("scatter_add", "scatter_sub", "scatter_mul"), "scatter_update")
 
 
 def _small(x: Any) -> Any:
@@ -73,15 +73,15 @@ def _spread(number: Any) -> Any:
 
 
 def as_value(array: Any) -> Any:
-    """A variable's value or rows as a value of the stack."""
-    # A derivative of what bfloat16 rounds would not be exact.
+    """Convert a variable's value or rows to a value of the stack."""
+    # The derivative of a number that bfloat16 rounds would not be exact.
     held = jax.lax.stop_gradient(array) if array.dtype != jnp.float32 else array
     held = held.astype(jnp.float32).reshape(-1, 3 if array.size % 3 == 0 else 1).sum(0)
     return bounded(jnp.broadcast_to(held, SHAPE))
 
 
 def as_operand(value: Any, dtype: Any, shape: tuple[int, ...], is_factor: bool) -> Any:
-    """A value of the stack as what a variable of this type is updated by."""
+    """Convert a value of the stack to an operand for a variable of this type."""
     name = np.dtype(dtype).name
     if is_factor or name == "bfloat16":
         value = _small(value)
@@ -96,7 +96,7 @@ def as_operand(value: Any, dtype: Any, shape: tuple[int, ...], is_factor: bool) 
 
 
 def as_indices(value: Any, ndim: int) -> Any:
-    """Row numbers from before the first row's negative number to past the last row."""
+    """Row indices from below the first row's negative index to past the last row."""
     indices = value.astype(jnp.int32) % 8 - 3
     return indices if ndim == 1 else indices[:2]
 
@@ -107,7 +107,7 @@ def parity(value: Any, count: int) -> Any:
 
 
 class Traced:
-    """A program with JAX's control flow, over variables, queues and an accumulator; logs to `seen`."""
+    """A program with JAX's control flow, over variables, queues and an accumulator; it logs to `seen`."""
 
     def __init__(
         self,
@@ -120,7 +120,9 @@ class Traced:
         self.seen: list[Any] = [] if seen is None else seen
 
     def run(self, statements: Sequence[Statement], stack: Sequence[Any], shared: int | None = None) -> list[Any]:
-        """The stack after the statements. Under a batch its first `shared` values are the same for all of it."""
+        """Return the stack after the statements. Under a batch its first `shared` values are equal for the whole
+        batch.
+        """
         stack = list(stack)
         for statement in statements:
             stack += self._run_one(statement, stack, shared)
@@ -160,7 +162,7 @@ class Traced:
                 return [_spread(sum(fresh, jnp.int32(0)))]
             case TakeSum(count):
                 vector, rows = self.accumulator.take(count)
-                # A sum that tells the order.
+                # A sum that depends on the order.
                 return [as_value(vector + 2 * rows.indices[:3] + rows.rows[:3, 0] * jnp.arange(1, 4))]
             case Ask("set_step"):
                 self.accumulator.set_step(self.accumulator.step + 1)
@@ -216,7 +218,7 @@ class Traced:
             shape = (*indices.shape, *shape[1:])
             operands = [indices]
         operands.append(as_operand(value, variable.dtype, shape, kind.endswith("mul")))
-        if kind == "scatter_update":  # Of unequal rows for one index any may stay.
+        if kind == "scatter_update":  # Of different rows for one index any may remain.
             operands[1] = jnp.broadcast_to(operands[1][0], shape)
         getattr(variable, kind)(*operands, **more)
 
@@ -240,11 +242,11 @@ class Traced:
         else:
             (first, second), count = queue.dequeue_up_to(take.count)
             whole = [*jnp.concatenate([first[:, None], second], axis=1), count]
-        # A sum that tells the order.
+        # A sum that depends on the order.
         return as_value(sum((n * one for n, one in enumerate(whole, 1)), jnp.zeros(SHAPE, jnp.int32)))
 
     def _applied(self, value: Any, age: int) -> Any:
-        """Apply a vector, and rows at indices below 3 that depend on it; 1 where they are fresh."""
+        """Apply a vector, and rows at indices below 3 that depend on it; return 1 where they are fresh."""
         vector = value.astype(jnp.int32)
         rows = RowGradient(vector[:2] % 3, vector[1:, None], (5, 1))
         return jnp.asarray(self.accumulator.apply((vector, rows), self.accumulator.step - age), jnp.int32)
@@ -289,19 +291,19 @@ class Traced:
     batch = staticmethod(lambda fn, xs: jax.vmap(fn)(xs))
 
     def within(self) -> Traced:
-        """What runs the body of a derivative, whose values are abstract."""
+        """Return a machine for the body of a derivative, whose values are abstract."""
         return Traced(self.variables, self.queues, self.accumulator, self.seen)
 
     def log(self, value: Any) -> None:
-        """Show a value."""
+        """Print a value."""
         io_callback(lambda array: self.seen.append(np.asarray(array).tolist()), None, value, ordered=True)
 
     def call(self, how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, of the kind that `how` says."""
+        """Return the function, of the kind `how`."""
         return {"jit": jax.jit, "dflow.jit": dflow.jit, "checkpoint": jax.checkpoint}[how](fn)
 
     def custom(self, how: str, effects: Callable[..., Any], x: Any) -> Any:
-        """A function with a rule of its own, that has effects."""
+        """Return a function with a custom rule and with effects."""
 
         def fn(x: Any) -> Any:
             effects(jax.lax.stop_gradient(x))
@@ -310,7 +312,7 @@ class Traced:
         return with_rule(how, fn)(x)
 
     def derive(self, how: str, fn: Callable[..., Any], wrt: Sequence[Any], x: Any) -> list[Any]:
-        """The value of `fn` and its derivatives, dense."""
+        """Return the value of `fn` and its dense derivatives."""
         with warnings.catch_warnings():
             # A random program may differentiate by variables that it never reads.
             warnings.simplefilter("ignore", dflow.UnreadVariableWarning)
@@ -335,12 +337,12 @@ class Traced:
 
 
 def ruled(x: Any) -> Any:
-    """What a function with a rule of its own gives."""
+    """Return the result of a function with a custom rule."""
     return bounded(x * 3 - 1)
 
 
 def with_rule(how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function with a rule that is not its derivative."""
+    """Return a function with a rule that is not its derivative."""
     if how == "custom_jvp":
         forward = jax.custom_jvp(fn)
         forward.defjvp(lambda primals, tangents: (forward(*primals), 2 * tangents[0]))
@@ -354,7 +356,7 @@ class AtOnce(Traced):
     """A program with Python's control flow."""
 
     def scan(self, step: Callable[..., Any], carry: Any, xs: Any, *, reverse: bool) -> Any:
-        """As `jax.lax.scan`, but for the order of the results."""
+        """Like `jax.lax.scan`, with the results in the other order."""
         ys: list[Any] = []
         for x in xs[::-1] if reverse else xs:
             carry, y = step(carry, x)
@@ -362,17 +364,17 @@ class AtOnce(Traced):
         return carry, jnp.stack(ys)
 
     def map(self, fn: Callable[..., Any], xs: Any) -> Any:
-        """As `jax.lax.map`."""
+        """Like `jax.lax.map`."""
         return jnp.stack([fn(x) for x in xs])
 
     def fori_loop(self, start: int, stop: int, fn: Callable[..., Any], carry: Any) -> Any:
-        """As `jax.lax.fori_loop`."""
+        """Like `jax.lax.fori_loop`."""
         for i in range(start, stop):
             carry = fn(i, carry)
         return carry
 
     def while_loop(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any) -> Any:
-        """As `jax.lax.while_loop`."""
+        """Like `jax.lax.while_loop`."""
         while (live := self._is_live(test(carry))) is True:
             carry = step(carry)
         return carry if live is False else self._divided_while(test, step, carry)
@@ -382,7 +384,7 @@ class AtOnce(Traced):
         try:
             return bool(test)
         except jax.errors.TracerBoolConversionError:
-            return None  # each element of a batch has its own
+            return None  # each element of a batch has its own condition
 
     def _divided_while(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any) -> Any:
         for _ in range(MOST_TURNS):
@@ -391,21 +393,21 @@ class AtOnce(Traced):
         return carry
 
     def bounded_loop(self, test: Callable[..., Any], step: Callable[..., Any], carry: Any, *, max_iters: int) -> Any:
-        """As `dflow.while_loop`."""
+        """Like `dflow.while_loop`."""
         return self.while_loop(test, step, carry)
 
     def switch(self, index: Any, branches: Sequence[Callable[..., Any]]) -> Any:
-        """As `jax.lax.switch`."""
+        """Like `jax.lax.switch`."""
         return branches[int(index)]()
 
     def divided_switch(self, index: Any, branches: Sequence[Callable[..., Any]]) -> Any:
-        """As `jax.lax.switch` where each element of a batch goes its own way."""
+        """Like `jax.lax.switch`, where each element of a batch takes its own branch."""
         return jax.lax.select_n(index, *[jnp.asarray(branch()) for branch in branches])
 
     def call(self, how: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The function itself."""
+        """Return the function itself."""
         return fn
 
     def log(self, value: Any) -> None:
-        """Show a value now."""
+        """Print a value now."""
         self.seen.append(np.asarray(value).tolist())

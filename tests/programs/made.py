@@ -1,4 +1,4 @@
-"""Variables, queues, an accumulator and cells for a program, and what they hold, to compare."""
+"""Variables, queues, an accumulator and cells for a program, and their contents for comparisons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SPEC = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int
 
 
 def initial_values(program: Program) -> list[jax.Array]:
-    """What the variables hold at first: no two the same."""
+    """Initial values of the variables, all different."""
     return [
         (jnp.arange(int(np.prod(shape)), dtype=jnp.float32).reshape(shape) * (number + 1) % 7).astype(dtype)
         for number, (dtype, shape) in enumerate(program.types)
@@ -36,7 +36,7 @@ def initial_values(program: Program) -> list[jax.Array]:
 
 
 def variables_of(program: Program) -> list[Variable]:
-    """New variables. Their names tell their types, for those of an earlier program may live on for a while."""
+    """New variables. Their names contain their types, since those of an earlier program may exist for a while."""
     types = ["_".join(map(str, (dtype, *shape))) for dtype, shape in program.types]
     values = enumerate(zip(types, initial_values(program), strict=True))
     return [Variable(value, name=f"v{number}/{type}") for number, (type, value) in values]
@@ -65,7 +65,7 @@ def queues_of(program: Program) -> list[Queue]:
 
 
 def accumulator_of(program: Program) -> ConditionalAccumulator | None:
-    """A new accumulator of nothing, for a program that has one."""
+    """A new empty accumulator, for a program that has one."""
     if not program.accumulates:
         return None
     rows = RowGradient(jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4, 1), jnp.int32), (5, 1))
@@ -73,7 +73,7 @@ def accumulator_of(program: Program) -> ConditionalAccumulator | None:
 
 
 def model_of(resource: HostResource) -> QueueModel | AccumulatorModel:
-    """A model of a queue or an accumulator, as it is at first."""
+    """A model of a queue or an accumulator, in its initial state."""
     if isinstance(resource, Queue):
         return QueueModel(resource.settings, first_elements())
     assert isinstance(resource, ConditionalAccumulator)
@@ -81,35 +81,35 @@ def model_of(resource: HostResource) -> QueueModel | AccumulatorModel:
 
 
 def cells_of_queues(program: Program) -> list[QueueCell]:
-    """A cell for each queue, as it is at first."""
+    """A cell for each queue, in its initial state."""
     return [QueueCell(QueueModel(queue.settings, first_elements())) for queue in queues_of(program)]
 
 
 def cell_of_accumulator(program: Program) -> AccumulatorCell | None:
-    """A cell for the accumulator, as it is at first."""
+    """A cell for the accumulator, in its initial state."""
     accumulator = accumulator_of(program)
     return accumulator and AccumulatorCell(AccumulatorModel(accumulator.type, accumulator.settings))
 
 
 def first_elements() -> list[tuple[Any, Any]]:
-    """What each queue holds at first."""
+    """Initial elements of each queue."""
     return [(np.int32(5 - 3 * n), np.array([n, 10 * n], np.int32)) for n in range(FULL)]
 
 
 def plain(values: Any) -> list[Any]:
-    """Numbers that can be compared."""
+    """Convert to numbers that can be compared."""
     return [np.asarray(value).tolist() for value in values]
 
 
 def contents(resource: HostResource) -> list[Any]:
-    """What a queue of this process holds, first in first; of an accumulator the numbers that it knows."""
+    """Return the elements of a queue in order; of an accumulator its numbers."""
     if isinstance(resource, ConditionalAccumulator):
         return plain([resource.step, resource.count(), resource.dropped()])
     return [plain(element) for element in LOCAL.store.resource(resource.key).contents()]
 
 
 def contents_of_model(model: QueueModel | AccumulatorModel) -> list[Any]:
-    """The same of a model."""
+    """Return the same of a model."""
     if isinstance(model, AccumulatorModel):
         return [model.step, len(model.gradients), model.dropped]
     return [plain(element) for element in model.elements]

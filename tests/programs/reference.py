@@ -1,7 +1,7 @@
-"""What a program means, by JAX's arrays and transforms alone: nothing of it is traced by us.
+"""The meaning of a program by JAX's arrays and transforms alone: dflow traces no part of it.
 
-A variable is a cell of Python's, so a derivative is plain JAX's: of the function from the values of the cells and the
-argument to the result and the values that the cells are left with.
+A variable is a Python cell, so a derivative is plain JAX's: of the function from the values of the cells and the
+argument to the result and the final values of the cells.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AXIS = "batch"
 
 
 class InexactError(Exception):
-    """A derivative grew beyond what float32 adds exactly: the program says nothing."""
+    """A derivative became too large for exact addition in float32, so the program tests nothing."""
 
 
 class Cell:
@@ -46,7 +46,7 @@ class Cell:
         return self.value
 
     def gather(self, indices: Any) -> Any:
-        """Rows: an index past an end gives the row at that end, and no gradient."""
+        """Return rows; an index past an end gives the row at that end, without a gradient."""
         size = self.shape[0]
         rows = self.value[jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)]
         inside = (indices >= -size) & (indices < size)
@@ -89,6 +89,11 @@ class Cell:
         for index, row in zip(indices, rows, strict=True):
             self._row(index, lambda old, row=row: row)
 
+    def scatter_sub(self, indices: Any, rows: Any) -> None:
+        """Subtract from rows."""
+        for index, row in zip(indices, rows, strict=True):
+            self._row(index, lambda old, row=row: old - row)
+
     def scatter_mul(self, indices: Any, rows: Any) -> None:
         """Multiply rows."""
         for index, row in zip(indices, rows, strict=True):
@@ -111,30 +116,30 @@ class Cell:
 
 
 class QueueCell:
-    """A queue of one user."""
+    """A queue with one user."""
 
     def __init__(self, model: QueueModel) -> None:
         self.model = model
 
     def enqueue(self, element: Any) -> None:
-        """Put an element in; what it depends on does not matter to who takes it out."""
+        """Enqueue an element, without its gradient."""
         self.model.enqueue([tuple(map(_number, element))])
 
     def enqueue_many(self, elements: Any) -> None:
-        """Put elements in."""
+        """Enqueue elements."""
         for element in zip(*elements, strict=True):
             self.enqueue(element)
 
     def dequeue(self) -> Any:
-        """Take an element out."""
+        """Dequeue an element."""
         return tuple(map(jnp.asarray, self.model.dequeue(1)[0]))
 
     def dequeue_many(self, count: int) -> Any:
-        """Take elements out."""
+        """Dequeue elements."""
         return tuple(map(jnp.stack, zip(*self.model.dequeue(count), strict=True)))
 
     def dequeue_up_to(self, count: int) -> Any:
-        """Take elements out, as many as there are: in a program that waits for nothing, all."""
+        """Dequeue all elements, at most `count`; no program waits here."""
         return self.dequeue_many(count), jnp.int32(count)
 
     def size(self) -> Any:
@@ -143,18 +148,18 @@ class QueueCell:
 
 
 class AccumulatorCell:
-    """An accumulator of one user, of a vector and of rows."""
+    """An accumulator with one user, of a vector and of rows."""
 
     def __init__(self, model: AccumulatorModel) -> None:
         self.model = model
 
     def apply(self, gradient: tuple[Any, RowGradient], step: Any) -> bool:
-        """Give a gradient; what it depends on does not matter to who takes the sum."""
+        """Apply a gradient; the sum has no derivative with respect to it."""
         vector, rows = gradient
         return self.model.apply((_number(vector), _number(rows.indices), _number(rows.rows)), int(step))
 
     def take(self, count: int) -> tuple[Any, RowGradient]:
-        """The sum."""
+        """Return the sum."""
         vector, indices, rows = self.model.take(count)
         return vector, RowGradient(indices, rows, (5, 1))
 
@@ -168,11 +173,11 @@ class AccumulatorCell:
         return jnp.int32(self.model.step)
 
     def count(self) -> Any:
-        """How many gradients are there."""
+        """Number of gradients in the accumulator."""
         return jnp.int32(len(self.model.gradients))
 
     def dropped(self) -> Any:
-        """How many were stale."""
+        """Number of stale gradients."""
         return jnp.int32(self.model.dropped)
 
 
@@ -184,20 +189,20 @@ class Reference(AtOnce):
     """A program over cells."""
 
     def within(self) -> Reference:
-        """Itself: JAX's derivatives are taken of values."""
+        """Return the machine itself: JAX differentiates with respect to values."""
         return self
 
     def batch(self, fn: Callable[..., Any], xs: Any) -> Any:
-        """By vmap with a named axis, over which cells sum."""
+        """Map by vmap with a named axis, over which cells sum."""
         return jax.vmap(fn, axis_name=_AXIS)(xs)
 
     def custom(self, how: str, effects: Callable[..., Any], x: Any) -> Any:
-        """The effects, and apart from them the function with the rule."""
+        """Do the effects, and separately apply the function with the rule."""
         effects(jax.lax.stop_gradient(x))
         return with_rule(how, ruled)(x)
 
     def derive(self, how: str, fn: Callable[..., Any], wrt: Sequence[Any], x: Any) -> list[Any]:
-        """As a function of the values of `wrt` and of x, by JAX."""
+        """Differentiate with respect to the values of `wrt` and to x, by JAX."""
         before = [cell.value for cell in self.variables]
 
         def pure(values: list[Any], x: Any) -> tuple[Any, list[Any]]:
@@ -241,6 +246,6 @@ def _check_exact(array: Any) -> None:
     try:
         numbers = np.asarray(jax.lax.stop_gradient(array))
     except jax.errors.TracerArrayConversionError:
-        return  # under a batch: what it sums to is looked at
+        return  # under a batch the sum over it is checked
     if np.abs(numbers).max(initial=0) > 2**16 or (numbers * 256 % 1).any():
         raise InexactError

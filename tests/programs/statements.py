@@ -1,7 +1,7 @@
-"""Random stateful programs as data, so that Hypothesis can shrink them. Indices count modulo what there is.
+"""Random stateful programs as data, so that Hypothesis can shrink them. Indices count modulo the number of objects.
 
-A program is run on a stack of values, each float32 of shape (3,) that holds small whole numbers: with these every run
-is exact, however it is compiled. A body sees the stack around it, then its own arguments, and gives its last value.
+A program runs on a stack of values, each float32 of shape (3,) with small whole numbers, so every run is exact, however
+it is compiled. A body sees the stack around it, then its own arguments, and returns its last value.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dflow.tracing.ir.queue_settings import QueueKind
 
 @dataclass(frozen=True)
 class Op:
-    """Push `kind` of two values."""
+    """Push the result of op `kind` on two values."""
 
     kind: str
     left: int
@@ -30,7 +30,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Gather:
-    """Push rows of a variable, at indices made of a value, some of them past an end."""
+    """Push rows of a variable, at indices made from a value, some of them past an end."""
 
     variable: int
     value: int
@@ -38,9 +38,9 @@ class Gather:
 
 @dataclass(frozen=True)
 class Write:
-    """Update a variable by a value, from which an update of rows takes its indices too.
+    """Update a variable by a value; an update of rows takes its indices from the value too.
 
-    Under a batch the value is one from outside of it, the same for all; but for a sum, which takes any.
+    Under a batch the value comes from outside of the batch, so it is the same for all; a sum takes any value.
     """
 
     variable: int
@@ -51,14 +51,14 @@ class Write:
 
 @dataclass(frozen=True)
 class Log:
-    """Show a value to the world outside, by an effect that must keep its place."""
+    """Print a value, by an effect that must keep its position."""
 
     value: int
 
 
 @dataclass(frozen=True)
 class Put:
-    """Enqueue `count` elements made of a value; one by one, or at once."""
+    """Enqueue `count` elements made from a value, one by one or by one op."""
 
     queue: int
     value: int
@@ -68,7 +68,7 @@ class Put:
 
 @dataclass(frozen=True)
 class Take:
-    """Dequeue `count` elements and push their sum; one by one, at once, or up to as many."""
+    """Dequeue `count` elements and push their sum; one by one, by one op, or up to that number."""
 
     queue: int
     count: int
@@ -84,7 +84,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Apply:
-    """Give the accumulator `count` gradients made of a value, of `age` steps ago, and push how many were fresh."""
+    """Apply `count` gradients made from a value, of the step `age` steps ago, and push the number of fresh ones."""
 
     value: int
     count: int
@@ -93,21 +93,21 @@ class Apply:
 
 @dataclass(frozen=True)
 class TakeSum:
-    """Take the sum of `count` gradients or more."""
+    """Take the sum of at least `count` gradients."""
 
     count: int
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Push a number that the accumulator knows: its "step", "count" or "dropped"; or "set_step" to the next."""
+    """Push a number of the accumulator: its "step", "count" or "dropped"; or call "set_step" with the next step."""
 
     what: str
 
 
 @dataclass(frozen=True)
 class Loop:
-    """Run `body` `turns` times, by `how`, from a value; push what the loop gives.
+    """Run `body` `turns` times, by `how`, from a value; push the result of the loop.
 
     A "while" or "bounded" loop ends early when the sum of variable `watched` is a multiple of 5.
     """
@@ -122,7 +122,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Cond:
-    """Run one of the branches, as a value says; under a batch one from outside of it, unless the batch is `divided`."""
+    """Run one of the branches, chosen by a value; under a batch by one from outside, unless the batch is `divided`."""
 
     test: int
     branches: tuple[tuple[Statement, ...], ...]
@@ -133,8 +133,7 @@ class Cond:
 class Call:
     """Run `body` on a value as a function of a kind: "jit", "dflow.jit", "checkpoint".
 
-    A "custom_jvp" or "custom_vjp" function sees its argument alone; its result is of the argument, and its rule is
-    not that result's derivative.
+    A "custom_jvp" or "custom_vjp" function sees only its argument; its rule is not the derivative of its result.
     """
 
     how: str
@@ -152,7 +151,7 @@ class On:
 
 @dataclass(frozen=True)
 class Batch:
-    """Run `body` under vmap on `size` values made of one; push the sum over the batch."""
+    """Run `body` under vmap on `size` values made from one; push the sum over the batch."""
 
     value: int
     size: int
@@ -161,7 +160,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Derive:
-    """Push derivatives of `body`, by `how`, with respect to a value and to those of the variables that have any."""
+    """Push derivatives of `body`, by `how`, with respect to a value and to the variables that have derivatives."""
 
     how: str
     value: int
@@ -192,7 +191,7 @@ Statement = (
 
 @dataclass(frozen=True)
 class Program:
-    """A function of two values over a variable for each of `types` (dtype, shape) and a queue for each of `queues`.
+    """A function of two values, with a variable for each of `types` (dtype, shape) and a queue for each of `queues`.
 
     One that `accumulates` has an accumulator too, of a vector and of rows.
     """
@@ -203,5 +202,5 @@ class Program:
     accumulates: bool = False
 
     def __call__(self, machine: Any, x: Any, y: Any) -> tuple[Any, ...]:
-        """Run on a machine: the last four values, enough to see most mistakes, few enough to leave dead ops."""
+        """Run on a machine; return the last four values: enough to see most mistakes, few enough to leave dead ops."""
         return tuple(machine.run(self.statements, [x, y])[-4:])

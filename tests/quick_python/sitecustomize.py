@@ -1,4 +1,4 @@
-"""Imported at the start of each Python process of a test: collect garbage seldom, and not at the process's end.
+"""Imported at the start of each Python process of a test: collect garbage seldom, and not at exit.
 
 A process that imports JAX spends a third of its processor time on these collections.
 """

@@ -1,4 +1,4 @@
-"""What dflow asks of JAX's internals at every call."""
+"""JAX's internals that dflow uses in every call."""
 
 from __future__ import annotations
 

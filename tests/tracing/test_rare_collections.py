@@ -1,4 +1,4 @@
-"""Fewer collections of garbage while a function is traced."""
+"""Fewer garbage collections while a function is traced."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dflow.tracing.derivatives.custom_derivatives import CustomCall
 from dflow.tracing.errors import DflowError
-from dflow.tracing.ir.updates import looked_up, updated
+from dflow.tracing.ir.updates import KINDS, looked_up, updated
 from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
@@ -213,8 +213,8 @@ def _gather(params: Mapping[str, Any], operands: list[Any], state: State) -> lis
 
 def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
     variable = params["handle"].variable
-    # An assign needs no old value, and of a variable that is only assigned there is none.
-    old = None if params["kind"] == "assign" else state[variable]
+    # Of a variable that is only assigned there is no old value.
+    old = state[variable] if KINDS[params["kind"]].reads else None
     state[variable] = operands[0] if old is None else updated(params["kind"], old, *operands)
     return []
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 
 class Reduction(Enum):
@@ -13,8 +14,7 @@ class Reduction(Enum):
     SUM = "sum"
 
 
-@dataclass(frozen=True)
-class AccumulatorSettings:
+class AccumulatorSettings(msgspec.Struct, frozen=True, tag="accumulator"):
     """Equal settings and equal ops make equal accumulators.
 
     `limit`  how many gradients one take gives at most: others come too late; None for any number

@@ -16,13 +16,16 @@ class Effect(Enum):
     WRITE = "write"
     SEND = "send"
     RECV = "recv"
-    #: Any op on a queue or an accumulator. Each may find what another left, so no two of them commute.
-    HOST = "host op"
+    #: An op on a queue or an accumulator that makes this program's earlier writes known to other programs.
+    RELEASE = "release"
+    #: An op on a queue or an accumulator that makes other programs' writes, before their releases, known to this one.
+    ACQUIRE = "acquire"
     UNKNOWN = "unknown"
 
 
 #: Pairs of effects on one resource whose order makes no difference. Each edge carries one value per step, so a send or
-#: a receive is the only op on its resource and is in no pair.
+#: a receive is the only op on its resource and is in no pair. An op on a queue or an accumulator may find what another
+#: op left there, so no two of them commute.
 COMMUTE: frozenset[frozenset[Effect]] = frozenset({frozenset({Effect.READ})})
 
 

@@ -30,6 +30,7 @@ class OpDef:
     `declared`      its effects; those of an op with bodies are its bodies'
     `primitive`     is set on numeric ops
     `own_operands`  how many of its first operands it does not hand to its bodies
+    `least_count`   the least `count` of an op that takes several elements or gradients; None for others
     """
 
     name: str
@@ -37,6 +38,22 @@ class OpDef:
     declared: tuple[Declared, ...] = ()
     primitive: Any = None
     own_operands: int = 0
+    least_count: int | None = None
+
+    @property
+    def method(self) -> str:
+        """Its name without the kind of state that it is on: `enqueue` of `queue.enqueue`."""
+        return self.name.partition(".")[2]
+
+    @property
+    def releases(self) -> bool:
+        """Whether it makes this program's earlier writes known to other programs."""
+        return any(effect is Effect.RELEASE for effect, _ in self.declared)
+
+    @property
+    def is_on_resource(self) -> bool:
+        """Whether it is an op on a queue or an accumulator."""
+        return any(effect in (Effect.RELEASE, Effect.ACQUIRE) for effect, _ in self.declared)
 
     def effects_of(self, node: Node) -> tuple[tuple[Effect, Value | None], ...]:
         """The effects of a node of this op, each with the value it is on."""
@@ -80,7 +97,9 @@ class Signature(NamedTuple):
         return f"({', '.join(map(str, self.takes))})"
 
 
-def op(name: str, *effects: Declared, own_operands: int = 0) -> Callable[[Callable[..., Any]], OpDef]:
+def op(
+    name: str, *effects: Declared, own_operands: int = 0, least_count: int | None = None
+) -> Callable[[Callable[..., Any]], OpDef]:
     """Declare an op of ours over its typing rule. Raises InternalError when the name is taken.
 
     The rule of an op with bodies is given their signatures as `bodies`.
@@ -89,7 +108,7 @@ def op(name: str, *effects: Declared, own_operands: int = 0) -> Callable[[Callab
     def declare(rule: Callable[..., Any]) -> OpDef:
         if name in OPS:
             raise InternalError(f"op {name!r} is declared twice")
-        OPS[name] = OpDef(name, rule, effects, own_operands=own_operands)
+        OPS[name] = OpDef(name, rule, effects, None, own_operands, least_count)
         return OPS[name]
 
     return declare

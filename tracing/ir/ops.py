@@ -11,10 +11,10 @@ import numpy as np
 
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.effects import Effect
-from dflow.tracing.ir.op import OpDef, Signature, op
+from dflow.tracing.ir.op import OPS, OpDef, Signature, op
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
-from dflow.tracing.ir.updates import ASSIGNS, KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
+from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
 from dflow.tracing.ir.wire_codecs import encoded_type
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 
@@ -54,11 +54,10 @@ def _update(kind: str) -> OpDef:
         refusal = kind_refusal(kind, ref.of)
         if refusal is not None:
             raise GraphTypeError(f"{name}: {refusal}")
-        _check_value(kind, ref, operands) if kind in ASSIGNS else _check_rows(name, ref, operands)
+        _check_rows(name, ref, operands) if KINDS[kind].by_rows else _check_value(kind, ref, operands)
         return (TokenType(),)
 
-    # An assign ignores the old value; every other update computes the new value from it.
-    return op(name, *([] if kind == "assign" else [(Effect.READ, 0)]), (Effect.WRITE, 0))(rule)
+    return op(name, *([(Effect.READ, 0)] if KINDS[kind].reads else []), (Effect.WRITE, 0))(rule)
 
 
 def _check_value(kind: str, ref: RefType, operands: Sequence[Type]) -> None:
@@ -228,35 +227,36 @@ def _stacked(type: Type, length: int) -> Type:
 
 
 def _check_components(name: str, queue: Type, given: Sequence[Type], before: tuple[int, ...] = ()) -> None:
-    if not isinstance(queue, QueueType):
-        raise GraphTypeError(f"{name}: the first operand is {queue}, not a queue")
+    _check_resource(name, queue, QueueType)
+    assert isinstance(queue, QueueType)
     wanted = [ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components]
-    if len(given) != len(wanted) or not all(map(_fits, given, wanted)):
+    if len(given) != len(wanted) or not all(map(fits, given, wanted)):
         raise GraphTypeError(f"{name}: the element is {_listed(given)} but the queue holds {_listed(wanted)}")
 
 
-def _fits(given: Type, wanted: ArrayType) -> bool:
+def fits(given: Type, wanted: ArrayType) -> bool:
+    """Whether an array fits a component of a queue, which may leave dimensions open."""
     if not isinstance(given, ArrayType) or given.dtype != wanted.dtype or len(given.shape) != len(wanted.shape):
         return False
     return all(dim is None or size == dim for size, dim in zip(given.shape, wanted.shape, strict=True))
 
 
 def _given_by(name: str, queue: Type, before: tuple[int, ...] = ()) -> tuple[Type, ...]:
-    if not isinstance(queue, QueueType):
-        raise GraphTypeError(f"{name}: the operand is {queue}, not a queue")
+    _check_resource(name, queue, QueueType)
+    assert isinstance(queue, QueueType)
     if any(None in type.shape for type in queue.components):
         raise GraphTypeError(f"{name}: the elements of {queue} have no one shape")
     return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components)
 
 
-@op("queue.enqueue", (Effect.HOST, 0))
+@op("queue.enqueue", (Effect.RELEASE, 0))
 def queue_enqueue(queue: QueueType, /, *element: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """Put an element into the queue, waiting for room. It fails on a closed queue."""
     _check_components("queue.enqueue", queue, element)
     return (TokenType(),)
 
 
-@op("queue.enqueue_many", (Effect.HOST, 0))
+@op("queue.enqueue_many", (Effect.RELEASE, 0))
 def queue_enqueue_many(
     queue: QueueType, /, *elements: ArrayType, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
@@ -265,41 +265,54 @@ def queue_enqueue_many(
     return (TokenType(),)
 
 
-@op("queue.dequeue", (Effect.HOST, 0))
+@op("queue.dequeue", (Effect.ACQUIRE, 0))
 def queue_dequeue(queue: QueueType, /, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """Take an element, waiting for one. It fails on a queue that is closed and empty."""
     return _given_by("queue.dequeue", queue)
 
 
-@op("queue.dequeue_many", (Effect.HOST, 0))
+@op("queue.dequeue_many", (Effect.ACQUIRE, 0), least_count=0)
 def queue_dequeue_many(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """Take `count` elements, stacked. It fails on a closed queue that holds fewer."""
     return _given_by("queue.dequeue_many", queue, (count,))
 
 
-@op("queue.dequeue_up_to", (Effect.HOST, 0))
+@op("queue.dequeue_up_to", (Effect.ACQUIRE, 0), least_count=0)
 def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
     """As `dequeue_many`, and how many there are: of a closed queue fewer, with zeros in the rows that are missing."""
     return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
 
 
-@op("queue.size", (Effect.HOST, 0))
-def queue_size(queue: QueueType, /) -> tuple[Type, ...]:
-    """How many elements the queue holds."""
-    _check_components("queue.size", queue, queue.components)
-    return (ArrayType(np.dtype("int32"), ()),)
+def _property(name: str, resource: type[QueueType] | type[AccumulatorType], dtype: str = "int32") -> OpDef:
+    """An op that gives a number of a queue or an accumulator, as it is then."""
+
+    def rule(operand: Type, /) -> tuple[Type, ...]:
+        _check_resource(name, operand, resource)
+        return (ArrayType(np.dtype(dtype), ()),)
+
+    return op(name, (Effect.ACQUIRE, 0))(rule)
 
 
-@op("queue.close", (Effect.HOST, 0))
+def _check_resource(name: str, operand: Type, resource: type[QueueType] | type[AccumulatorType]) -> None:
+    if not isinstance(operand, resource):
+        noun = "a queue" if resource is QueueType else "an accumulator"
+        raise GraphTypeError(f"{name}: the first operand is {operand}, not {noun}")
+
+
+#: How many elements a queue holds, and whether it is closed.
+queue_size, queue_is_closed = _property("queue.size", QueueType), _property("queue.is_closed", QueueType, "bool")
+
+
+@op("queue.close", (Effect.RELEASE, 0))
 def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
     """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
-    _check_components("queue.close", queue, queue.components)
+    _check_resource("queue.close", queue, QueueType)
     return (TokenType(),)
 
 
 def _parts(name: str, accumulator: Type) -> tuple[ArrayType | RowsType, ...]:
-    if not isinstance(accumulator, AccumulatorType):
-        raise GraphTypeError(f"{name}: the first operand is {accumulator}, not an accumulator")
+    _check_resource(name, accumulator, AccumulatorType)
+    assert isinstance(accumulator, AccumulatorType)
     return accumulator.components
 
 
@@ -308,7 +321,7 @@ def _check_step(name: str, step: Type) -> None:
         raise GraphTypeError(f"{name}: the step is {step}, not i32[]")
 
 
-@op("accumulator.apply", (Effect.HOST, 0))
+@op("accumulator.apply", (Effect.RELEASE, 0))
 def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
     """Add a gradient that was computed in the step that is the last operand; whether it was fresh.
 
@@ -334,16 +347,16 @@ def _gradient(parts: Sequence[ArrayType | RowsType], given: Sequence[Type]) -> l
     return wanted
 
 
-@op("accumulator.take", (Effect.HOST, 0))
+@op("accumulator.take", (Effect.ACQUIRE, 0), least_count=1)
 def accumulator_take(
     accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
     """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
-    parts = _parts("accumulator.take", accumulator)
-    return tuple(type for part in parts for type in (part.arrays() if isinstance(part, RowsType) else [part]))
+    _check_resource("accumulator.take", accumulator, AccumulatorType)
+    return accumulator.arrays
 
 
-@op("accumulator.set_step", (Effect.HOST, 0))
+@op("accumulator.set_step", (Effect.RELEASE, 0))
 def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tuple[Type, ...]:
     """Set the step; gradients of earlier ones are stale."""
     _parts("accumulator.set_step", accumulator)
@@ -351,47 +364,14 @@ def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tu
     return (TokenType(),)
 
 
-def _number_of(name: str) -> OpDef:
-    def rule(accumulator: AccumulatorType, /) -> tuple[Type, ...]:
-        _parts(name, accumulator)
-        return (ArrayType(np.dtype("int32"), ()),)
-
-    return op(name, (Effect.HOST, 0))(rule)
-
-
 #: The step, how many gradients are there, and how many were stale since the beginning.
-accumulator_step, accumulator_count, accumulator_dropped = map(
-    _number_of, ("accumulator.step", "accumulator.count", "accumulator.dropped")
-)
+accumulator_step = _property("accumulator.step", AccumulatorType)
+accumulator_count = _property("accumulator.count", AccumulatorType)
+accumulator_dropped = _property("accumulator.dropped", AccumulatorType)
 
 
-#: What may be done to queues and accumulators, by name.
-RESOURCE_OPS = {
-    definition.name: definition
-    for definition in (
-        queue_enqueue,
-        queue_enqueue_many,
-        queue_dequeue,
-        queue_dequeue_many,
-        queue_dequeue_up_to,
-        queue_size,
-        queue_close,
-        accumulator_apply,
-        accumulator_take,
-        accumulator_set_step,
-        accumulator_step,
-        accumulator_count,
-        accumulator_dropped,
-    )
-}
-
-#: Names of ops that release (other programs learn of the writes before them) and acquire (they learn of other programs'
-#: writes). A program's writes before a release are visible to a program that has acquired after it.
-RELEASING_OPS = frozenset(
-    definition.name
-    for definition in (queue_enqueue, queue_enqueue_many, queue_close, accumulator_apply, accumulator_set_step)
-)
-ACQUIRING_OPS = frozenset(RESOURCE_OPS.keys() - RELEASING_OPS)
+#: The ops on queues and accumulators, by name.
+RESOURCE_OPS = {name: definition for name, definition in OPS.items() if definition.is_on_resource}
 
 #: Branches and loops with ops that wait, and so are run by an executor rather than by XLA.
 CONTROL_OPS = (ctrl_cond, ctrl_while, ctrl_scan)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 #: Default longest wait on a queue, in s.
 DEFAULT_TIMEOUT_S = 600.0
@@ -17,13 +18,12 @@ class QueueKind(Enum):
     PRIORITY = "priority"
 
 
-@dataclass(frozen=True)
-class QueueSettings:
+class QueueSettings(msgspec.Struct, frozen=True, tag="queue"):
     """Equal settings and equal events make equal queues.
 
     `capacity`           how many elements it holds
     `min_after_dequeue`  how many it holds back to shuffle the next with, until it is closed
-    `seed`               of the shuffling
+    `seed`               of the shuffling, from 0 to 2**64 - 1
     """
 
     kind: QueueKind

@@ -121,6 +121,11 @@ class QueueType:
 
     components: tuple[ArrayType, ...]
 
+    @property
+    def arrays(self) -> tuple[ArrayType, ...]:
+        """The types of the arrays of an element."""
+        return self.components
+
     def __str__(self) -> str:
         return f"queue<{', '.join(map(str, self.components))}>"
 
@@ -151,6 +156,12 @@ class AccumulatorType:
     """A handle to an accumulator of gradients with these components; `RowsType` has the rows of a row-sparse one."""
 
     components: tuple[ArrayType | RowsType, ...]
+
+    @property
+    def arrays(self) -> tuple[ArrayType, ...]:
+        """The types of the arrays that a take gives."""
+        parts = (part.arrays() if isinstance(part, RowsType) else (part,) for part in self.components)
+        return tuple(array for part in parts for array in part)
 
     def __str__(self) -> str:
         return f"accumulator<{', '.join(map(str, self.components))}>"

@@ -1,15 +1,16 @@
-"""What the updates of a variable compute, and which operands each takes: one table for all of them.
+"""The updates of a variable: what each computes, its operands and its properties, in one table.
 
-Every way to run an update goes by this table but the reference interpreter, which has its own. An update of rows has
-JAX's meaning of `x.at[indices]`: a negative index counts from the end, a row that does not exist is not written, and
-of equal indices every one adds, multiplies or compares, while `scatter_update` keeps any one of their rows. A lookup
-has that of `x[indices]`: an index past either end gives the row at that end, and no gradient.
+All code that runs or transforms an update reads this table, except the reference interpreter, which has its own. An
+update of rows has JAX's meaning of `x.at[indices]`: a negative index counts from the end, a row that does not exist is
+not written, and of equal indices every one adds, multiplies or compares, while `scatter_update` keeps any one of their
+rows. A lookup has that of `x[indices]`: an index past either end gives the row at that end, and no gradient.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,25 +19,38 @@ from jax.sharding import NamedSharding
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
-#: From the old value and the operand to the new value.
-ASSIGNS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "assign": lambda old, new: new,
-    "assign_add": operator.add,
-    "assign_add_rounded": lambda old, delta: (old + delta).astype(old.dtype),
-    "assign_sub": operator.sub,
-    "assign_mul": operator.mul,
-    "assign_max": jnp.maximum,
-    "assign_min": jnp.minimum,
-}
 
-#: From the old value, indices and rows to the new value.
-SCATTERS: Mapping[str, Callable[[Any, Any, Any], Any]] = {
-    "scatter_update": lambda old, indices, rows: old.at[indices].set(rows, **_spread_as(old)),
-    "scatter_add": lambda old, indices, rows: old.at[indices].add(rows, **_spread_as(old)),
-    "scatter_mul": lambda old, indices, rows: old.at[indices].multiply(rows, **_spread_as(old)),
-    "scatter_max": lambda old, indices, rows: old.at[indices].max(rows, **_spread_as(old)),
-    "scatter_min": lambda old, indices, rows: old.at[indices].min(rows, **_spread_as(old)),
-}
+@dataclass(frozen=True)
+class Update:
+    """A kind of update.
+
+    `compute`        from the old value and the operands to the new value
+    `by_rows`        whether the operands are indices and rows; else there is one, of the variable's shape
+    `reads`          whether the new value depends on the old one
+    `sign`           1 for a sum and -1 for a difference, whose order makes no difference; 0 for others
+    `keeps_by_zero`  whether an operand of zeros changes nothing
+    `any_dtype`      whether the operand may have another dtype than the variable
+    `takes_keys`     whether it works on PRNG keys, with which nothing can be computed
+    `takes_bools`    whether it works on bools
+    """
+
+    compute: Callable[..., Any]
+    by_rows: bool = False
+    reads: bool = True
+    sign: int = 0
+    keeps_by_zero: bool = False
+    any_dtype: bool = False
+    takes_keys: bool = False
+    takes_bools: bool = True
+
+
+def _scatter(method: str, **properties: Any) -> Update:
+    """The update of rows that JAX calls `x.at[indices].<method>(rows)`."""
+
+    def compute(old: Any, indices: Any, rows: Any) -> Any:
+        return getattr(old.at[indices], method)(rows, **_spread_as(old))
+
+    return Update(compute, by_rows=True, **properties)
 
 
 def _spread_as(value: Any) -> Mapping[str, Any]:
@@ -45,13 +59,31 @@ def _spread_as(value: Any) -> Mapping[str, Any]:
     return {} if sharding is None else {"out_sharding": sharding}
 
 
-#: Every kind of update.
-KINDS: Mapping[str, Callable[..., Any]] = {**ASSIGNS, **SCATTERS}
+def _rounded_sum(old: Any, delta: Any) -> Any:
+    return (old + delta).astype(old.dtype)
+
+
+#: Every kind of update, by name.
+KINDS: Mapping[str, Update] = {
+    "assign": Update(lambda old, new: new, reads=False, takes_keys=True),
+    "assign_add": Update(operator.add, sign=1, keeps_by_zero=True),
+    "assign_add_rounded": Update(_rounded_sum, keeps_by_zero=True, any_dtype=True),
+    "assign_sub": Update(operator.sub, sign=-1, keeps_by_zero=True, takes_bools=False),
+    "assign_mul": Update(operator.mul),
+    "assign_max": Update(jnp.maximum),
+    "assign_min": Update(jnp.minimum),
+    "scatter_update": _scatter("set", takes_keys=True),
+    "scatter_add": _scatter("add", sign=1, takes_bools=False),
+    "scatter_sub": _scatter("subtract", sign=-1, takes_bools=False),
+    "scatter_mul": _scatter("multiply", takes_bools=False),
+    "scatter_max": _scatter("max"),
+    "scatter_min": _scatter("min"),
+}
 
 
 def updated(kind: str, old: Any, *operands: Any) -> Any:
     """The value of a variable after an update."""
-    return KINDS[kind](jnp.asarray(old), *operands)
+    return KINDS[kind].compute(jnp.asarray(old), *operands)
 
 
 def looked_up(value: Any, indices: Any) -> Any:
@@ -82,17 +114,18 @@ def indices_refusal(held: ArrayType, indices: ArrayType) -> str | None:
 
 def operand_types(kind: str, held: ArrayType, operands: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
     """What the operands of an update should be, given what they are."""
-    if kind == "assign_add_rounded":
-        return (ArrayType(operands[0].dtype, held.shape),)
-    return (held,) if kind in ASSIGNS else (operands[0], lookup_type(held, operands[0]))
+    update = KINDS[kind]
+    if update.by_rows:
+        return (operands[0], lookup_type(held, operands[0]))
+    return (ArrayType(operands[0].dtype, held.shape),) if update.any_dtype else (held,)
 
 
 def kind_refusal(kind: str, held: ArrayType) -> str | None:
     """Why no variable that holds `held` has an update of this kind, or None."""
-    if kind in ("assign", "scatter_update"):
-        return None
-    if jnp.issubdtype(held.dtype, jax.dtypes.extended):
-        return f"{held} cannot be computed with; only assign and scatter_update write it"
-    if held.dtype == bool and kind in ("assign_sub", "scatter_add", "scatter_mul"):
+    update = KINDS[kind]
+    if jnp.issubdtype(held.dtype, jax.dtypes.extended) and not update.takes_keys:
+        writers = " and ".join(name for name, other in KINDS.items() if other.takes_keys)
+        return f"{held} cannot be computed with; only {writers} write it"
+    if held.dtype == bool and not update.takes_bools:
         return f"JAX has none for {held}; write jnp.logical_or or jnp.logical_and of the old value by assign"
     return None

@@ -248,7 +248,7 @@ class _Builder:
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
     ) -> list[Value]:
         attributes = dict(equation.params)
-        ref, op = self.refs[attributes.pop("handle").variable], ops.RESOURCE_OPS[attributes.pop("op")]
+        ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")
         outputs = [
             Value(self._name(name, ref.name), type_of_aval(var.aval))
             for name, var in zip(names, equation.outvars, strict=True)

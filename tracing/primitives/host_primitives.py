@@ -1,21 +1,22 @@
 """The JAX primitive that records ops on queues and accumulators.
 
-One primitive records all of them: its parameter `op` names the op of `ops.RESOURCE_OPS`, whose typing rule is the
-primitive's, and the other parameters are the op's attributes. Its rules refuse what would change the meaning of such an
-op: JAX may not repeat it along a batch, compile it without dflow, drop it because its operand is differentiated, or
-move it out of a loop, as partial evaluation of a differentiated scan does with equal iterations.
+One primitive records all of them: its parameter `op` is the op's declaration, whose typing rule is the primitive's,
+and the other parameters are the op's attributes. Its rules refuse what would change the meaning of such an op: JAX
+may not repeat it along a batch, compile it without dflow, drop it because its operand is differentiated, or move it out
+of a loop, as partial evaluation of a differentiated scan does with equal iterations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.interpreters import ad, mlir
 
-from dflow.tracing.errors import AccumulatorError, DflowError, PlainJitError, QueueError
-from dflow.tracing.ir import ops
+from dflow.tracing.errors import PlainJitError
+from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
 from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
@@ -28,65 +29,37 @@ _FACTS = {
 }
 
 
-class _Words(NamedTuple):
-    """How a kind of resource says what JAX may not do to its ops."""
-
-    error: type[DflowError]
-    #: What to do under vmap, and around a loop that is differentiated.
-    batched: str
-    looped: str
-    #: What puts a value in.
-    puts: str
-
-
-_WORDS: Mapping[str, _Words] = {
-    "queue": _Words(
-        QueueError,
-        "use enqueue_many or dequeue_many outside of the vmap",
-        "dequeue before the loop, for instance with dequeue_many, or enqueue after it",
-        "enqueue",
-    ),
-    "accumulator": _Words(
-        AccumulatorError,
-        "apply one gradient, such as the mean over the batch, outside of the vmap, and take outside of it",
-        "take before the loop, and apply after it",
-        "apply",
-    ),
-}
-
-
 def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     resource = params["handle"].variable
-    words = _WORDS[resource.kind]
-    remedy = words.batched if trace == BATCHED else words.looped
-    raise words.error(f"{resource.title} {_FACTS[trace]}{at(line_bound())}\n  {remedy}")
+    remedy = resource.batched_remedy if trace == BATCHED else resource.looped_remedy
+    raise resource.error(f"{resource.title} {_FACTS[trace]}{at(line_bound())}\n  {remedy}")
 
 
 host_p: Any = WatchedPrimitive("host_op", _refuse)
 host_p.multiple_results = True
 
 
-def _abstract(*operands: Any, handle: Handle, op: str, **attributes: Any) -> Any:
+def _abstract(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> Any:
     given = [ArrayType(aval.dtype, tuple(aval.shape)) for aval in operands]
-    results = ops.RESOURCE_OPS[op].rule(handle.type, *given, **attributes)  # type: ignore[misc]
+    results = op.rule(handle.type, *given, **attributes)  # type: ignore[misc]
     avals = [jax.core.ShapedArray(type.shape, type.dtype) for type in results if isinstance(type, ArrayType)]
     return avals, {HostEffect(handle)}
 
 
-def _act_now(*operands: Any, handle: Handle, op: str, **attributes: Any) -> Sequence[Any]:
+def _act_now(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> Sequence[Any]:
     resource = handle.variable
-    results: Sequence[Any] = resource.home.use_resource(resource, op, operands, attributes)
+    called = ResourceOp(op.name, line=at(caller()), **attributes)
+    results: Sequence[Any] = resource.home.use_resource(resource, called, operands)
     return results
 
 
-def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: str, **_: Any) -> Any:
-    resource, method = handle.variable, op.split(".")[1]
-    words = _WORDS[resource.kind]
-    raise words.error(
-        f"{resource.title} is given a value by {method} that depends on what jax.grad differentiates, and JAX "
+def _refuse_lost_value(primals: Any, tangents: Any, *, handle: Handle, op: OpDef, **_: Any) -> Any:
+    resource = handle.variable
+    raise resource.error(
+        f"{resource.title} is given a value by {op.method} that depends on what jax.grad differentiates, and JAX "
         f"would drop that{at(line_bound())}\n"
-        f"  use dflow.grad or dflow.value_and_grad in the place of jax.grad, which {words.puts} the value without its "
-        "gradient; or write jax.lax.stop_gradient(value)"
+        f"  use dflow.grad or dflow.value_and_grad instead of jax.grad, which {resource.puts} the value "
+        "without its gradient; or write jax.lax.stop_gradient(value)"
     )
 
 

@@ -24,7 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from dflow.tracing.errors import LostWriteError, PlainJitError, VariableError
 from dflow.tracing.ir.explicit_sharding import axes_split_over, manual_axes, sharding_here
 from dflow.tracing.ir.types import ArrayType, type_of_aval
-from dflow.tracing.ir.updates import lookup_sharding, lookup_type
+from dflow.tracing.ir.updates import KINDS, lookup_sharding, lookup_type
 from dflow.tracing.jax_frontend import (
     Access,
     Handle,
@@ -110,16 +110,13 @@ def _gather_type(indices: Any, *, handle: Handle) -> Any:
     return _aval(rows), {ResourceEffect(Access.READ, handle)}
 
 
-_ADDS = ("assign_add", "assign_sub", "scatter_add")
-
-
 def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
     _refuse_whole_in_shards(handle)
     touches: tuple[Access, ...]
-    if kind in _ADDS:
+    if KINDS[kind].sign:
         touches = (Access.SUM if reduce == "sum" else Access.ADD,)
     else:
-        touches = (Access.WRITE,) if kind == "assign" else (Access.READ, Access.WRITE)
+        touches = (Access.READ, Access.WRITE) if KINDS[kind].reads else (Access.WRITE,)
     return [], {ResourceEffect(access, handle) for access in touches}
 
 
@@ -168,7 +165,7 @@ def _update_batched(
             '  scatter_add and reduce="sum"'
         )
     whole = [_batch_first(arg, dim) for arg, dim in zip(args, dims, strict=True)]
-    if kind == "assign_add":
+    if not KINDS[kind].by_rows:
         operands = [whole[0].sum(0, dtype=whole[0].dtype)]
     else:
         size = next(arg.shape[dim] for arg, dim in zip(args, dims, strict=True) if dim is not None)

@@ -6,15 +6,17 @@ take that would have to wait is an error of the program.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import AccumulatorError, DeadlineExceeded
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.graph import Node
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.types import AccumulatorType, RowsType
 
 
@@ -34,19 +36,7 @@ class AccumulatorModel:
 
     def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
         """Do the op of a node: its results. Raises as the methods."""
-        match node.op.name.removeprefix("accumulator."):
-            case "apply":
-                *gradient, step = operands
-                return [jnp.asarray(self.apply(tuple(gradient), int(step)))]
-            case "take":
-                return self.take(node.attributes["count"])
-            case "set_step":
-                self.step = int(operands[0])
-                return []
-            case "count":
-                return [jnp.int32(len(self.gradients))]
-            case name:
-                return [jnp.int32(getattr(self, name))]
+        return _MEANINGS[node.op](self, node, operands)
 
     def apply(self, gradient: tuple[Any, ...], step: int) -> bool:
         """Add a gradient; whether it was fresh. Raises AccumulatorError when there are more rows than a take gives."""
@@ -97,3 +87,23 @@ def _row_sums(parts: Sequence[tuple[Any, ...]]) -> dict[int, Any]:
         for index, row in zip(np.asarray(indices).tolist(), np.asarray(rows), strict=True):
             sums[index] = sums[index] + row if index in sums else row
     return sums
+
+
+def _apply(accumulator: AccumulatorModel, node: Node, operands: Sequence[Any]) -> list[Any]:
+    *gradient, step = operands
+    return [jnp.asarray(accumulator.apply(tuple(gradient), int(step)))]
+
+
+def _set_step(accumulator: AccumulatorModel, node: Node, operands: Sequence[Any]) -> list[Any]:
+    accumulator.step = int(operands[0])
+    return []
+
+
+_MEANINGS: Mapping[OpDef, Callable[[AccumulatorModel, Node, Sequence[Any]], list[Any]]] = {
+    ops.accumulator_apply: _apply,
+    ops.accumulator_take: lambda accumulator, node, _: accumulator.take(node.attributes["count"]),
+    ops.accumulator_set_step: _set_step,
+    ops.accumulator_step: lambda accumulator, node, _: [jnp.int32(accumulator.step)],
+    ops.accumulator_count: lambda accumulator, node, _: [jnp.int32(len(accumulator.gradients))],
+    ops.accumulator_dropped: lambda accumulator, node, _: [jnp.int32(accumulator.dropped)],
+}

@@ -20,6 +20,7 @@ from dflow.tracing.errors import DflowError, InternalError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.graph import Graph, Node, Operand, Value
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.types import HANDLES
 from dflow.tracing.ir.wire_codecs import LARGEST, float_limits
 from dflow.tracing.jax_frontend import scan_counts
@@ -167,17 +168,16 @@ class _Run:
     def _touch(self, node: Node) -> list[Any]:
         ref, *operands = node.inputs
         name, values = ref_name(ref), [self._value(operand) for operand in operands]
-        if node.op.name in ops.RESOURCE_OPS:
+        if node.op.is_on_resource:
             return _used(node, self._state[name], values)
         if node.op is ops.var_read:
             return [self._state[name]]
         if node.op is ops.var_gather:
             return [_rows_at(self._state[name], *values)]
-        kind = node.op.name.removeprefix("var.")
-        if kind in _ASSIGNED:
-            self._state[name] = _ASSIGNED[kind](self._state[name], *values)
-        elif kind in _ROW_BY_ROW:
-            self._state[name] = _written_row_by_row(_ROW_BY_ROW[kind], self._state[name], *values)
+        if node.op in _ASSIGNED:
+            self._state[name] = _ASSIGNED[node.op](self._state[name], *values)
+        elif node.op in _ROW_BY_ROW:
+            self._state[name] = _written_row_by_row(_ROW_BY_ROW[node.op], self._state[name], *values)
         else:
             raise InternalError(f"the interpreter has no rule for {node.op.name}; please report this")
         return []
@@ -219,17 +219,23 @@ def _used(node: Node, model: HostModel, operands: Sequence[Any]) -> list[Any]:
         raise type(error)(f"node %{node.outputs[0].name} ({node.op.name}): {error}{at(node.loc)}") from None
 
 
-_ASSIGNED: Mapping[str, Callable[[Any, Any], Any]] = {
-    "assign": lambda old, new: new,
-    "assign_add": lambda old, new: old + new,
-    "assign_add_rounded": lambda old, delta: jnp.asarray(old + delta, old.dtype),
-    "assign_sub": lambda old, new: old - new,
-    "assign_mul": lambda old, new: old * new,
-    "assign_max": jnp.maximum,
-    "assign_min": jnp.minimum,
+#: From the old value and the operand to the new value; of an update of rows, from the old row and one row.
+_ASSIGNED: Mapping[OpDef, Callable[[Any, Any], Any]] = {
+    ops.UPDATES["assign"]: lambda old, new: new,
+    ops.UPDATES["assign_add"]: lambda old, new: old + new,
+    ops.UPDATES["assign_add_rounded"]: lambda old, delta: jnp.asarray(old + delta, old.dtype),
+    ops.UPDATES["assign_sub"]: lambda old, new: old - new,
+    ops.UPDATES["assign_mul"]: lambda old, new: old * new,
+    ops.UPDATES["assign_max"]: jnp.maximum,
+    ops.UPDATES["assign_min"]: jnp.minimum,
 }
-_ROW_BY_ROW = {f"scatter_{kind}": _ASSIGNED[f"assign_{kind}"] for kind in ("add", "mul", "max", "min")} | {
-    "scatter_update": _ASSIGNED["assign"]
+_ROW_BY_ROW: Mapping[OpDef, Callable[[Any, Any], Any]] = {
+    ops.UPDATES["scatter_update"]: lambda old, new: new,
+    ops.UPDATES["scatter_add"]: lambda old, new: old + new,
+    ops.UPDATES["scatter_sub"]: lambda old, new: old - new,
+    ops.UPDATES["scatter_mul"]: lambda old, new: old * new,
+    ops.UPDATES["scatter_max"]: jnp.maximum,
+    ops.UPDATES["scatter_min"]: jnp.minimum,
 }
 
 

@@ -7,14 +7,16 @@ to wait is an error of the program.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Node
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType
 
@@ -55,24 +57,7 @@ class QueueModel:
 
     def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
         """Do the op of a node: its results. Raises as the methods."""
-        method, count = node.op.name.removeprefix("queue."), node.attributes.get("count", 0)
-        match method:
-            case "enqueue":
-                self.enqueue([tuple(operands)])
-            case "enqueue_many":
-                self.enqueue([tuple(operand[row] for operand in operands) for row in range(len(operands[0]))])
-            case "dequeue":
-                return list(self.dequeue(1)[0])
-            case "dequeue_many":
-                return _stacked_elements(node, self.dequeue(count))
-            case "dequeue_up_to":
-                taken = self.dequeue(count, or_fewer=True)
-                return [*_stacked_elements(node, taken), jnp.int32(len(taken))]
-            case "size":
-                return [jnp.int32(len(self.elements))]
-            case "close":
-                self.is_closed = True
-        return []
+        return _MEANINGS[node.op](self, node, operands)
 
     def _next(self) -> Any:
         match self.settings.kind:
@@ -104,3 +89,35 @@ def _stacked_elements(node: Node, elements: Sequence[Any]) -> list[Any]:
         rows += [jnp.zeros(value.type.shape[1:], value.type.dtype)] * missing
         results.append(jnp.stack(rows) if rows else jnp.zeros(value.type.shape, value.type.dtype))
     return results
+
+
+def _enqueue(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
+    queue.enqueue([tuple(operands)])
+    return []
+
+
+def _enqueue_many(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
+    queue.enqueue([tuple(operand[row] for operand in operands) for row in range(len(operands[0]))])
+    return []
+
+
+def _dequeue_up_to(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
+    taken = queue.dequeue(node.attributes["count"], or_fewer=True)
+    return [*_stacked_elements(node, taken), jnp.int32(len(taken))]
+
+
+def _close(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
+    queue.is_closed = True
+    return []
+
+
+_MEANINGS: Mapping[OpDef, Callable[[QueueModel, Node, Sequence[Any]], list[Any]]] = {
+    ops.queue_enqueue: _enqueue,
+    ops.queue_enqueue_many: _enqueue_many,
+    ops.queue_dequeue: lambda queue, node, _: list(queue.dequeue(1)[0]),
+    ops.queue_dequeue_many: lambda queue, node, _: _stacked_elements(node, queue.dequeue(node.attributes["count"])),
+    ops.queue_dequeue_up_to: _dequeue_up_to,
+    ops.queue_size: lambda queue, node, _: [jnp.int32(len(queue.elements))],
+    ops.queue_is_closed: lambda queue, node, _: [jnp.asarray(queue.is_closed)],
+    ops.queue_close: _close,
+}

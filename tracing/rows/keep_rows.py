@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.ir.updates import updated
+from dflow.tracing.ir.updates import KINDS, updated
 from dflow.tracing.ir.wire_codecs import wire_p
 from dflow.tracing.jax_frontend import (
     Equation,
@@ -219,23 +219,24 @@ class _Pass:
 
     def _update(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         variable, kind = equation.params["handle"].variable, equation.params["kind"]
-        value = operands[-1]
+        value, properties = operands[-1], KINDS[kind]
         if not isinstance(value, Rowwise):
             return None
         if value.index is None:
-            is_nothing = kind in ("assign_add", "assign_sub", "assign_add_rounded") and is_zero(value.rest)
-            return [] if is_nothing else None
-        if kind in ("assign_add", "assign_sub") and value.is_sparse:
+            return [] if properties.keeps_by_zero and is_zero(value.rest) else None
+        if properties.by_rows:
+            return None
+        if properties.sign and value.is_sparse:
             # What a narrow dtype loses in a sum depends on the order, which is to be that of the dense gradient.
             index = value.index if variable.dtype.itemsize >= 4 else value.index.unique
             rows = value.rows if index is value.index else value.index.summed(value.rows)
-            update, rows = "scatter_add", rows if kind == "assign_add" else -rows
-        elif kind == "assign_add_rounded" and value.is_sparse:
-            # Each row is rounded once, after the sum of all its updates.
+            update, rows = "scatter_add", rows if properties.sign > 0 else -rows
+        elif properties.keeps_by_zero and value.is_sparse:
+            # Each row is updated once, after the sum of all its updates.
             update, index = "scatter_update", value.index.unique
             old = gather_p.bind(index.places, handle=variable.handle)
             rows = updated(kind, old, value.index.summed(value.rows))
-        elif kind == "assign" and value.rest == self._stored(variable):
+        elif not properties.reads and value.rest == self._stored(variable):
             update, rows, index = "scatter_update", value.rows, value.index
         else:
             return None

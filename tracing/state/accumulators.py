@@ -6,7 +6,6 @@ divides every row by the number of gradients, so that it equals the mean of thei
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import AccumulatorError, GraphTypeError
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, array_type_of
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.host_resource import HostResource, converted, number_text
+from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
 from dflow.tracing.state.resources import Variable, is_variable, path_name, read
 
 
@@ -40,14 +41,18 @@ class ConditionalAccumulator(HostResource):
     and ops on one accumulator run in the order of the program; elsewhere they run immediately.
     """
 
+    kind = "accumulator"
     error = AccumulatorError
+    batched_remedy = "apply one gradient, such as the mean over the batch, outside of the vmap, and take outside of it"
+    looped_remedy = "take before the loop, and apply after it"
+    puts = "apply"
     type: AccumulatorType
     settings: AccumulatorSettings
 
     def __init__(
         self, spec: Any, *, name: str | None = None, reduction: str = "mean", limit: int | None = None
     ) -> None:
-        super().__init__("accumulator", name)
+        super().__init__(name)
         leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=_is_leaf)
         self._tree: Any = tree
         self.type = AccumulatorType(tuple(map(self._component, leaves)))
@@ -68,7 +73,7 @@ class ConditionalAccumulator(HostResource):
         when more different rows are there than a take gives.
         """
         operands = self._operands(gradient)
-        fresh: jax.Array = self.use("apply", [*operands, self._number(step)], {})[0]
+        fresh: jax.Array = self.use(ops.accumulator_apply, [*operands, self._number(step)])[0]
         return fresh
 
     def take(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
@@ -77,7 +82,9 @@ class ConditionalAccumulator(HostResource):
         Takes of all threads are served in the order of their calls. Raises DeadlineExceeded, which says how many
         gradients were there; AccumulatorError unless `n` is an integer of at least 1, known at trace time.
         """
-        return self.structured(self.use("take", (), {"count": self._wanted(n), **self.timeout(timeout_s)}))
+        return self.structured(
+            self.use(ops.accumulator_take, (), {"count": self._wanted(n), **self.timeout(timeout_s)})
+        )
 
     def structured(self, arrays: Sequence[Any]) -> Any:
         """What a take gives as one array after the other, structured as `spec`."""
@@ -92,33 +99,30 @@ class ConditionalAccumulator(HostResource):
 
     def set_step(self, step: Any) -> None:
         """Set the step; gradients of earlier ones are dropped from now on. Setting it back warns, as in TensorFlow."""
-        self.use("set_step", [self._number(step)], {})
+        self.use(ops.accumulator_set_step, [self._number(step)])
 
     @property
     def step(self) -> jax.Array:
         """The step, i32[]: how many takes there were, unless it was set."""
-        return self._asked("step")
+        return self._asked(ops.accumulator_step)
 
     def count(self) -> jax.Array:
         """How many gradients are there, i32[]."""
-        return self._asked("count")
+        return self._asked(ops.accumulator_count)
 
     def dropped(self) -> jax.Array:
         """How many gradients were stale since the beginning, i32[]."""
-        return self._asked("dropped")
+        return self._asked(ops.accumulator_dropped)
 
     def __repr__(self) -> str:
         return f"<ConditionalAccumulator {self.name!r}: {self.type}, {self.settings.reduction.value}>"
 
-    def _asked(self, method: str) -> jax.Array:
-        number: jax.Array = self.use(method, (), {})[0]
+    def _asked(self, op: OpDef) -> jax.Array:
+        number: jax.Array = self.use(op)[0]
         return number
 
     def _wanted(self, n: Any) -> int:
-        try:
-            number = operator.index(n)
-        except TypeError:
-            number = 0
+        number = known_number(n) or 0
         if number < 1:
             raise AccumulatorError(
                 f"{self.title}: take needs at least 1 gradient, not {number_text(n)}{at(caller())}\n"

@@ -6,7 +6,7 @@ default home, this process, is set once by the layer that has a store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
 
+    from dflow.tracing.ir.resource_op import ResourceOp
     from dflow.tracing.state.host_resource import HostResource
     from dflow.tracing.state.initial_value import Initial
     from dflow.tracing.state.resources import Variable
@@ -77,10 +78,8 @@ class Home(Protocol):
         """Create a queue or an accumulator; returns where it is."""
         ...
 
-    def use_resource(
-        self, resource: HostResource, op: str, operands: Sequence[Any], attributes: Mapping[str, Any]
-    ) -> Sequence[jax.Array]:
-        """Do the op `op` of `ops.RESOURCE_OPS` now, waiting for it; its results."""
+    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+        """Run an op on the resource now, waiting for it; its results."""
         ...
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:

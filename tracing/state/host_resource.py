@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,7 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.errors import DflowError
-from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueSettings
 from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.primitives.host_primitives import host_p
@@ -30,11 +33,16 @@ _serials = itertools.count()
 class HostResource:
     """What queues and accumulators share: among a function's arguments, each is a pytree without leaves."""
 
-    #: The class of its errors.
+    #: The noun for it in names and messages, and the class of its errors.
+    kind: ClassVar[str]
     error: ClassVar[type[DflowError]]
+    #: Remedies for an op under vmap, and for one inside a loop that is differentiated; the method that puts a value in.
+    batched_remedy: ClassVar[str]
+    looped_remedy: ClassVar[str]
+    puts: ClassVar[str]
     type: HostType
     #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
-    settings: Any
+    settings: QueueSettings | AccumulatorSettings
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -43,10 +51,9 @@ class HostResource:
             cls, lambda resource: ((), resource.handle), lambda handle, _: handle.variable
         )
 
-    def __init__(self, kind: str, name: str | None) -> None:
-        self.kind = kind
+    def __init__(self, name: str | None) -> None:
         self.serial = next(_serials)
-        self.name = contained(name or f"{kind}_{self.serial}")
+        self.name = contained(name or f"{self.kind}_{self.serial}")
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.loc = caller()
@@ -78,10 +85,9 @@ class HostResource:
         self.home.forget_resource(self, f"{self.title} {reason}", remedy)
         self.namesakes.discard(self)
 
-    def use(self, method: str, operands: Sequence[Any], attributes: Mapping[str, Any]) -> Sequence[Any]:
-        """Do the op `<kind>.<method>` of `ops.RESOURCE_OPS`, or record it; its results."""
+    def use(self, op: OpDef, operands: Sequence[Any] = (), attributes: Mapping[str, Any] = {}) -> Sequence[Any]:
+        """Run an op, or record it in traced code; its results."""
         warn_of_namesakes((self,))
-        op = f"{self.kind}.{method}"
         results: Sequence[Any] = host_p.bind(*operands, handle=self.handle, op=op, **attributes)
         return results
 
@@ -100,6 +106,14 @@ class HostResource:
                 "  give a number of seconds that is known when the program is traced"
             )
         return {} if seconds == DEFAULT_TIMEOUT_S else {"timeout_s": seconds}
+
+
+def known_number(number: Any) -> int | None:
+    """The number as an integer; None unless it is one, known when the program is traced."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return None
 
 
 def number_text(number: Any) -> str:

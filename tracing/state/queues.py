@@ -6,21 +6,23 @@ documentation.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dflow.tracing.errors import QueueError, QueueTypeError
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.host_resource import HostResource, converted, number_text
+from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
 from dflow.tracing.state.resources import is_variable
 
 
@@ -40,19 +42,23 @@ class Queue(HostResource):
     code.
     """
 
+    kind = "queue"
     error = QueueError
+    batched_remedy = "use enqueue_many or dequeue_many outside of the vmap"
+    looped_remedy = "dequeue before the loop, for instance with dequeue_many, or enqueue after it"
+    puts = "enqueue"
     type: QueueType
     settings: QueueSettings
 
     def __init__(self, spec: Any, settings: QueueSettings, name: str | None, *, padded: bool = False) -> None:
-        super().__init__("queue", name)
+        super().__init__(name)
         capacity: Any = settings.capacity
         if not isinstance(capacity, int | np.integer) or capacity < 1:
             raise QueueError(
                 f"queue {self.name!r} cannot have the capacity {capacity!r}{at(self.loc)}\n"
                 "  give a whole number of elements, from 1; it stands before the spec"
             )
-        self.settings = settings
+        self.settings = msgspec.structs.replace(settings, capacity=int(capacity))
         self._tree: Any
         leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
         self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
@@ -73,22 +79,23 @@ class Queue(HostResource):
 
     def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put an element in, waiting for room. Raises QueueTypeError, QueueClosed, DeadlineExceeded."""
-        self.use("enqueue", self.fitting("enqueue", element), self.timeout(timeout_s))
+        self.use(ops.queue_enqueue, self.fitting("enqueue", element), self.timeout(timeout_s))
 
     def enqueue_many(self, elements: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         """Put the rows of `elements` in, one after the other. Each array has one dimension more than the spec's.
 
         Raises as `enqueue`; rows that went in before the error stay in.
         """
-        self.use("enqueue_many", self.fitting("enqueue_many", elements), self.timeout(timeout_s))
+        arrays = self.fitting("enqueue_many", elements, are_rows=True)
+        self.use(ops.queue_enqueue_many, arrays, self.timeout(timeout_s))
 
     def dequeue(self, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take an element, waiting for one. Raises QueueClosed, DeadlineExceeded."""
-        return jax.tree_util.tree_unflatten(self._tree, self._take("dequeue", self.timeout(timeout_s)))
+        return jax.tree_util.tree_unflatten(self._tree, self._take(ops.queue_dequeue, self.timeout(timeout_s)))
 
     def dequeue_many(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Take `n` elements together, stacked. Raises QueueClosed when closed with fewer, DeadlineExceeded."""
-        taken = self._take("dequeue_many", {"count": self._count(n), **self.timeout(timeout_s)})
+        taken = self._take(ops.queue_dequeue_many, {"count": self._count(n), **self.timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken)
 
     def dequeue_up_to(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Any, jax.Array]:
@@ -97,39 +104,41 @@ class Queue(HostResource):
         There are always `n` rows, so that the result has a type; those from the number on are zeros. Raises
         QueueClosed when the queue is closed and empty, DeadlineExceeded.
         """
-        *taken, count = self._take("dequeue_up_to", {"count": self._count(n), **self.timeout(timeout_s)})
+        *taken, count = self._take(ops.queue_dequeue_up_to, {"count": self._count(n), **self.timeout(timeout_s)})
         return jax.tree_util.tree_unflatten(self._tree, taken), count
 
     def size(self) -> jax.Array:
         """How many elements it holds: in traced code at this point of the program, elsewhere now."""
-        size: jax.Array = self.use("size", (), {})[0]
+        size: jax.Array = self.use(ops.queue_size)[0]
         return size
+
+    def is_closed(self) -> jax.Array:
+        """Whether it is closed, bool[]: in traced code at this point of the program, elsewhere now."""
+        is_closed: jax.Array = self.use(ops.queue_is_closed)[0]
+        return is_closed
 
     def close(self, cancel_pending: bool = False) -> None:
         """Let nothing more in. Enqueues that wait still go in, unless `cancel_pending`; what is in can be taken."""
-        self.use("close", (), {"cancel_pending": True} if cancel_pending else {})
+        self.use(ops.queue_close, (), {"cancel_pending": True} if cancel_pending else {})
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}: {self.type}, capacity {self.capacity}>"
 
-    def _take(self, method: str, attributes: dict[str, Any]) -> Sequence[Any]:
+    def _take(self, op: OpDef, attributes: dict[str, Any]) -> Sequence[Any]:
         if is_tracing() and any(None in component.shape for component in self.type.components):
             raise QueueError(
-                f"{method} in traced code from queue {self.name!r}, whose elements have no one shape: "
+                f"{op.method} in traced code from queue {self.name!r}, whose elements have no one shape: "
                 f"{self._shown(self.type.components)}{at(caller())}\n"
                 "  dequeue outside of traced code, and pass it what you get"
             )
-        return self.use(method, (), attributes)
+        return self.use(op, (), attributes)
 
     def _count(self, count: Any) -> int:
-        remedy = "how many must be a number that is known when the program is traced"
-        try:
-            number = operator.index(count)
-            if number >= 0:
-                return number
-            remedy = "give how many to take, from 0"
-        except TypeError:
-            pass
+        number = known_number(count)
+        if number is not None and number >= 0:
+            return number
+        fact = "how many must be a number that is known when the program is traced"
+        remedy = fact if number is None else "give how many to take, from 0"
         raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements{at(caller())}\n  {remedy}")
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
@@ -151,18 +160,21 @@ class Queue(HostResource):
             )
         return ArrayType(np.dtype(jax.dtypes.canonicalize_dtype(dtype)), tuple(shape))
 
-    def fitting(self, method: str, element: Any) -> list[Any]:
-        """The arrays of an element, each of its component's dtype; of many elements for `enqueue_many`."""
+    def fitting(self, method: str, element: Any, *, are_rows: bool = False) -> list[Any]:
+        """The arrays of an element, each of its component's dtype; with `are_rows`, of one element for each row.
+
+        Raises QueueTypeError, which names the `method` that was given the element.
+        """
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
         arrays = [leaf.read() if is_variable(leaf) else leaf for leaf in leaves]
         if tree == self._tree:
             arrays = [converted(a, wanted) for a, wanted in zip(arrays, self.type.components, strict=True)]
         given = [array_type_of(array).strong for array in arrays]
-        extra = 1 if method == "enqueue_many" else 0
+        extra = int(are_rows)
         rows = given[0].shape[:extra] if given else ()
         wanted = [ArrayType(type.dtype, (*rows, *type.shape)) for type in self.type.components]
-        if tree != self._tree or len(rows) != extra or not all(map(_fits, given, wanted)):
+        if tree != self._tree or len(rows) != extra or not all(map(ops.fits, given, wanted)):
             shown = jax.tree_util.tree_unflatten(tree, [_Shown(_said(array)) for array in arrays])
             many = ", with one dimension more in front, the same for all" if extra else ""
             raise QueueTypeError(
@@ -187,11 +199,6 @@ class _Shown(str):
 
     __slots__ = ()
     __repr__ = str.__str__
-
-
-def _fits(given: ArrayType, wanted: ArrayType) -> bool:
-    same = given.dtype == wanted.dtype and len(given.shape) == len(wanted.shape)
-    return same and all(dim is None or size == dim for size, dim in zip(given.shape, wanted.shape, strict=True))
 
 
 class FIFOQueue(Queue):
@@ -225,8 +232,9 @@ class RandomShuffleQueue(Queue):
                 f"a queue of capacity {capacity} that holds {min_after_dequeue} back gives nothing{at(caller())}\n"
                 "  give a min_after_dequeue from 0 to less than the capacity"
             )
-        chosen = int(np.random.SeedSequence().entropy) if seed is None else seed  # type: ignore[arg-type]
-        super().__init__(spec, QueueSettings(QueueKind.SHUFFLE, capacity, min_after_dequeue, chosen), name)
+        chosen: Any = np.random.SeedSequence().entropy if seed is None else seed
+        settings = QueueSettings(QueueKind.SHUFFLE, capacity, int(min_after_dequeue), int(chosen) % 2**64)
+        super().__init__(spec, settings, name)
 
 
 class PriorityQueue(Queue):

@@ -23,7 +23,7 @@ import numpy as np
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.explicit_sharding import explicit_sharding, with_sharding
 from dflow.tracing.ir.types import ArrayType, array_type_of, dtype_name
-from dflow.tracing.ir.updates import indices_refusal, kind_refusal, lookup_type
+from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import joined_namesakes
@@ -262,6 +262,10 @@ class Variable(jax.Array):
         """Add `rows` to the rows at `indices`; rows for one index add up. `reduce` is as in `assign_add`."""
         self._scatter("scatter_add", indices, rows, reduce)
 
+    def scatter_sub(self, indices: Any, rows: Any) -> None:
+        """Subtract `rows` from the rows at `indices`; rows for one index add up."""
+        self._scatter("scatter_sub", indices, rows)
+
     def scatter_mul(self, indices: Any, rows: Any) -> None:
         """Multiply the rows at `indices` by `rows`."""
         self._scatter("scatter_mul", indices, rows)
@@ -275,9 +279,9 @@ class Variable(jax.Array):
         self._scatter("scatter_min", indices, rows)
 
     def _assign(self, kind: str, value: Any, reduce: str | None = None) -> None:
-        if isinstance(value, RowGradient) and kind in ("assign_add", "assign_sub") and value.shape == self.shape:
+        if isinstance(value, RowGradient) and (sign := KINDS[kind].sign) and value.shape == self.shape:
             value.check()
-            self.scatter_add(value.indices, value.rows if kind == "assign_add" else -value.rows, reduce=reduce)
+            self.scatter_add(value.indices, value.rows if sign > 0 else -value.rows, reduce=reduce)
             return
         self._check_kind(kind, reduce)
         given = self._fitting(kind, value, self.type, "")

@@ -1,4 +1,4 @@
-"""What a user gets for a mistake: the fact, the user's own line, and the program that works."""
+"""A mistake raises an error that states the fact, the user's line, and the program that works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SPEC = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 class Made:
-    """What the cases use, made anew for each."""
+    """The variables, functions and queues of the cases, made again for each case."""
 
     def __init__(self) -> None:
         self.w = dflow.Variable(jnp.zeros(3), name="w")
@@ -63,7 +63,7 @@ def closed(made: Made) -> None:
     made.queue.enqueue(1.0)
 
 
-#: What the mistake is, the class, the fact, and the remedy.
+#: A mistake, the class of its error, the fact in the message, and the remedy.
 CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = {
     "text for a variable": (
         lambda made: made.w.assign("zeros"),

@@ -1,4 +1,4 @@
-"""Interrupts (Ctrl-C) and handlers of signals, at every place of the store's code at which Python lets one come."""
+"""Interrupts (Ctrl-C) and signal handlers, at every instruction of the store's code where Python may run them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import dflow
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import VariableError
 
-# Of functions that are made anew for each place.
+# Each case compiles its functions again.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
 FILES = (
@@ -36,7 +36,7 @@ FILES = (
 
 DEADLINE_S = 20.0
 
-#: After these instructions CPython looks whether a signal has come.
+#: After these instructions CPython checks for signals.
 LOOKING = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
 
 
@@ -53,7 +53,7 @@ def instructions(code: CodeType) -> dict[int, str]:
 
 
 def signalled(work: Callable[[], Any], place: int, handler: Callable[[], Any]) -> bool:
-    """Do `work` and have `handler` called at the place of that number; whether there is one."""
+    """Run `work` and call `handler` at the check for signals number `place`. Return whether there is such a check."""
     count, last = 0, dict[FrameType, str]()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -70,8 +70,8 @@ def signalled(work: Callable[[], Any], place: int, handler: Callable[[], Any]) -
             last[frame] = instructions(frame.f_code)[frame.f_lasti]
         return trace
 
-    gc.disable()  # finalizers would be counted too
-    sys._getframe().f_trace_opcodes = True  # on some frame before, or Python 3.12 traces none
+    gc.disable()  # finalizers would add checks
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 traces opcodes only if an earlier frame asked for them
     sys.settrace(trace)
     try:
         work()
@@ -95,7 +95,7 @@ def interrupt() -> None:
 
 
 class Model:
-    """Two variables with one number in all places, and steps over them."""
+    """Two variables whose elements are all equal, and steps over them."""
 
     def __init__(self) -> None:
         self.one, self.two = (dflow.Variable(jnp.zeros(3), name=name) for name in ("one", "two"))
@@ -125,7 +125,7 @@ class Model:
         LOCAL.store.replace(fifty)
 
     def works(self) -> None:
-        """That everything goes on as if nothing had been, on other threads too."""
+        """Assert that reads and steps work as before, from other threads too."""
         before = self.values()
         seen: list[tuple[float, float]] = []
         other = threading.Thread(target=lambda: seen.append(self.values()), daemon=True)
@@ -153,7 +153,7 @@ WORKS: dict[str, tuple[Callable[[Model], Any], tuple[float, float]]] = {
 
 
 def places(model: Model, name: str, handler: Callable[[], Any]) -> Iterator[tuple[tuple[float, float], bool]]:
-    """Each place in turn where the handler was called: what the variables were, and whether that ended the work."""
+    """Call `handler` at each check for signals; yield the values before it, and whether it interrupted the work."""
     work, _ = WORKS[name]
     place = 0
     while True:

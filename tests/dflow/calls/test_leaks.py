@@ -1,4 +1,4 @@
-"""A value of a traced function that is kept after the trace is told of at once, where it was made."""
+"""A value of a traced function that is kept after the trace gives a warning with the line that made the value."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_is_kept_while_tracing_only_is_fine() -> None:
 
 
 def test_what_is_in_the_making_is_not_kept() -> None:
-    """A tuple that only a running function holds: residuals on their way to JAX, a result that is refused."""
+    """Tuples that only a running function holds, such as residuals or a refused result, are not reported."""
     scaled = jax.custom_vjp(lambda x: x * 2)
     scaled.defvjp(dflow.jit(lambda x: (x * 2, x)), dflow.jit(lambda x, g: (g * x,)))
     refused = dflow.jit(lambda x: (x * 2, (x, "text")))
@@ -119,7 +119,7 @@ def test_what_is_in_the_making_is_not_kept() -> None:
 
 def test_a_trace_that_is_garbage_leaks_nothing_though_others_do() -> None:
     class Trace:
-        """What stands for a trace that is garbage in a cycle."""
+        """A stand-in for a trace that is garbage in a reference cycle."""
 
     kept: list[Any] = []
     jax.jit(lambda x: kept.append((x * 2, None)))(1.0)

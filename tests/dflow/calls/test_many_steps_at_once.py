@@ -1,4 +1,4 @@
-"""Many threads run steps over the same variables and queues: no step sees another half done, and nothing is lost."""
+"""Many threads run steps over the same variables and queues: no step reads half an update, and no update is lost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def all_at_once(*works: Callable[[], Any]) -> list[Any]:
-    """What each gives, each run by a thread of its own, all started together. Raises the first error of any."""
+    """Run each callable on its own thread, started together, and return the results. Raises the first error."""
     ready = Barrier(len(works))
 
     def run(work: Callable[[], Any]) -> Any:
@@ -34,7 +34,7 @@ def all_at_once(*works: Callable[[], Any]) -> list[Any]:
 
 
 class Model:
-    """Two variables that every step changes by the same; each step says how far apart it saw them."""
+    """Two variables that every step changes by the same amount; each step returns the difference that it read."""
 
     def __init__(self) -> None:
         self.one = dflow.Variable(jnp.zeros(16, jnp.int32), name="one")
@@ -84,7 +84,7 @@ def test_training_input_evaluation_and_checkpoints_at_once(times: int) -> None:
     reads = [read for by_thread in results[-6:] for read in by_thread]
     told = [apart for by_thread in (*results[:8], *results[16:26]) for apart in by_thread]
     assert not np.array(told).any()
-    # Arrays read while others trained are what they were, however often their variables were written since.
+    # Arrays that were read during training still have the values of the read, after later writes.
     for one, other, steps in reads:
         assert one.tolist() == other.tolist() == [one[0].item()] * 16
         assert steps <= one[0] <= 2 * steps

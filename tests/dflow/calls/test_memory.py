@@ -1,4 +1,4 @@
-"""What a step needs in memory: no more than `jax.jit` with the state donated by hand."""
+"""Memory of a step: at most that of `jax.jit` with the state donated by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def loss_of(weights: Any, x: Any) -> Any:
 
 
 def peak(compiled: Any) -> int:
-    """What the program has in memory at once, in bytes."""
+    """Peak memory of the program, in bytes."""
     sizes = compiled.memory_analysis()
     own = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
     return int(sizes.argument_size_in_bytes + own + sizes.temp_size_in_bytes)

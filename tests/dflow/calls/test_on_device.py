@@ -1,6 +1,6 @@
-"""What is worth running on an accelerator, on whatever JAX runs here: `make gpu-check` runs it on a GPU.
+"""Tests for an accelerator, run on JAX's default platform here; `make gpu-check` runs them on a GPU.
 
-Numbers are held to NumPy's within what another device may round.
+Results are compared with NumPy's within the rounding errors of other devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def near(found: Any, wanted: Any, dtype: Any = np.float32) -> None:
 
 
 def buffer_of(variable: dflow.Variable) -> int:
-    """Where the value lies in the device's memory."""
+    """Address of the value in the device's memory."""
     return int(variable.home.store.buffer(variable.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
 
 

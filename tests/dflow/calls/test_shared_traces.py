@@ -41,7 +41,7 @@ def traced(request: pytest.FixtureRequest) -> Traced:
 
 @contextmanager
 def compilations() -> Iterator[list[str]]:
-    """The programs that XLA compiles within."""
+    """Return the programs that XLA compiles within the block."""
     found: list[str] = []
 
     def heard(event: str, duration: float, **_: Any) -> None:
@@ -145,7 +145,7 @@ def test_functions_of_one_code_share_nothing() -> None:
 
 def test_functions_that_are_equal_share_nothing() -> None:
     class Adds:
-        """Compared by its class alone, as a record whose state is no field of it."""
+        """Instances compare equal whatever their state, like a record that does not list its state as a field."""
 
         def __init__(self, variable: dflow.Variable) -> None:
             self.variable = variable
@@ -238,7 +238,7 @@ def test_a_variable_that_is_gone_is_not_looked_for() -> None:
     def fn(x: Any) -> Any:
         return variables["v"] + x
 
-    assert dflow.jit(fn).eval_shape(1.0).shape == ()  # a trace, and nothing that keeps its variable
+    assert dflow.jit(fn).eval_shape(1.0).shape == ()  # a trace, which does not keep its variable alive
     variables["v"] = dflow.Variable(2.0, name="second")
     assert float(dflow.jit(fn)(1.0)) == 3.0
     outer = dflow.jit(lambda x: dflow.jit(fn)(x) * 1)
@@ -253,7 +253,7 @@ class Model:
 
 
 def named(model: Any) -> tuple[Callable[[Any], Any], Callable[[float], None]]:
-    """A function of a variable that it closes over, deep in an object, and what puts another in its place."""
+    """Return a function that closes over a variable deep in an object, and a function that replaces the variable."""
     box = {"models": [model]}
 
     def inner(x: Any) -> Any:
@@ -294,7 +294,7 @@ def test_a_function_whose_names_stand_for_other_variables_is_traced_for_these(wa
     rename(3.0)
     assert float(made()(1.0)) == 3.0
     with pytest.warns(dflow.DuplicateNameWarning, match="variable 'w': expected an unused name"):
-        assert float(first(1.0)) == 2.0  # as one that was kept
+        assert float(first(1.0)) == 2.0  # like a result of `dflow.jit` that the caller kept
 
 
 def test_a_function_that_reaches_too_much_shares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +326,7 @@ def test_what_cannot_be_referred_to_weakly_is_compiled_too() -> None:
 
 
 def returning(variable: dflow.Variable) -> tuple[Callable[[Any], Any], list[Any]]:
-    """A function that returns a variable that it closes over, and the shapes it was traced for."""
+    """Return a function that returns a variable from its closure, and the shapes that it was traced for."""
     seen: list[Any] = []
 
     def fn(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Steps that are one XLA call: what they keep between calls is what everyone else sees."""
+"""Steps that are one XLA call: other accesses see the values that a step keeps between its calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.effort import examples
 
 THREADS, CALLS = 4, 50
 
-# Of functions that are made anew for each case.
+# Each case compiles its functions again.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
 
@@ -223,7 +223,7 @@ INTERRUPTS, LARGE = 20, 300
 
 
 def interrupted(work: Callable[[], Any]) -> int:
-    """How often `work` was called well, until an interrupt (Ctrl-C) at a moment that nobody chose."""
+    """Number of complete calls of `work` until an interrupt (Ctrl-C) at a random moment."""
     calls, begun = 0, threading.Event()
 
     def interrupt() -> None:
@@ -231,7 +231,7 @@ def interrupted(work: Callable[[], Any]) -> int:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    gc.disable()  # in a callback of a collection an interrupt is lost
+    gc.disable()  # an interrupt in a callback of the garbage collector is lost
     thread.start()
     try:
         for _ in range(100_000):
@@ -321,7 +321,7 @@ def test_a_step_whose_callback_raises_leaves_the_variables_it_writes(value: Call
 
 
 class Resource:
-    """Something passed to a function, which is gone when another is."""
+    """An argument of a function; its finalizer calls `meet`."""
 
     def __init__(self, meet: Callable[[], Any] = lambda: None) -> None:
         self._meet = meet
@@ -331,7 +331,7 @@ class Resource:
 
 
 class MeetingKey:
-    """The types of a call, whose hash is asked for as a plan is put: meanwhile garbage is collected."""
+    """A key of a call's types whose hash runs garbage collection, as may happen while a plan is stored."""
 
     def __init__(self, collect: Callable[[], Any]) -> None:
         self._collect = [collect]
@@ -420,7 +420,7 @@ def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> N
     assert looked_up(3) == 3
     single = looked_up._plans.single
     assert single is not None
-    single._state.results = []  # as in a call on another thread
+    single._state.results = []  # as during a call on another thread
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(looked_up, 5).result(60) == 5
 

@@ -1,4 +1,4 @@
-"""A function with state before it is called: traced, lowered, compiled."""
+"""The stages of a function with state before a call: traced, lowered, compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each trace is logged with what changed, from which line, and what it cost."""
+"""Each trace is logged with the changed argument, its line, and the time of the trace."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_a_variable_that_is_another_is_named() -> None:
 
 @pytest.fixture
 def remade(monkeypatch: pytest.MonkeyPatch) -> int:
-    """How often a function may be made anew."""
+    """Number of compilations at one line after which the warning comes."""
     monkeypatch.setattr("dflow.calls.trace_log.WARN_AFTER_REMAKING", 4)
     return 4
 

@@ -1,4 +1,4 @@
-"""Errors of a user's function reach the user without the frames of JAX and of dflow."""
+"""Tracebacks of errors in a user's function have no frames of JAX and dflow."""
 
 from __future__ import annotations
 

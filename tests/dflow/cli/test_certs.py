@@ -1,4 +1,4 @@
-"""`dflow certs`: what the files hold, by OpenSSL and by the package that wrote them, and who may read them."""
+"""`dflow certs`: the contents of its files, by OpenSSL and by the package that wrote them, and their permissions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from dflow.__main__ import main
-from dflow.distributed.transport.certificates import SKEW, KeyPair, issue_certificate, make_authority, self_signed
-from dflow.distributed.transport.identity import Identity
+from dflow.distributed.transport.security.certificates import (
+    SKEW,
+    KeyPair,
+    issue_certificate,
+    make_authority,
+    self_signed,
+)
+from dflow.distributed.transport.security.identity import Identity
 from dflow.tracing.errors import ConfigError
 
 NOW = datetime.now(UTC)

@@ -1,4 +1,4 @@
-"""What `dflow status` shows of a cluster that runs, made from two looks at it."""
+"""The output of `dflow status` for a running cluster, from two snapshots of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of tasks under the scrolling lines, as text."""
+"""The table of tasks below the scrolling lines, as text."""
 
 import io
 

@@ -26,13 +26,13 @@ BATCHES = [np.linspace(-1, 1, 3 * size, dtype=np.float32).reshape(size, 3) for s
 
 
 def loaded(exported: dflow.Exported, path: Path) -> dflow.Loaded:
-    """What comes back from a directory."""
+    """Return the functions loaded from a directory."""
     return dflow.load(exported.save(path / "made"), prefix="loaded/")
 
 
 def same(one: Any, other: Any) -> None:
-    """Whether two pytrees have the same structure and the same bits."""
-    # By their text, since a named tuple comes back with a class of its own.
+    """Assert that two pytrees have the same structure and the same bits."""
+    # Compared as text, since a loaded named tuple is an instance of another class.
     assert str(jax.tree_util.tree_structure(one)) == str(jax.tree_util.tree_structure(other))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         assert a.dtype == b.dtype
@@ -432,7 +432,7 @@ def test_a_method_a_compiled_method_and_a_function_of_jax_are_exported_alike(tmp
 
 ROWS, FACTORS = jnp.ones((2, 3)), {"k": 1}
 
-#: The arguments of a call, and what is said.
+#: Arguments of a call, and the expected message.
 WRONG_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a shape": ((jnp.ones((2, 4)), 1.0, FACTORS), {}, "was exported for x: f32[b,3], and called with f32[2,4]"),
     "a rank": ((jnp.ones(3), 1.0, FACTORS), {}, "was exported for x: f32[b,3], and called with f32[3]"),
@@ -448,7 +448,7 @@ WRONG_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A loaded function of a batch, a number and a dict."""
+    """Call a loaded function with a batch, a number and a dict."""
     specs = (BATCH, jnp.float32(1), {"k": jnp.int32(1)})
     exported = dflow.export({"run": (lambda x, s, y: x * s + y["k"], *specs)})
     return loaded(exported, tmp_path_factory.mktemp("export"))

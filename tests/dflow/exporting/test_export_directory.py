@@ -1,4 +1,4 @@
-"""The directory of an export: whole or not at all, and refused where it is damaged, newer, or no export."""
+"""The directory of an export: complete or absent, and refused if it is damaged, newer, or not an export."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """A copy of it, to damage."""
+    """Copy the directory, to damage the copy."""
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
 def changed(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
-    """Damage the manifest by changing what it says."""
+    """Damage the manifest by changing fields."""
 
     def damage(path: Path) -> None:
         content = json.loads((path / name).read_text())
@@ -86,14 +86,14 @@ def of_convention(version: int) -> Callable[[Path], None]:
 
 
 def put(path: Path, content: bytes) -> None:
-    """Make these bytes the program, as long as the manifest says and of the digest that it says."""
+    """Replace the program by these bytes, with matching size and digest in the manifest."""
     (path / "programs" / "serve").write_bytes(content)
     facts = {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     changed("manifest.json", lambda m: m["signatures"]["serve"].update(facts))(path)
 
 
 def of_a_newer_jax(path: Path) -> None:
-    """A program whose StableHLO this JAX does not know."""
+    """A program whose StableHLO version this JAX does not know."""
     program = jax.export.deserialize(bytearray((path / "programs" / "serve").read_bytes()))
     put(path, bytes(dataclasses.replace(program, mlir_module_serialized=b"ML\xefR of tomorrow").serialize()))
     changed("manifest.json", lambda m: m.update(jax="99.1"))(path)
@@ -101,7 +101,7 @@ def of_a_newer_jax(path: Path) -> None:
 
 COPY_AGAIN = "copy the directory again, or export again"
 
-#: How a directory is damaged, the fact, and the remedy.
+#: A kind of damage, the fact in the message, and the remedy.
 DAMAGES: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "no directory": (shutil.rmtree, "there is no directory", "dflow.export(fn, ...).save(path)"),
     "no manifest": (

@@ -1,4 +1,4 @@
-"""Random programs with state, exported and loaded, mean what JAX alone would do."""
+"""Random programs with state, exported and loaded, give the results of JAX alone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _numbers = itertools.count()
 
 
 def by_export(program: Program) -> list[Outcome]:
-    """What each run of the loaded program gives, and leaves in the variables."""
+    """Return the results of each run of the loaded program, and the variables after it."""
     machine = Traced(variables_of(program), [])
     exported = dflow.export({"run": (lambda x, y: program(machine, x, y), *ARGUMENTS)})
     with tempfile.TemporaryDirectory() as folder:
         there = dflow.load(exported.save(Path(folder) / "made"), prefix=f"export_{next(_numbers)}/")
-    # What the program does not touch is no part of its export.
+    # Variables that the program does not use are not part of its export.
     variables = [there.variables.get(variable.name, variable) for variable in machine.variables]
     outcomes = []
     for _ in range(TIMES):

@@ -1,4 +1,4 @@
-"""What cannot be exported: named with its line, and what to do instead."""
+"""Functions that cannot be exported are refused with their line and a remedy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALAR = dflow.spec("", jnp.float32)
 
 @jax.tree_util.register_pytree_node_class
 class Own:
-    """A pytree that only this file knows."""
+    """A pytree class that only this file knows."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -39,7 +39,7 @@ class Own:
 
 
 class Made:
-    """What the cases use, made anew for each."""
+    """The variables, functions and queues of the cases, made again for each case."""
 
     def __init__(self) -> None:
         self.w = dflow.Variable(jnp.zeros(3), name="w")
@@ -100,7 +100,7 @@ def differentiable_while(made: Made) -> Any:
     return dflow.export(lambda x: jax.lax.while_loop(lambda v: v < 3, lambda v: v + 1, x), SCALAR, vjp_order=1)
 
 
-#: What the mistake is, the fact, and the remedy. `HERE` stands for a line of this file.
+#: A mistake, the fact in the message, and the remedy. `HERE` stands for a line of this file.
 CASES: dict[str, tuple[Callable[[Made], Any], str, str]] = {
     "a queue": (
         lambda made: dflow.export(lambda: made.queue.dequeue() + 1),
@@ -253,7 +253,7 @@ def test_what_cannot_be_exported_is_named_with_its_line_and_a_remedy(case: str) 
 
 
 def test_a_mesh_of_several_devices_is_named() -> None:
-    """Without devices: an abstract mesh is enough to trace over."""
+    """An abstract mesh is enough to trace over, so no devices are needed."""
     mesh = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     spread = jax.shard_map(
         lambda x: x * 2,

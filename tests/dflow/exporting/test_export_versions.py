@@ -1,4 +1,4 @@
-"""Exports that older versions made, and still load. `exports/make.py` makes one."""
+"""Exports written by older versions still load. `exports/make.py` writes one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import dflow
 
-#: They were made on a CPU, for GPUs and TPUs too.
+#: They were written on a CPU, for GPUs and TPUs too.
 pytestmark = pytest.mark.device
 
 FOLDER = Path(__file__).parent / "exports"
@@ -21,7 +21,7 @@ MADE = sorted(path.name for path in FOLDER.glob("jax*"))
 
 
 def steps() -> Any:
-    """The arguments with which each was called when it was made."""
+    """Arguments of the calls of each export when it was written."""
     spec = importlib.util.spec_from_file_location("make_exports", FOLDER / "make.py")
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""An export from anywhere: it is loaded and called, or it is an ExportError."""
+"""An export of unknown origin is loaded and called, or raises an ExportError."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.hostile_files import changed_bytes, damage
 
 Pair = namedtuple("Pair", ["one", "two"])
 ARGUMENTS = (jnp.ones(3), {"a": (jnp.ones(2), None), "b": Pair(jnp.zeros(2), jnp.zeros(()))})
-#: Variables are in use while their names are.
+#: A variable keeps its name in use.
 NUMBERS = itertools.count()
 
 
@@ -53,7 +53,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def path(good: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the export, to damage it."""
     return Path(shutil.copytree(good, tmp_path / "copy"))
 
 
@@ -62,7 +62,7 @@ def load(path: Path, **options: Any) -> dflow.Loaded:
 
 
 def put(path: Path, content: bytes, name: str = "twice") -> None:
-    """Make these bytes a program, of the size and the digest that the manifest says."""
+    """Make these bytes a program, with matching size and digest in the manifest."""
     (path / "programs" / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["signatures"][name] |= {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -76,7 +76,7 @@ def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def program_of(fn: Callable[[Any], Any], *targets: str) -> export.Exported:
-    """A program that a loader takes for that of `twice`."""
+    """A program that the loader accepts as the one of `twice`."""
     checks = [export.DisabledSafetyCheck.custom_call(target) for target in targets]
     jitted = jax.jit(lambda state, constants, x: (fn(x), state), keep_unused=True)
     return export.export(jitted, disabled_checks=checks)({}, {}, jax.ShapeDtypeStruct((3,), "float32"))
@@ -87,7 +87,7 @@ def calling(target: str) -> Callable[[Any], Any]:
 
 
 def test_a_program_that_names_a_host_callback_is_refused(path: Path) -> None:
-    """Its callback is a pointer that the program itself says: called, it would end the process."""
+    """The pointer of its callback comes from the program itself: a call would end the process."""
     target = "xla_ffi_python_cpu_callback"
     put(path, program_of(calling(target), target).serialize())
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_a_derivative_is_as_good_as_before(good: Path) -> None:
 
 
 class Chest:
-    """A type of the user's in the trees of a program."""
+    """A class of the user's in the pytrees of a program."""
 
 
 def test_a_tree_of_a_users_type_is_refused_before_its_code_runs(path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_pipe_is_refused_and_not_waited_for(path: Path, file: str) -> None:
         load(path)
 
 
-#: A function that returns its argument, without the names of files, so that each byte means the same everywhere.
+#: A function that returns its argument, without file names, so that its bytes are equal everywhere.
 BYTECODE = base64.b64decode(
     b"TUzvUg1TdGFibGVITE9fdjEuOC4wAAEXBQEFBwEDCwMFDxMDKRMHAQsLExMTEwMJCwsLCwMHExcHAkkFCxcBAwMXAQMVFwEDQxcB"
     b"A5UDASMDHQ0dDykDDQURAwEDAQkEPQUBUAMBBwQtAwEFA1AFAwcEGQMDBwMDBwAFBAkDAQYDAQUBAHsRDwsFFREPCxFidWlsdGlu"

@@ -1,4 +1,4 @@
-"""Functions whose devices are chosen; run by `test_several_devices.py` where there are eight of them."""
+"""Functions whose devices are chosen by cost; `test_several_devices.py` runs this with eight devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dflow
-from tests.dflow.device_scopes_ import X, on, variable
+from tests.dflow.on_devices import X, on, variable
 
 
 def test_ops_that_may_choose_give_what_they_give_anywhere() -> None:

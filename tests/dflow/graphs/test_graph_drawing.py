@@ -1,4 +1,4 @@
-"""The picture of a graph: what becomes a box, where it stands, and that the SVG says it."""
+"""The picture of a graph: its boxes, their positions, and the SVG."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def joined(drawing: Drawing) -> set[tuple[str, str, str | None]]:
     return {(drawing.boxes[a].title, drawing.boxes[b].title, value) for a, b, value in drawing.edges}
 
 
-# What is drawn.
+# Boxes.
 
 
 def test_a_scope_is_one_box_and_its_gradient_another() -> None:
@@ -126,7 +126,7 @@ def test_every_graph_has_a_picture_whose_edges_go_forward(graph: Any) -> None:
     ET.fromstring(svg(drawing))
 
 
-# Where it stands.
+# Positions.
 
 _edges = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).filter(lambda edge: edge[0] < edge[1]), max_size=80)
 
@@ -165,7 +165,7 @@ def test_a_box_stands_beside_what_needs_it_not_at_the_top() -> None:
     assert layers[6] == layers[7] - 1 == 5
 
 
-# What the picture says.
+# The SVG.
 
 
 def test_the_picture_says_names_types_devices_and_effects() -> None:

@@ -1,4 +1,4 @@
-"""`dflow.graph`: text there and back, and running any part, fed and fetched by name."""
+"""`dflow.graph`: text and back, and runs of any part, fed and fetched by name."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def bound(program: Program) -> tuple[dflow.GraphView, list[dflow.Variable]]:
 
 
 def reference(graph: Graph, made: list[dflow.Variable]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every array of the graph by name, and the state at the end, from running all of it."""
+    """Run the whole graph; return every array by name, and the state at the end."""
     values = [value for node in graph.nodes for value in node.outputs if isinstance(value.type, ArrayType)]
     state = {variable.name: variable.read() for variable in made if variable.name in {ref.name for ref in graph.refs}}
     results, after = interpret(Graph(graph.inputs, graph.nodes, tuple(values)), ARGUMENTS, state)

@@ -1,8 +1,8 @@
-"""One program by `jax.jit` and by `dflow.jit`: results, errors, warnings and the user's frames must be the same.
+"""Compare a program under `jax.jit` and `dflow.jit`: results, errors, warnings and the user's frames must be equal.
 
-A program is a function of the `jit` to use. It runs twice with the same compiled functions, since a second call takes
-another way than a first; and with `dflow.jit` a second time over with a variable read added to each function, since
-state is what users add later: the result must stay what the function without it gives.
+A program takes the `jit` to use. It runs twice with the same compiled functions, since a first and a second call take
+different paths. With `dflow.jit` it runs again with a variable read added to each function: the results must not
+change.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import dflow
 
 Program = Callable[[Any], Any]
 
-#: What stands where two runs differ by nature: addresses, and lines of files.
+#: Placeholders for parts that always differ between two runs: addresses, and lines of files.
 _ACCIDENTS = ((r"0x[0-9a-f]+", "0x"), (r"[\w./<>-]+\.py:\d+(:\d+)?", "FILE"), (r"\bline \d+", "line"))
 
 
@@ -33,7 +33,7 @@ STATE = dflow.Variable(1.0, name="state")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a user sees of one run: the values of a result apart, since they are compared up to rounding."""
+    """Observations of one run. The values of results are separate, since they are compared up to rounding."""
 
     outcome: Any
     values: tuple[Any, ...]
@@ -41,7 +41,7 @@ class Seen:
 
 
 def with_state(fn: Any = None, **options: Any) -> Any:
-    """`dflow.jit` of a function that reads a variable too."""
+    """`dflow.jit` of the function with a variable read added."""
     if fn is None:
         return lambda function: with_state(function, **options)
     if not callable(fn):
@@ -59,7 +59,7 @@ WAYS = {"without state": dflow.jit, "with state": with_state}
 
 
 def same_as_jax_jit(programs: dict[str, Program], *, only_without_state: tuple[str, ...] = ()) -> Any:
-    """A test of each program, with and without state."""
+    """Make a test of each program, with and without state."""
     pairs = [(name, way) for name in programs for way in WAYS if name not in only_without_state or way != "with state"]
 
     @pytest.mark.parametrize(("name", "way"), pairs, ids=[f"{name}, {way}" for name, way in pairs])
@@ -76,7 +76,7 @@ def same_as_jax_jit(programs: dict[str, Program], *, only_without_state: tuple[s
 
 
 def seen_twice(program: Program, jit: Any) -> tuple[Seen, Seen]:
-    """What is seen of a first and of a second run with the functions that the first one made."""
+    """Return the observations of a first run, and of a second with the same compiled functions."""
     made: list[Any] = []
     return seen(program, _making(jit, made, 0)), seen(program, _making(jit, made, 1))
 
@@ -91,7 +91,7 @@ def _making(jit: Any, made: list[Any], run: int) -> Any:
         if run == 0 or number >= len(made):
             made.append(jit(fn, **options))
             if hasattr(made[-1], "clear_cache"):
-                made[-1].clear_cache()  # of the other way: both share the traces and programs of one function
+                made[-1].clear_cache()  # of the other `jit`: both share the traces and programs of one function
             return made[-1]
         return made[number]
 
@@ -99,7 +99,7 @@ def _making(jit: Any, made: list[Any], run: int) -> Any:
 
 
 def seen(program: Program, jit: Any) -> Seen:
-    """What is seen of one run."""
+    """Return the observations of one run."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -108,7 +108,7 @@ def seen(program: Program, jit: Any) -> Seen:
             outcome: Any = (_plain(str(tree)), tuple(_kind(leaf) for leaf in leaves))
         except Exception as error:
             values, outcome = (), _described(error)
-    # JAX says nothing of a value that is kept until it is used; tests/dflow/calls/test_leaks.py has what dflow says.
+    # JAX does not report a kept value before it is used; tests/dflow/calls/test_leaks.py tests dflow's report.
     said = [warning for warning in caught if warning.category is not dflow.LeakedTracerWarning]
     return Seen(outcome, values, tuple((warning.category.__name__, _plain(str(warning.message))) for warning in said))
 
@@ -133,9 +133,9 @@ def _value(leaf: Any) -> Any:
 def _described(error: BaseException) -> Any:
     here, own = str(Path(__file__).parent), __file__
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(here)]
-    # Each once: an error that JAX raises again from a cache has gathered the frames of every time.
+    # Without duplicates: an error that JAX raises again from a cache has the frames of each raise.
     users = tuple(dict.fromkeys(frame.name for frame in frames if frame.filename != own))
-    # Besides JAX's own notes there may be dflow's, which begin with the user's line and say what to do.
+    # dflow adds notes to JAX's, which begin with the user's line and have the remedy.
     notes = [
         note
         for note in getattr(error, "__notes__", ())

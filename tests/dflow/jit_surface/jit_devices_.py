@@ -1,4 +1,4 @@
-"""Arrays over several devices, meshes, shard_map and pmap; run by `test_several_devices.py` where there are eight."""
+"""Arrays over several devices, meshes, shard_map and pmap; `test_several_devices.py` runs this with eight devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
-#: How many of those that are there meshes have.
+#: Number of devices in the meshes.
 DEVICES = 4
 
 
@@ -30,7 +30,7 @@ def on(number: int, x: Any) -> jax.Array:
 
 
 def sharded(jit: Any, fn: Any, *args: Any, **options: Any) -> Any:
-    """The result, twice, and how it lies."""
+    """Return the results of two calls."""
     f = jit(fn, **options)
     return f(*args), f(*args)
 
@@ -83,7 +83,7 @@ def mapped_gradient(jit: Any) -> Any:
 
 
 def shapes_in(jit: Any) -> Any:
-    """What in_shardings say of a tree, and of an argument that lies otherwise."""
+    """Call with `in_shardings` for a tree, and with an argument elsewhere."""
     tree = {"a": NamedSharding(mesh(), P("i")), "b": None}
     f = jit(lambda t: t["a"] * t["b"], in_shardings=(tree,))
     return f({"a": jnp.arange(8.0), "b": 2.0}), f({"a": np.arange(8.0, dtype=np.float32), "b": 3.0})
@@ -169,8 +169,8 @@ def _by_default(jit: Any) -> Any:
         return first, f(1.0), f(on(1, 1.0)), f(np.ones(2, np.float32))
 
 
-#: With state: an error names the program that the function became; JAX's maps, outside of any function, compile what
-#: they are given by themselves; a device is refused; and keys are gathered.
+#: Differences with state: an error names the program that the function became; JAX's maps, outside of any function,
+#: compile their function themselves; a device is refused; and keys are gathered.
 WITHOUT_STATE = (
     "arrays on two devices",
     "in_shardings that an argument does not have",

@@ -1,4 +1,4 @@
-"""A function traced, lowered and compiled by hand, and the types of its results without running it."""
+"""Functions traced, lowered and compiled by hand, and the types of their results without a run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def donated(info: Any) -> Any:
 
 
 def jaxpr_text(jaxpr: Any) -> str:
-    """The jaxpr without what is counted up over the whole process."""
+    """Return the jaxpr's text without names that are numbered over the whole process."""
     return re.sub(r"\s+", " ", str(jaxpr))
 
 
@@ -47,7 +47,7 @@ def equation_of_options(jit: Any) -> Any:
 
 
 def stages(jit: Any) -> Any:
-    """What each stage tells of the function."""
+    """Return the public facts of each stage of the function."""
     x, w = jnp.ones((2, 3)), jnp.ones((3, 4))
     traced = jit(affine, donate_argnums=0).trace(x, w, b=1.0)
     lowered = traced.lower()
@@ -120,7 +120,7 @@ def counts(jit: Any) -> Any:
 
 
 def traced_by_hand_and_called(jit: Any) -> Any:
-    """How often the function runs in all."""
+    """Number of traces of the function in all."""
     runs: list[int] = []
     f = jit(lambda x: (runs.append(1), x + 1)[1])
     f.eval_shape(1.0)
@@ -232,7 +232,7 @@ PROGRAMS: dict[str, Program] = {
     ),
 }
 
-#: `lower`, the jaxpr and the number of programs are those of a function that does more.
+#: With a variable, `lower`, the jaxpr and the number of programs are those of a function with more ops.
 WITHOUT_STATE = tuple(name for name in PROGRAMS if "eval_shape" not in name)
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)

@@ -1,4 +1,4 @@
-"""What may be an argument or a result, and which types come out."""
+"""Values that may be arguments or results, and the types of the results."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Both(tuple):
-    """A tuple's subclass, which JAX knows nothing of."""
+    """A subclass of tuple, which JAX does not know."""
 
     __slots__ = ()
 
 
 class OwnList(list):
-    """A list's subclass, which JAX knows nothing of."""
+    """A subclass of list, which JAX does not know."""
 
 
 class OwnDict(dict):
-    """A dict's subclass, which JAX knows nothing of."""
+    """A subclass of dict, which JAX does not know."""
 
 
 @jax.tree_util.register_pytree_node_class
 class Matrix:
-    """A node that refuses children that are no matrices, as classes that check what they are given do."""
+    """A pytree node that refuses children other than matrices, like classes that check their fields."""
 
     def __init__(self, data: Any) -> None:
         if data.ndim != 2:
@@ -58,11 +58,11 @@ class NamedChild(Pair):
 
 
 class OwnFloat(float):
-    """A float's subclass."""
+    """A subclass of float."""
 
 
 class OwnInt(int):
-    """An int's subclass."""
+    """A subclass of int."""
 
 
 class Level(enum.IntEnum):
@@ -134,12 +134,12 @@ class Shaped:
 
 
 def echo(jit: Any, *args: Any) -> Any:
-    """The arguments through a function that gives them back, and changed by a little."""
+    """Pass the arguments through a function that returns them, unchanged and slightly changed."""
     return jit(lambda *xs: (xs, jax.tree.map(lambda x: x + x, xs)))(*args)
 
 
 def kinds(jit: Any, *args: Any) -> Any:
-    """What the function sees."""
+    """Return the types that the function sees."""
     seen: list[str] = []
 
     def look(*xs: Any) -> Any:
@@ -304,7 +304,7 @@ PROGRAMS: dict[str, Program] = {
     "arrays of a copy": lambda jit: jit(lambda x: __import__("copy").deepcopy(x) + __import__("copy").copy(x))(1.0),
 }
 
-#: Functions with state give arrays on the devices of their state, which are committed to none.
+#: Functions with state return uncommitted arrays on the devices of their state.
 WITHOUT_STATE = (
     "a backend",
     "a float too large",

@@ -1,4 +1,4 @@
-"""When a function is traced again, and what is let go of: caches, threads, garbage."""
+"""Repeated traces, and the release of caches, threads and garbage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Pair = namedtuple("Pair", "x y")
 
 
 def traces(jit: Any, *calls: Any, **options: Any) -> Any:
-    """How often the function had been traced after each call, a call being its positional arguments."""
+    """Number of traces after each call; a call is a tuple of positional arguments."""
     runs: list[int] = []
     f = jit(lambda *args: (runs.append(1), 0)[1], **options)
     counts = []
@@ -46,7 +46,7 @@ def traces_by_name(jit: Any) -> Any:
 
 
 def of_a_closure(jit: Any) -> Any:
-    """What a function closes over is gone with it."""
+    """The values that a function closes over are freed with it."""
     x = jnp.ones(10)
     f = (lambda held: lambda: held + 1)(x)
     g = jit(f)
@@ -151,7 +151,7 @@ def in_threads(jit: Any) -> Any:
 
 
 def in_threads_at_first(jit: Any) -> Any:
-    """All threads make the first call of one type."""
+    """All threads make the first call with one argument type."""
     f = jit(lambda x: jnp.sin(x) * 2)
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(lambda _: f(1.0), range(16)))
@@ -202,7 +202,7 @@ def under_transforms_again(jit: Any) -> Any:
 
 
 def many_types(jit: Any) -> Any:
-    """Old types stay warm while new ones come."""
+    """Old argument types stay cached while new ones come."""
     runs: list[int] = []
     f = jit(lambda x: (runs.append(1), x + 1)[1])
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Loops and branches, callbacks and checks, and state of JAX's own inside a function and around it."""
+"""Loops, branches, callbacks and checks, and JAX's own state inside and around a function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT = jax.ShapeDtypeStruct((), jnp.float32)
 
 
 def printed(jit: Any, fn: Any, *args: Any) -> Any:
-    """What a debug print or callback tells, in the order in which it does."""
+    """Output of debug prints and callbacks, in their order."""
     told: list[str] = []
     results = jit(functools.partial(fn, lambda *values: told.append(" ".join(map(str, values)))))(*args)
     jax.effects_barrier()
@@ -55,7 +55,7 @@ def ordered_in_a_loop(jit: Any) -> Any:
 
 
 def values_from_outside(jit: Any) -> Any:
-    """Each call asks again, the second too."""
+    """Each call runs the callback again, the second call too."""
     calls: list[int] = []
 
     def ask() -> Any:
@@ -195,7 +195,7 @@ def fibonacci(jit: Any) -> Any:
 
 
 def a_ref_beside_a_large_array(jit: Any) -> Any:
-    """The array is one of those that dflow looks after by itself."""
+    """The array is large enough that dflow makes it an input."""
     ref, table = jax.new_ref(jnp.zeros(())), jnp.ones((256, 256))
 
     @jit
@@ -298,8 +298,8 @@ def _failure(jit: Any) -> Any:
         return error
 
 
-#: JAX's loops and checkify, outside of any function, compile what they are given by themselves; and a `jax.Ref`
-#: cannot stand beside variables, which the function says when it is called.
+#: JAX's loops and checkify, outside of any function, compile their function themselves. A `jax.Ref` and a variable
+#: cannot be used in one function, which a call reports.
 WITHOUT_STATE = (
     "scan of a jitted function",
     "while_loop of jitted functions",

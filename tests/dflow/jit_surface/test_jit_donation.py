@@ -1,4 +1,4 @@
-"""Arguments given away: which are deleted, what is warned about, and what fails afterwards."""
+"""Donated arguments: the deleted ones, the warnings, and the errors of later uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
 
 def lost(jit: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, **options: Any) -> Any:
-    """The results, and which of the arguments' arrays were deleted, in a first and in a second call."""
+    """Return the results and the deleted arguments of a first and a second call."""
     f = jit(fn, **options)
     seen = []
     for _ in range(2):
@@ -169,8 +169,8 @@ PROGRAMS: dict[str, Program] = {
     "of a partial": lambda jit: lost(jit, functools.partial(lambda a, x: a + x, 1.0), (jnp.ones(3),), donate_argnums=0),
 }
 
-#: The plan of a function with state keeps all its arguments, whatever `keep_unused` says, and warns of none; under a
-#: transform that runs at once it donates none.
+#: A function with state keeps all its arguments, whatever `keep_unused` is, and warns of none. Under a transform that
+#: runs immediately it donates none.
 WITHOUT_STATE = ("a name of a builtin", "unused and kept", "under grad", "under vmap")
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)

@@ -1,4 +1,4 @@
-"""Errors in the user's program: their types, their words, the user's frames in the traceback."""
+"""Errors in the user's program: their types, their messages, the user's frames in the traceback."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
 
 class OwnError(Exception):
-    """An error of the user's."""
+    """An exception class of the user's."""
 
 
 def raises(x: Any) -> Any:
@@ -38,7 +38,7 @@ def raises_from(x: Any) -> Any:
 
 
 def chain(jit: Any, fn: Any) -> Any:
-    """The errors behind the error."""
+    """Return the chain of causes of the error."""
     try:
         jit(fn)(1.0)
     except Exception as error:
@@ -50,7 +50,7 @@ def chain(jit: Any, fn: Any) -> Any:
 
 
 def last_frames(jit: Any) -> Any:
-    """The names of the last frames, and whether frames of the library stand among them."""
+    """Return the names of the last frames, and whether any of them is a library's."""
     try:
         jit(raises)(1.0)
     except OwnError as error:
@@ -58,7 +58,7 @@ def last_frames(jit: Any) -> Any:
 
 
 def raises_once(jit: Any) -> Any:
-    """A function whose first trace fails and whose second one does not."""
+    """Return a function whose first trace fails and whose second succeeds."""
     calls: list[int] = []
 
     def fn(x: Any) -> Any:
@@ -110,7 +110,7 @@ def a_leak_from_a_loop(jit: Any) -> Any:
 
 
 def exits(jit: Any, error: type[BaseException]) -> Any:
-    """What is no `Exception` goes through."""
+    """Exceptions that are not an `Exception` pass through."""
 
     def fn(x: Any) -> Any:
         raise error("stop")

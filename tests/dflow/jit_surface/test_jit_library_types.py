@@ -1,4 +1,4 @@
-"""Types of no arrays, a `jax.Ref` and what a library brings, and arrays that are large: they run as JAX does."""
+"""Types without arrays, a `jax.Ref`, types of libraries, and large arrays behave as under JAX."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
 @dataclass(frozen=True)
 class Wrapped:
-    """A value of a type that a library brought to JAX."""
+    """A value of a type that a library registered with JAX."""
 
     value: Any
 
@@ -43,7 +43,7 @@ TABLE = jnp.ones((128, 256))
 
 
 def adding_to(ref: Any, jit: Any) -> Any:
-    """What a `jax.Ref` that the function closes over holds after each of two calls."""
+    """Value of a `jax.Ref` in the function's closure after each of two calls."""
 
     @jit
     def add(x: Any) -> Any:

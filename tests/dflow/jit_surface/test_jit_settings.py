@@ -1,4 +1,4 @@
-"""JAX's settings and contexts: a function follows each, and is traced anew when one of them changes."""
+"""JAX's settings and contexts: a function follows each, and is traced again when one changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.dflow.jit_surface.comparison import Program, same_as_jax_jit
 
 
 def under(jit: Any, fn: Any, contexts: list[AbstractContextManager[Any]], *args: Any, **options: Any) -> Any:
-    """The results, and how often the function had been traced, after a call in each context."""
+    """Return the results and the number of traces after a call in each context."""
     traces: list[int] = []
     f = jit(lambda *xs: (traces.append(1), fn(*xs))[1], **options)
     seen = []
@@ -24,7 +24,7 @@ def under(jit: Any, fn: Any, contexts: list[AbstractContextManager[Any]], *args:
 
 
 def eagerly(jit: Any) -> Any:
-    """Which types the function sees where JAX's jit is turned off, and how often it runs."""
+    """Return the types that the function sees without JAX's jit, and the number of its runs."""
     seen: list[str] = []
     f = jit(lambda x, n: (seen.append(type(x).__name__), x * n)[1], static_argnums=1)
     with jax.disable_jit():
@@ -33,7 +33,7 @@ def eagerly(jit: Any) -> Any:
 
 
 def eagerly_printed(jit: Any) -> Any:
-    """Values are concrete: Python's own branches work."""
+    """Values are concrete, so Python's branches work."""
     with jax.disable_jit():
         return jit(lambda x: x if x > 1 else -x)(2.0), jit(lambda x: float(x))(1.5), jit(lambda x: [1, 2][x])(1)
 

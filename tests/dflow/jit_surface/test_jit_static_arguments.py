@@ -1,4 +1,4 @@
-"""Which arguments are static, however that is said."""
+"""Static arguments, by each way to declare them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def varied(x: Any, *rest: Any, **named: Any) -> Any:
 
 
 def traces(jit: Any, fn: Any, calls: list[tuple[Any, ...]], **options: Any) -> Any:
-    """How often the function was traced after each call."""
+    """Number of traces after each call."""
     count = [0]
 
     def counted(*args: Any) -> Any:
@@ -61,7 +61,7 @@ def traces(jit: Any, fn: Any, calls: list[tuple[Any, ...]], **options: Any) -> A
 
 
 def tracers(jit: Any, *args: Any, options: dict[str, Any], **kwargs: Any) -> Any:
-    """Which parameters are traced."""
+    """Return the names of the traced parameters."""
     found = {}
 
     def f(x: Any, y: Any) -> int:

@@ -89,7 +89,7 @@ def linearized_again(jit: Any) -> Any:
 
 
 def traces_under_grad(jit: Any) -> Any:
-    """How often the function runs under transforms that are called twice."""
+    """Number of runs of the function under transforms that are called twice."""
     runs: list[int] = []
     f = jit(lambda x: (runs.append(1), x * x)[1])
     seen = []
@@ -118,7 +118,7 @@ def two_axes(jit: Any) -> Any:
 
 
 def jvp_of_a_closure(jit: Any) -> Any:
-    """A function that closes over a value being differentiated, called twice."""
+    """A function whose closure holds a differentiated value, called twice."""
 
     def outer(x: Any) -> Any:
         inner = jit(lambda y: y * x)
@@ -229,8 +229,8 @@ PROGRAMS: dict[str, Program] = {
     "a pullback as a result": lambda jit: jit(lambda x: jax.vjp(jnp.sin, x)[1])(0.5)(1.0),
 }
 
-#: A plain `jax.grad` as the outermost transform runs checkpointed parts by itself, where no state can be; dflow.grad or
-#: dflow.jit around it, can.
+#: A plain `jax.grad` as the outermost transform runs checkpointed parts itself, so they cannot hold state;
+#: `dflow.grad`, or `dflow.jit` around it, lets them.
 WITHOUT_STATE = ("checkpoint", "checkpoint with a policy")
 
 test_the_same_as_jax_jit = same_as_jax_jit(PROGRAMS, only_without_state=WITHOUT_STATE)

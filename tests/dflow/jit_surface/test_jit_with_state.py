@@ -1,4 +1,4 @@
-"""A function with state where `jax.jit` has none to compare with: what it writes, loses, refuses and traces again."""
+"""Functions with state, which `jax.jit` does not have: their writes, losses, refusals and repeated traces."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_a_write_under_plain_grad_that_does_not_depend_is_kept() -> None:
 
 
 def test_warm_calls_stay_warm_after_a_look() -> None:
-    """A look ends JAX's first attempt by an exception; later calls must not fall back to its slow path."""
+    """A look at the values ends JAX's first attempt by an exception; later calls must not use its slow path."""
     calls: list[int] = []
     f = dflow.jit(lambda x: (calls.append(1), x + 1)[1])
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""What a jitted function is: its names, its signature, methods, callables of every kind, copies."""
+"""Attributes of a jitted function: names, signature, methods, callables of every kind, copies."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def made_in_init(jit: Any) -> Any:
 
 
 def an_attribute_of_an_object(jit: Any) -> Any:
-    """A function kept as an attribute is no method."""
+    """A function that is an attribute of an object is not a method."""
     holder = types.SimpleNamespace(step=jit(lambda x: x * 2))
     return holder.step(1.0)
 
@@ -210,7 +210,7 @@ def mutual_recursion(jit: Any) -> Any:
 
 
 def reentrant(jit: Any) -> Any:
-    """The Python function calls the jitted one on other arguments, outside of its own trace."""
+    """The Python function calls the jitted one on other arguments, not in its trace."""
 
     @jit
     def fn(x: Any) -> Any:
@@ -223,7 +223,7 @@ def reentrant(jit: Any) -> Any:
 
 
 def closed_over_and_changed(jit: Any) -> Any:
-    """What a function closes over is read when it is traced."""
+    """Closed-over values are read when the function is traced."""
     factor = [2.0]
     f = jit(lambda x: x * factor[0])
     before = f(1.0)
@@ -339,7 +339,7 @@ PROGRAMS: dict[str, Program] = {
     "in np.vectorize": lambda jit: np.vectorize(jit(lambda x: x * 2))(np.arange(3.0)),
 }
 
-#: These ask about the object itself, or about functions that a wrapper would hide.
+#: These programs test the object itself, or functions that a wrapper would hide.
 WITHOUT_STATE = (
     "its attributes",
     "an async function",

@@ -1,4 +1,4 @@
-"""Every transformation of optax and of its contrib, and what its update takes beside gradients."""
+"""Every transformation of optax and optax.contrib, with the arguments of its update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optax import contrib
 
 @dataclass(frozen=True)
 class Case:
-    """`extra` are the names of the arguments that the update takes beside gradients, state and parameters.
+    """A transformation. `extra` has the names of its update's arguments other than gradients, state and parameters.
 
     With `by_example` the update takes a gradient for each example.
     """
@@ -41,7 +41,7 @@ def _labels(tree: Any) -> Any:
 _BY_LABEL = {"kernel": optax.adam(1e-2), "bias": optax.sgd(0.1)}
 _RATE = 1e-2
 
-#: Those that take a learning rate and need nothing else.
+#: Transformations that need only a learning rate.
 _RATED = (
     "adabelief adadelta adagrad adam adamax adamaxw adamw adan amsgrad fromage lamb lars lion nadam nadamw",
     "novograd optimistic_adam_v2 optimistic_gradient_descent radam rmsprop rprop scale_by_learning_rate",
@@ -52,7 +52,7 @@ _RATED_CONTRIB = (
     "simplified_ademamix",
 )
 
-#: Those that need nothing.
+#: Transformations without arguments.
 _PLAIN = (
     "centralize identity keep_params_nonnegative normalize_by_update_norm scale_by_adadelta scale_by_adam",
     "scale_by_adamax scale_by_adan scale_by_amsgrad scale_by_belief scale_by_distance_over_gradients",
@@ -69,8 +69,8 @@ def _split(lines: tuple[str, ...]) -> list[str]:
     return " ".join(lines).split()
 
 
-#: One of each family of the above: adam for those by its moments (adamw, nadam, scale_by_adam and so on), sgd for those
-#: by a factor or a sign, rmsprop and adagrad for those by running and by summed squares.
+#: One transformation of each family: adam for families with moments (adamw, nadam, scale_by_adam and so on), sgd for
+#: those with a factor or a sign, rmsprop and adagrad for those with running and with summed squares.
 _OF_EACH_FAMILY = (
     "adam sgd rmsprop adagrad lion lamb sm3 novograd scale_by_lbfgs optimistic_gradient_descent centralize zero_nans",
     "contrib.muon contrib.prodigy contrib.dog contrib.schedule_free_adamw contrib.madgrad contrib.cocob",
@@ -78,7 +78,7 @@ _OF_EACH_FAMILY = (
 
 
 def _scaled(transformation: Any) -> Any:
-    """With a step small enough that the loss stays finite."""
+    """The transformation with a step that is small enough to keep the loss finite."""
     return optax.chain(transformation, optax.scale(-_RATE))
 
 
@@ -158,7 +158,7 @@ CASES: dict[str, Case] = {
 }
 
 _UNIFORM = {*_split(_RATED), *_split(_PLAIN)} | {f"contrib.{name}" for name in _split(_RATED_CONTRIB + _PLAIN_CONTRIB)}
-#: Cases that another case of their family covers too; they run on one Python only.
+#: Cases that another case of their family covers too; they run on one Python version.
 SIBLINGS = _UNIFORM - {*_split(_OF_EACH_FAMILY)}
 
 #: Transformations without a case, and the reason.

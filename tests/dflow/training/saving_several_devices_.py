@@ -1,6 +1,6 @@
-"""Sharded arrays are written by shard, and read into whatever sharding is asked for: sharding is a view.
+"""Sharded arrays are written by shard, and read into any sharding.
 
-Run by `test_several_devices.py` where there are eight devices.
+`test_several_devices.py` runs this with eight devices.
 """
 
 from __future__ import annotations

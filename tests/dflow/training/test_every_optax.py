@@ -19,8 +19,8 @@ from tests.dflow.training.optax_cases import CASES, LEFT_OUT, SIBLINGS, Case
 
 STEPS = 20
 
-#: XLA sums over all parameters in another order in these compiled programs, as it does in plain JAX when arguments are
-#: donated. The operations are the same, as the runs op by op show.
+#: XLA sums over all parameters in another order in these compiled programs, as it does in plain JAX with donated
+#: arguments. The operations are equal, as the runs op by op show.
 SUMMED_OTHERWISE = ("contrib.dadapt_adamw", "contrib.mechanize")
 
 
@@ -55,7 +55,7 @@ def extra_of(case: Case, value: Any, gradients: Any, x: Any, y: Any) -> dict[str
 
 
 def with_optax(case: Case) -> Any:
-    """Parameters, state and losses of optax alone."""
+    """Return the parameters, state and losses of optax alone."""
     transformation, params = case.make(), parameters()
     state, losses = transformation.init(params), []
 
@@ -75,7 +75,7 @@ def with_optax(case: Case) -> Any:
 
 
 def with_dflow(case: Case) -> Any:
-    """The same by `dflow.Optimizer`."""
+    """Return the same for `dflow.Optimizer`."""
     model = dflow.variables(parameters())
     optimizer = dflow.Optimizer(case.make(), model)
 
@@ -108,7 +108,7 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:step was compiled 50 times:dflow.RetraceWarning")  # a step for each case
+@pytest.mark.filterwarnings("ignore:step was compiled 50 times:dflow.RetraceWarning")  # one step a case
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.once) if n in SIBLINGS else n for n in CASES])
 def test_training_has_the_bits_of_optax(name: str) -> None:
     wanted, got = with_optax(CASES[name]), with_dflow(CASES[name])

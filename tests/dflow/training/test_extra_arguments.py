@@ -1,4 +1,4 @@
-"""The extra arguments of `Optimizer.apply`: which are refused, with the user's line, and which reach the update."""
+"""Extra arguments of `Optimizer.apply`: accepted by the update, or refused with the user's line."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_an_argument_that_is_needed_and_not_given_is_named(name: str, given: dic
         optimizer.apply(jnp.ones(3), **given)
 
     words = rf"apply: expected the extra arguments that the transformation needs, got {'valu' if given else 'none'}: "
-    if name == "sam" and given:  # its update has no place for others, so that Python tells
+    if name == "sam" and given:  # its update takes no others, so Python raises the error
         words, needed = "apply: expected extra arguments that the transformation uses, got 'valu'", ""
     with pytest.raises(GraphTypeError, match=rf"{words}.*{needed}") as caught:
         (dflow.jit(step) if traced else step)()
@@ -151,7 +151,7 @@ def rosenbrock(params: Any, scale: Any) -> Any:
 
 
 def minimised(device: Any) -> Any:
-    """The variables after a few steps of L-BFGS, whose line search calls a function of the step's own data."""
+    """Return the variables after a few steps of L-BFGS, whose line search calls a function of the step's own data."""
     with device.parameter_servers():
         model = dflow.variables({"x": jnp.zeros(2), "y": jnp.full(2, 2.0)}, prefix="rosenbrock/")
         optimizer = dflow.Optimizer(optax.lbfgs(), model, name="lbfgs")

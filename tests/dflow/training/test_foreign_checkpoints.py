@@ -1,4 +1,4 @@
-"""A checkpoint from anywhere: it is restored, or it is a CheckpointError and every variable is as it was."""
+"""A checkpoint of unknown origin is restored, or raises a CheckpointError and leaves every variable unchanged."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(path: Path, file: str, ki
 
 
 def test_a_link_to_a_file_is_as_good_as_the_file(path: Path) -> None:
-    """Some stores of models keep every file elsewhere."""
+    """Some model stores keep the files elsewhere and link to them."""
     shutil.move(path / "w" / "c.0", path.parent / "blob")
     (path / "w" / "c.0").symlink_to(path.parent / "blob")
     assert read_arrays(path).read({"w": None})["w"].sum() == 15
@@ -141,7 +141,7 @@ def test_a_file_longer_than_its_chunk_is_refused_unread(path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def state() -> dict[str, Any]:
-    """Variables of several kinds, one of them a generator."""
+    """Variables of several kinds, and a generator."""
     w = dflow.Variable(jnp.arange(6.0), name="foreign/w")
     y = dflow.Variable(jnp.zeros((2, 2), "int8"), name="foreign/y")
     return {"w": w, "y": y, "noise": dflow.Generator(3, name="foreign/noise")}

@@ -54,7 +54,7 @@ def test_the_key_that_comes_next_is_not_derived_from_one_given() -> None:
 
 def test_outside_of_traced_code_a_split_is_one_step_on_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = dflow.Generator(0)
-    # Were it a read and a write, a compiled step between the two would draw the same keys.
+    # With a separate read and write, a compiled step between them would draw the same keys.
     monkeypatch.setattr(type(generator.key.home), "read", None)
     assert generator.split(2).shape == (2,)
 

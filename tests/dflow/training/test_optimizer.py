@@ -1,4 +1,4 @@
-"""`dflow.Optimizer` against optax on arrays, for dicts, Flax and Haiku parameters; its slots, and what it refuses."""
+"""`dflow.Optimizer` against optax on arrays, for dicts, Flax and Haiku parameters; its slots and its errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def batches() -> list[tuple[Any, Any]]:
 
 
 def plain_jax(transformation: Any, params: Any, loss: Any) -> tuple[Any, Any, list[float]]:
-    """The parameters, the state and the losses after training with optax alone."""
+    """Return the parameters, the state and the losses of training with optax alone."""
     state, losses = transformation.init(params), []
 
     @jax.jit
@@ -212,7 +212,7 @@ def test_slots_that_begin_as_a_copy_of_the_parameters() -> None:
     np.testing.assert_array_equal(weights, [1, 2, 3])
 
 
-# Bad input, with the user's line.
+# Wrong arguments, with the user's line.
 
 
 def assert_names_line(error: BaseException, words: str) -> None:

@@ -1,4 +1,4 @@
-"""An optimizer without a name has one that any process derives from the variables."""
+"""An optimizer without a name gets one that every process derives from its variables."""
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""`dflow.save` and `dflow.restore`: one moment's state in a folder, and back, whole or not at all."""
+"""Saving and restoring: all types, generators and optimizers; errors leave every variable as it was."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +19,12 @@ import pytest
 import zarr
 
 import dflow
-from dflow.lowering import local
 from dflow.lowering.files.array_files import read_arrays
-from dflow.lowering.state.store import Store
 from dflow.state_backends import LOCAL
-from dflow.tracing.errors import CheckpointError, VariableError, VariableShapeError
-from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.errors import CheckpointError, VariableError
 
-#: A second set of variables of the same names stands for those of a program that is started again.
+#: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
-
-WAIT_S = 60.0
 
 
 def _model(scale: float) -> Any:
@@ -121,133 +113,6 @@ def test_a_generator_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     dflow.save(tmp_path / "c", dflow.Generator(1, name="g", impl="rbg"))
     with pytest.raises(dflow.CheckpointError, match=r"changed .* g .* u32\[4\] of rbg .* u32\[4\] of unsafe_rbg"):
         dflow.restore(tmp_path / "c", dflow.Generator(1, name="g", impl="unsafe_rbg"))
-
-
-def test_all_of_a_container_is_saved_by_its_name(tmp_path: Path) -> None:
-    with dflow.container("run1"):
-        model = _model(2)
-        with dflow.container("inner"):
-            dflow.Generator(0, name="unkept")
-            count = dflow.Variable(5, name="count")
-    dflow.save(tmp_path / "c", "run1")
-    names = ["run1/dense/b", "run1/dense/w", "run1/inner/count", "run1/step"]
-    assert sorted(read_arrays(tmp_path / "c").types) == names
-    count.assign(0)
-    dflow.restore(tmp_path / "c", "run1")
-    assert int(count) == 5
-    with dflow.container("run2"):
-        other = _model(0)
-    dflow.restore(tmp_path / "c", other, names=lambda name: name.replace("run2", "run1", 1), ignore=["unexpected"])
-    _same(other, model)
-    dflow.reset_container("run1")
-    with pytest.raises(dflow.VariableError, match="container 'run1' was reset"):
-        dflow.save(tmp_path / "d", model)
-    assert os.listdir(tmp_path) == ["c"]
-
-
-def test_differences_are_a_table_and_nothing_is_restored(tmp_path: Path) -> None:
-    dflow.save(tmp_path / "c", _model(3))
-    model = dflow.variables({"dense": {"w": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}, "step": jnp.int32(1)})
-    before = dflow.read(model)
-    with pytest.raises(dflow.CheckpointError) as caught:
-        dflow.restore(tmp_path / "c", model)
-    text = str(caught.value)
-    assert re.search(r"and the variables differ, and nothing is restored\n  at .*test_saving.py:\d+", text)
-    for row in (
-        r"missing +│ dense/bias +│ - +│ f32\[3\]",
-        r"unexpected +│ dense/b +│ f32\[3\] +│ -",
-        r"changed +│ dense/w +│ f32\[2,3\] +│ f32\[3,2\]",
-        r"1 arrays fit",
-        r"give ignore=\['missing', 'unexpected', 'changed'\]; where names differ alone, give names=",
-    ):
-        assert re.search(row, text), text
-    jax.tree.map(np.testing.assert_array_equal, dflow.read(model), before)
-
-
-def test_what_fits_is_restored_when_that_is_asked_for(tmp_path: Path) -> None:
-    dflow.save(tmp_path / "c", _model(3))
-    model = dflow.variables({"dense": {"w": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}, "step": jnp.int32(1)})
-    report = dflow.restore(tmp_path / "c", model, strict=False)
-    assert (int(model["step"]), float(model["dense"]["w"].sum())) == (3, 0.0)
-    assert report.restored == ("step",)
-    assert report.missing == {"dense/bias": "f32[3]"}
-    assert report.unexpected == {"dense/b": "f32[3]"}
-    assert report.changed == {"dense/w": ("f32[2,3]", "f32[3,2]")}
-    model["step"].assign(0)
-    with pytest.raises(dflow.CheckpointError, match=r"give ignore=\['missing', 'changed'\]"):
-        dflow.restore(tmp_path / "c", model, ignore=["unexpected"])
-    assert int(model["step"]) == 0
-    with pytest.raises(dflow.CheckpointError, match=r"(?s)ignore='missing'.*\n.*give it some of \['missing'"):
-        dflow.restore(tmp_path / "c", model, ignore="missing")
-
-
-def test_names_map_variables_to_arrays(tmp_path: Path) -> None:
-    v = dflow.Variable(jnp.arange(3), name="v")
-    dflow.save(tmp_path / "c", v, names=lambda name: f"old/{name}")
-    w = dflow.Variable(jnp.zeros(3, int), name="w")
-    dflow.restore(tmp_path / "c", w, names={"w": "old/v"})
-    assert w.read().tolist() == [0, 1, 2]
-    with pytest.raises(dflow.CheckpointError, match=r"names gives 3 for variable 'w', a int"):
-        dflow.save(tmp_path / "d", w, names=lambda _: 3)  # type: ignore[arg-type, return-value]
-
-
-def test_what_has_no_name_goes_by_its_path_whatever_was_made_before_it(tmp_path: Path) -> None:
-    def state(order: list[str]) -> dict[str, Any]:
-        made = {name: dflow.Variable(jnp.full(3, float(ord(name)))) for name in order}
-        optimizer = dflow.Optimizer(optax.adam(0.1), {"a": made["a"], "c": made["c"]})
-        return {"norm": {"a": made["a"], "b": [made["b"]]}, "c": made["c"], "opt": optimizer, "key": dflow.Generator(1)}
-
-    saved = state(["a", "b", "c"])
-    dflow.save(tmp_path / "c", saved)
-    slots = {"opt/0/count", "opt/0/mu/a", "opt/0/mu/c", "opt/0/nu/a", "opt/0/nu/c"}
-    assert set(read_arrays(tmp_path / "c").types) == {"norm/a", "norm/b/0", "c", "key", *slots}
-    restored = state(["c", "b", "a"])
-    for leaf in jax.tree.leaves((restored["norm"], restored["c"]), is_leaf=dflow.is_variable):
-        leaf.assign(jnp.zeros(3))
-    report = dflow.restore(tmp_path / "c", restored)
-    assert set(report.restored) == set(read_arrays(tmp_path / "c").types)
-    _same((restored["norm"], restored["c"]), (saved["norm"], saved["c"]))
-    dflow.restore(tmp_path / "c", {"other": restored["c"]}, names={"other": "norm/a"}, ignore=["unexpected"])
-    assert restored["c"].read().tolist() == [float(ord("a"))] * 3
-
-
-def test_the_slots_of_variables_without_names_go_by_their_paths(tmp_path: Path) -> None:
-    named, unnamed = dflow.Variable(1.0, name="w"), dflow.Variable(2.0)
-    optimizer = dflow.Optimizer(optax.sgd(0.1, momentum=0.9), {"x": named, "y": unnamed}, name="sgd")
-    dflow.save(tmp_path / "c", {"model": {"y": unnamed, "twice": unnamed, "x": named}, "optimizer": optimizer})
-    assert set(read_arrays(tmp_path / "c").types) == {"w", "model/twice", "sgd/0/trace/w", "sgd/0/trace/y"}
-
-
-@pytest.mark.parametrize(
-    ("made", "kind"),
-    [
-        (lambda: dflow.Variable(1.0), "variable"),
-        (lambda: [{"w": dflow.Variable(1.0, name="w")}, dflow.Variable(1.0)], "variable"),
-        (lambda: dflow.Generator(0), "generator"),
-        (lambda: [dflow.Optimizer(optax.adam(0.1), [dflow.Variable(1.0, name="w")])], "optimizer"),
-    ],
-)
-@pytest.mark.parametrize("task", ["save", "restore"])
-def test_what_has_neither_a_name_nor_a_key_is_refused(tmp_path: Path, made: Any, kind: str, task: str) -> None:
-    with pytest.raises(CheckpointError, match=rf"(?s){task} was given {kind} '\w+_\w+', whose name is made up.*'name'"):
-        getattr(dflow, task)(tmp_path / "c", made())
-    with dflow.container("made_up"):
-        kept = made()
-    with pytest.raises(CheckpointError, match="whose name is made up"):
-        getattr(dflow, task)(tmp_path / "c", "made_up")
-    assert kept
-    dflow.reset_container("made_up")
-
-
-def test_two_variables_of_one_name_are_refused(tmp_path: Path) -> None:
-    one, two = dflow.Variable(1.0, name="same"), dflow.Variable(2.0, name="same")
-    dflow.save(tmp_path / "c", [one, {"again": one}])
-    with pytest.raises(dflow.CheckpointError, match=r"(?s)two variables would be the array 'same': .* at .* and <Var"):
-        dflow.save(tmp_path / "d", [one, two])
-    other = dflow.Variable(2.0, name="other")
-    with pytest.raises(dflow.CheckpointError, match="two variables would be the array 'same'"):
-        dflow.restore(tmp_path / "c", [one, other], names={"other": "same"})
-    assert os.listdir(tmp_path) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -341,115 +206,6 @@ def test_what_a_failed_step_lost_is_restored(tmp_path: Path) -> None:
         dflow.save(tmp_path / "d", v)
     dflow.restore(tmp_path / "c", v)
     assert v.read().tolist() == [1.0] * 3
-
-
-def test_a_save_while_four_threads_train_holds_one_moment(tmp_path: Path) -> None:
-    one, two = dflow.Variable(jnp.zeros(1000), name="one"), dflow.Variable(jnp.zeros(1000), name="two")
-    done = threading.Event()
-
-    @dflow.jit
-    def both() -> None:
-        one.assign_add(jnp.ones(1000))
-        two.assign_add(jnp.ones(1000))
-
-    @dflow.jit
-    def swapped() -> None:
-        mean = (one + two) / 2
-        two.assign(mean + 1)
-        one.assign(mean + 1)
-
-    def train(step: Any) -> int:
-        steps = 0
-        while not done.is_set():
-            step()
-            steps += 1
-        return steps
-
-    with ThreadPoolExecutor(4) as pool:
-        training = [pool.submit(train, step) for step in (both, swapped, both, swapped)]
-        try:
-            seen = []
-            for number in range(8):
-                dflow.save(tmp_path / str(number), [one, two])
-                files = read_arrays(tmp_path / str(number)).read({"one": None, "two": None})
-                np.testing.assert_array_equal(files["one"], files["two"])
-                assert len(np.unique(files["one"])) == 1
-                seen.append(float(files["one"][0]))
-        finally:
-            done.set()
-        assert all(future.result(WAIT_S) for future in training)
-    assert seen == sorted(seen)
-    assert len(set(seen)) > 1
-
-
-def test_a_restore_while_others_train_sets_all_in_one_moment(tmp_path: Path) -> None:
-    one, two = dflow.Variable(jnp.zeros(10), name="one"), dflow.Variable(jnp.zeros(10), name="two")
-    dflow.save(tmp_path / "c", [one, two])
-    done = threading.Event()
-
-    @dflow.jit
-    def step() -> jax.Array:
-        one.assign_add(jnp.ones(10))
-        two.assign_add(jnp.ones(10))
-        return abs(one - two).max()
-
-    def train() -> float:
-        return max(float(step()) for _ in iter(done.is_set, True))
-
-    with ThreadPoolExecutor(2) as pool:
-        training = [pool.submit(train) for _ in range(2)]
-        try:
-            for _ in range(20):
-                dflow.restore(tmp_path / "c", [one, two])
-        finally:
-            done.set()
-        assert [future.result(WAIT_S) for future in training] == [0.0, 0.0]
-
-
-def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, two = dflow.Variable(1.0, name="one"), dflow.Variable(1.0, name="two")
-    dflow.save(tmp_path / "c", [one, two])
-    one.assign(2.0)
-    two.assign(2.0)
-    read, left = local.read_variables, [3]
-
-    def read_late(*args: Any) -> Any:
-        values = read(*args)
-        if left[0]:
-            left[0] -= 1
-            dflow.save(tmp_path / "c", [one, two], overwrite=True)
-        return values
-
-    monkeypatch.setattr(local, "read_variables", read_late)
-    dflow.restore(tmp_path / "c", [one, two])
-    assert (float(one), float(two), left) == (2.0, 2.0, [0])
-    left[0] = 100
-    with pytest.raises(dflow.CheckpointError, match="was replaced 5 times while it was read"):
-        dflow.restore(tmp_path / "c", [one, two])
-
-
-def test_a_snapshot_is_not_changed_by_what_follows() -> None:
-    store = Store()
-    store.create("w", array_type_of(jnp.ones(3)).strong, lambda: jnp.ones(3))
-    taken = store.snapshot(["w"])
-    store.update("w", "assign_add", jnp.ones(3))
-    assert taken["w"].tolist() == [1.0] * 3
-    assert store.read("w").tolist() == [2.0] * 3
-    with pytest.raises(VariableError, match="no variable 'v'"):
-        store.snapshot(["w", "v"])
-
-
-def test_values_are_replaced_together_or_not_at_all() -> None:
-    store = Store()
-    for key in ("v", "w"):
-        store.create(key, array_type_of(jnp.ones(3)).strong, lambda: jnp.ones(3))
-    with pytest.raises(VariableShapeError, match=r"variable 'w' holds f32\[3\] but was given f32\[2\]"):
-        store.replace({"v": jnp.zeros(3), "w": jnp.zeros(2)})
-    assert store.read("v").tolist() == [1.0] * 3
-    store.replace({"v": jnp.zeros(3), "w": jnp.zeros(3)})
-    assert store.read("v").tolist() == store.read("w").tolist() == [0.0] * 3
 
 
 def test_nothing_to_save_and_names_of_nothing_are_refused(tmp_path: Path) -> None:

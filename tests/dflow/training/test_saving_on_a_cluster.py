@@ -1,4 +1,4 @@
-"""Saving, restoring and exporting variables that live on tasks: what one process does, and each task does its part."""
+"""Saving, restoring and exporting variables on tasks: the results of one process, and the work of each task."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Program:
 
 
 def program(cluster: Any) -> Program:
-    """Variables among the parameter servers, or in this process where `cluster` is of one."""
+    """Variables on the parameter servers, or in this process if `cluster` is standalone."""
     with cluster.parameter_servers():
         w = dflow.Variable(jnp.arange(6.0).reshape(3, 2), name="w")
         b = dflow.Variable(jnp.zeros(2, jnp.bfloat16), name="b")
@@ -263,7 +263,7 @@ def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
 
     def read_late(*args: Any) -> Any:
         values = read(*args)
-        checkpoints.end(EndRestore("/job:worker/task:0", 1, is_set=False))  # of a worker that waits no longer
+        checkpoints.end(EndRestore("/job:worker/task:0", 1, is_set=False))  # from a worker that no longer waits
         return values
 
     monkeypatch.setattr(task_checkpoints, "read_variables", read_late)

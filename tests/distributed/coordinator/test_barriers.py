@@ -1,4 +1,4 @@
-"""Barriers alone, and as the coordinator of a cluster keeps them."""
+"""Barriers as a state machine, and in a coordinator with workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOON_S = 20.0
 
 
 class Room:
-    """Barriers and the tasks that are there, each in its first life unless said otherwise."""
+    """Barriers and their tasks, each in its first life unless a test names another."""
 
     def __init__(self, *tasks: str) -> None:
         self.tasks = list(tasks)
@@ -201,7 +201,7 @@ def test_a_barrier_outlives_the_coordinator_with_the_members_it_began_with() -> 
 
 
 class RandomRoom(RuleBasedStateMachine):
-    """Tasks that come, leave, come back and lose patience while the coordinator is restarted, in any order."""
+    """Tasks that come, leave, return and time out in any order, while the coordinator is restarted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ TestRandomRoom.settings = settings(max_examples=examples(200), stateful_step_cou
 
 
 class Cluster:
-    """A coordinator and two workers; the time is set by hand."""
+    """A coordinator and two workers on a manual clock."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -314,7 +314,7 @@ def test_tasks_of_a_cluster_wait_for_each_other(cluster: Cluster) -> None:
 
 
 def begin(client: CoordinatorClient, request: AwaitBarrier) -> PendingReply:
-    """Come to a barrier over the client's connection; it waits there when this returns."""
+    """Reach a barrier over the client's connection; when this returns, the client waits there."""
     [peer] = client._driver._links.values()
     pending = peer.start(request)
     client.status()

@@ -1,4 +1,4 @@
-"""The shell and its client over both transports; what is decided is tested in test_coordinator_state.py."""
+"""The coordinator's shell and client over both transports; test_coordinator_state.py tests the decisions."""
 
 import itertools
 import threading
@@ -34,7 +34,7 @@ SOON_S = 20.0
 
 
 class Cluster:
-    """A coordinator whose time is set by hand, and the way to connect to it."""
+    """A coordinator on a manual clock, and the connections to it."""
 
     def __init__(self, transport: Transport, address: str) -> None:
         self.now_s = 100.0
@@ -79,7 +79,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 def roster_event(client: CoordinatorClient, condition: Callable[[Roster], bool]) -> threading.Event:
-    """Set once the client has seen a roster that fulfils the condition."""
+    """Event that is set when the client sees a roster that fulfils the condition."""
     event = threading.Event()
     client.call_on_roster(lambda roster: event.set() if condition(roster) else None)
     return event
@@ -373,7 +373,7 @@ def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -
             return made[-1]
 
     def clock() -> float:
-        if len(made) == 1 and not broken:  # it is asked for the time at which the connection was made
+        if len(made) == 1 and not broken:  # the clock is read for the time of the connection
             broken.append("at once")
             made[0].close("it broke")
         return 0.1 * next(ticks)

@@ -1,4 +1,4 @@
-"""The coordinator's process killed and started again, under tasks that go on."""
+"""The coordinator's process is killed and restarted while tasks continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVERS = {"JAX_PLATFORMS": "cpu"}
 
 
 def spawn_coordinator(tmp_path: Path, address: str) -> tuple[Spawned, str]:
-    """A coordinator over the state in `tmp_path`, and its address."""
+    """Start a coordinator with its state in `tmp_path`; return the process and its address."""
     words = ("--job", "ps=1", "--job", "worker=1", "--address", address, "--state", str(tmp_path / "state"))
     process = Spawned("-m", "dflow", "coordinator", *words, cwd=tmp_path, **SERVERS)
     [line] = process.read_until(LISTENING)

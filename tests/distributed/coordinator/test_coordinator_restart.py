@@ -1,4 +1,4 @@
-"""A coordinator that is started again from what it wrote down answers as one that was never gone."""
+"""A coordinator that restarts from its state gives the answers of one that never ended."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from dflow.distributed.wire.messages import (
 )
 from tests.effort import examples
 
-#: With these, one that is dead is given up in the same tick whether the coordinator was started again or not.
+#: With these settings a dead task leaves in the same tick, with and without a restart of the coordinator.
 SETTINGS = CoordinatorSettings(heartbeat_timeout_s=10.0, rejoin_s=10.0)
 JOBS = {"ps": 2, "worker": 3}
 TASKS = ("/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2", "/job:worker/task:3")
-#: When the coordinator dies: it does not, or in between two events, or with an event before or after the write.
+#: The coordinator's death: never, between two events, or at an event before or after the write.
 STAYS, QUIET, BEFORE_WRITE, AFTER_WRITE = "stays", "quiet", "before the write", "after the write"
 
 
 @dataclass
 class Client:
-    """One life of a task, which asks again what was not answered."""
+    """One life of a task; it repeats unanswered requests."""
 
     task: str
     incarnation: str
@@ -61,7 +61,7 @@ class Client:
 
 
 class World:
-    """A coordinator and its clients, whose messages are not lost unless it dies."""
+    """A coordinator and its clients; messages are lost only when the coordinator dies."""
 
     def __init__(self) -> None:
         self.rows: dict[str, bytes] = {}
@@ -103,7 +103,7 @@ class World:
                     client.claim, client.held = asked, reply.message.count
 
     def restart(self) -> None:
-        """The process dies, another starts at once, and all come back and ask again, in the order of before."""
+        """End the process and start another; all clients return and repeat their requests, in the order of before."""
         self.start()
         for client in list(self.clients.values()):
             client.peer = self.number_of_connection()
@@ -131,7 +131,7 @@ class World:
         self.carry_out(Ticked(self.now_s))
 
     def act(self, what: str, task: str, part: float, death: str) -> None:
-        """Let one thing happen; the same things are possible whether the coordinator dies or not."""
+        """Do one random action; the possible actions do not depend on the coordinator's death."""
         self.heartbeats()
         self.now_s += 1.0
         client = self.clients.get(task)
@@ -157,7 +157,7 @@ class World:
             case "report":
                 self.ask(client, Report("loss", part), death)
             case "finish":
-                # Once that is written, whether it hears of it or not, the client has gone.
+                # After that is written the client has left, whether it gets the answer or not.
                 self.ask(client, Leave(task, "finished"), STAYS if death == AFTER_WRITE else death)
                 del self.clients[task]
             case "die":
@@ -167,7 +167,7 @@ class World:
                     self.heartbeats()
 
     def outcome(self) -> tuple[dict[int, AnyMessage], Status]:
-        """All answers, and what the coordinator knows in the end, without what tells how often it died."""
+        """All answers and the final state of the coordinator, without parts that depend on the number of restarts."""
         status = self.state.status(self.now_s)
         tasks = tuple(_without_reason(info) for info in status.tasks)
         answers = {

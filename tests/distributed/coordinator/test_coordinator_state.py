@@ -50,7 +50,7 @@ PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/tas
 
 
 def cluster() -> CoordinatorState:
-    """One expected ps, which has not joined, and two workers that joined over the connections 10 and 11."""
+    """An expected ps that has not joined, and two workers that joined over the connections 10 and 11."""
     state = CoordinatorState({"ps": 1, "worker": 2})
     state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
     state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
@@ -323,11 +323,11 @@ def test_the_log_handled_again_gives_the_same_commands(happenings: list[tuple[st
     assert [command for event in list(state.log) for command in replay.handle(event)] == commands
 
 
-# Last events.
+# The flight recorder.
 
 
 def dumps(commands: Iterable[Command]) -> list[tuple[int, ...]]:
-    """To whom each request for the last events goes."""
+    """Destinations of the requests for the last events."""
     return [c.peers for c in commands if isinstance(c, Broadcast) and isinstance(c.message, DumpEvents)]
 
 

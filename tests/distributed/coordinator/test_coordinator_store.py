@@ -1,4 +1,4 @@
-"""Where a coordinator's state is kept: what both places promise, and what a file does at a crash."""
+"""Stores of a coordinator's state: the promises of both kinds, and a file's content after a crash."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Coordin
 
 
 def states() -> list[dict[str, bytes]]:
-    """What is there after each number of whole writes."""
+    """States after each number of complete writes."""
     rows: dict[str, bytes] = {}
     found = [dict(rows)]
     for changes in WRITES:
@@ -60,7 +60,7 @@ def test_what_was_written_is_there_when_it_is_opened_again(make: Callable[[], Co
 def test_a_crash_at_any_moment_leaves_whole_writes_and_all_that_had_returned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The files are copied before each statement, as a kill there would leave them."""
+    """The files are copied before each statement, with the content that a kill at that moment would leave."""
     copies: list[tuple[int, Path]] = []
     returned = 0
     numbers = itertools.count()
@@ -166,7 +166,7 @@ def test_the_changes_applied_in_order_are_the_records(puts: list[tuple[str, int 
 
 
 class Recording:
-    """A store that says what was written before which answer, and fails when told to."""
+    """A store that records the writes before each answer, and fails on request."""
 
     def __init__(self) -> None:
         self.writes = 0

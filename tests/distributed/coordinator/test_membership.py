@@ -165,7 +165,7 @@ def test_a_task_of_another_cluster_is_refused_with_both_names() -> None:
 
 
 def restarted(records: DurableRecords, rows: dict[str, bytes], at_s: float) -> Membership:
-    """The members as another process finds them."""
+    """The members after a restart of the coordinator."""
     apply_changes(rows, records.take_changes())
     again = Membership({"ps": 1, "worker": 2}, heartbeat_timeout_s=10.0, records=DurableRecords(rows))
     again.handle(Started(at_s, "other"))

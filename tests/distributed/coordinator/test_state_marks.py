@@ -37,7 +37,7 @@ def test_a_mark_is_missing_exactly_when_a_write_up_to_it_was_lost(lives: list[tu
             apply_changes(rows, write)
         records = DurableRecords(rows)
         marks = StateMarks(records)
-        # Of the marks given in earlier lives, those of writes that are still there, and no others, are known.
+        # Of the marks from earlier lives, exactly those of the remaining writes are known.
         marks.started(f"start {number}")
         for place in range(1 + more):
             if place:
@@ -57,7 +57,7 @@ def place(name: str) -> PlaceVariable:
 
 
 class Disk:
-    """A coordinator whose writes are kept one by one."""
+    """A coordinator that keeps its writes one by one."""
 
     def __init__(self) -> None:
         self.writes: list[tuple[Change, ...]] = []

@@ -16,7 +16,7 @@ def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) 
 
 
 class Numbered:
-    """A ledger whose workers number their claims and see every answer."""
+    """A ledger whose workers number their claims and receive every answer."""
 
     def __init__(self) -> None:
         self.ledger = StepLedger()
@@ -227,7 +227,7 @@ def test_progress_keeps_the_newest_of_each_worker() -> None:
 
 
 class RandomRun(RuleBasedStateMachine):
-    """Workers that claim, do part of a claim, want no more, die and come back in any order."""
+    """Workers that claim, do part of a claim, stop, die and return in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class RandomRun(RuleBasedStateMachine):
         assert not self.asks or any(self.claims.values())
 
     def teardown(self) -> None:
-        """Whatever happened, the workers that remain end the run and nobody is left waiting."""
+        """After every history the remaining workers end the run, and no claim waits."""
         for task in (A, B, C):
             if task not in self.asks.values():
                 self.ask(task, len(self.claims.get(task, ())))

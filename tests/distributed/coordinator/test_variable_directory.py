@@ -10,7 +10,7 @@ TASKS = ("/job:ps/task:0", "/job:ps/task:1")
 
 
 class Processes:
-    """The processes of the tasks, by task; an empty one has left."""
+    """The current process of each task; an empty entry stands for a task that has left."""
 
     def __init__(self, **live: str) -> None:
         self.live = {task: live.get(f"ps{task[-1]}", "") for task in TASKS}
@@ -120,7 +120,7 @@ def test_a_queue_goes_where_it_is_said_and_is_no_variable() -> None:
 
 
 def restarted(directory: VariableDirectory, records: DurableRecords, processes: Processes) -> VariableDirectory:
-    """The directory after the coordinator was killed and started again."""
+    """The directory after the coordinator was killed and restarted."""
     rows: dict[str, bytes] = {}
     apply_changes(rows, records.take_changes())
     again = VariableDirectory(processes, DurableRecords(rows))

@@ -1,4 +1,4 @@
-"""Environments as schedulers set them, written from their documentation, which each names."""
+"""Environments of schedulers, written from the documentation that each function names."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def gke_tpu(number: int, **more: str) -> dict[str, str]:
     }
 
 
-#: Attributes of a TPU VM, by `curl -H 'Metadata-Flavor: Google' .../instance/attributes/<name>`. Source: what JAX's
-#: cluster detection reads of them, and the two forms of the endpoints that it knows.
+#: Attributes of a TPU VM, as from `curl -H 'Metadata-Flavor: Google' .../instance/attributes/<name>`. Source: JAX's
+#: cluster detection, for the attributes that it reads and the two forms of endpoints that it knows.
 TPU_VM = {
     "agent-worker-number": "2",
     "worker-network-endpoints": "unknown:unknown:10.130.0.5,unknown:unknown:10.130.0.7,unknown:unknown:10.130.0.9",

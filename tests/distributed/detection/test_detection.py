@@ -1,4 +1,4 @@
-"""Which task of which cluster each recorded environment makes of a process."""
+"""The task and cluster of a process in each recorded environment."""
 
 from __future__ import annotations
 

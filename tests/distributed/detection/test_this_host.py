@@ -11,7 +11,7 @@ from dflow.tracing.errors import DeadlineExceeded
 
 
 class _Answers(http.server.BaseHTTPRequestHandler):
-    """Gives one attribute to those who ask as Google wants them to; fails once before it."""
+    """Serves attributes to requests with Google's header; `busy` fails once, and `broken` always."""
 
     failures = 0
 

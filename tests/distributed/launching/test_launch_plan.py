@@ -1,4 +1,4 @@
-"""Which program each task of a launch runs, and in which environment."""
+"""The program and environment of each task of a launch."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The launcher as a user runs it, with scripts that use no JAX."""
+"""The launcher from the command line, with scripts that use no JAX."""
 
 import os
 import re
@@ -46,7 +46,7 @@ def pids(launched: Spawned, count: int) -> list[int]:
 
 
 def children_of(pid: int) -> list[int]:
-    """The children that the launcher has now."""
+    """Return the current children of the launcher."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -1,7 +1,7 @@
-"""`dflow launch --on ray` on a Ray cluster of this machine, which the launch itself starts.
+"""`dflow launch --on ray` on a Ray cluster of this machine, which the launch starts.
 
-One launch shows all, since the start of Ray is slow: a worker that is killed once and comes back, one that fails for
-good, and the end of everything.
+Ray starts slowly, so one launch tests all: a worker that is killed once and restarted, a worker that fails finally, and
+the end of all processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_tasks_are_actors_that_ray_starts_again(tmp_path: Path) -> None:
     assert status == 1, output
     assert "dflow: on a Ray cluster of 1 node with CPU" in output
     assert "[worker:1] (started again by Ray)" in output
-    # How many others have not ended by then is for Ray to say.
+    # The number of other workers that still run depends on Ray.
     assert re.search(r"dflow: evaluator:0 ended: exit status 3(; [12] of 3 workers go on)?\n", output), output
     assert re.search(r"\n count +20 ", output), output
     pids = [int(pid) for found in re.findall(r"pid (\d+) of (\d+)", output) for pid in found]
@@ -90,7 +90,7 @@ def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
 def test_another_life_of_the_same_process_number_keeps_its_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in two containers, where the actor is process 1."""
+    """As in two containers, where the actor is process 1 in both."""
     from dflow.distributed.launching.on_ray import TaskActor
 
     monkeypatch.setattr(os, "getpid", lambda: 1)

@@ -1,4 +1,4 @@
-"""When a task that ended is started again: told by events alone, so no test waits."""
+"""Restarts of tasks that ended, decided from events alone, so no test waits."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Who gets which GPUs and cores."""
+"""Shares of GPUs and cores for each worker."""
 
 from pathlib import Path
 

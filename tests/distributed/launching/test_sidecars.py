@@ -1,6 +1,6 @@
-"""Workers that a scheduler starts: the first runs the coordinator beside itself, and one on each host a stock task.
+"""Workers started by a scheduler: the first also runs the coordinator, and one on each host a task server.
 
-The scheduler here is the test, which gives each process the variables that srun would.
+The scheduler here is the test, which gives each process the variables of srun.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def step_of_two(
 
 def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(tmp_path: Path) -> None:
     with ExitStack() as started:
-        # With the collections of garbage at their end that a user's processes have.
+        # With garbage collection at exit, as in a user's process.
         first, second = step_of_two(tmp_path, TRAIN, started, PYTHONPATH="")
         first.read_until("coordinator and ps:0 stay up for worker:1")
         children = children_of(first.process.pid)

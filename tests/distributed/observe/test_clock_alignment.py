@@ -1,4 +1,4 @@
-"""Clocks are put side by side so that nothing is received before it was sent."""
+"""Clocks are aligned so that no value is received before it was sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOMENT_NS = st.integers(0, 10**9)
 def worlds(
     draw: st.DrawFn,
 ) -> tuple[dict[str, int], dict[str, list[ClockSample]], list[Crossing]]:
-    """Clocks that run alike and are apart by anything, round trips and values whose delays are drawn."""
+    """Clocks with equal rates and any offsets, with random delays of round trips and values."""
     offsets = {task: draw(st.integers(-(10**15), 10**15)) for task in TASKS}
     samples = {}
     for task in TASKS:

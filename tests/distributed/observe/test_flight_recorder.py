@@ -1,4 +1,4 @@
-"""What a task writes down of its last events when something is stuck: the text, the files, and who is asked."""
+"""The record of a task's last events when something is stuck: its text, its files, and the tasks that write one."""
 
 from __future__ import annotations
 

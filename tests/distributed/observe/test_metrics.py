@@ -1,4 +1,4 @@
-"""What Prometheus scrapes from a task and from the coordinator, over HTTP."""
+"""The metrics of a task and of the coordinator for Prometheus, over HTTP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps are counted by how they ended and how long they took."""
+"""Counts of steps by their outcome and duration."""
 
 from __future__ import annotations
 

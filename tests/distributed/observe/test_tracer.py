@@ -1,4 +1,4 @@
-"""A trace over all tasks: whole steps, clocks aligned, arrows from sends to arrivals, in the format it claims."""
+"""A trace over all tasks: complete steps, aligned clocks, arrows from sends to arrivals, in the declared format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEADLINE_S = 60.0
 
 @contextmanager
 def skewed(offsets_ns: dict[str, int]) -> Iterator[tuple[MemoryCluster, list[Cluster], dict[str, Recorder]]]:
-    """Two ps and two workers, the clock of whose events is ahead of this one's by so much."""
+    """Two ps and two workers; the clocks of their events are ahead of this process by `offsets_ns`."""
     with memory_cluster(ps=2, workers=2) as memory, closing(memory.worker(0)) as one, closing(memory.worker(1)) as two:
         servers = [task.server for task in memory.tasks.values()] + [one.server, two.server]
         recorders = {server.name: server.recorder for server in servers}

@@ -1,4 +1,4 @@
-"""A file that appears whole, however many write it and however they fail."""
+"""A file that is complete or absent, with any number of writers and any failures."""
 
 from __future__ import annotations
 

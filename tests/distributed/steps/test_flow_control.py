@@ -1,4 +1,4 @@
-"""Values that are not taken: memory stays bounded, and every wait ends, in whatever order values are wanted."""
+"""Values that are not received: memory stays bounded, and every wait ends, for any order of receives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEP = StepId(WORKER, 1)
 
 @dataclass
 class Model:
-    """A sender and a receiver, messages on the way between them, and what was sent, wanted and got."""
+    """A sender and a receiver, the messages between them, and the values sent, requested and received."""
 
     outflow: Outflow[int] = field(default_factory=lambda: Outflow(WINDOW))
     inflow: Inflow = field(default_factory=lambda: Inflow(WINDOW))
@@ -175,7 +175,7 @@ SIZE = 1 << 16
 
 @pytest.fixture(params=sorted(KINDS))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TaskServer, TaskServer]]:
-    """A worker that sends, and a ps that takes, with a window of four values."""
+    """A worker that sends, and a ps that receives, with a window of four values."""
     kind: Kind = KINDS[request.param]
     transport = kind.make(None)
     chosen = TaskSettings(threads=2, window_bytes=4 * (SIZE + COST_BYTES))
@@ -192,7 +192,7 @@ def value(number: int) -> np.ndarray[Any, Any]:
 
 
 def got(taker: TaskServer, step: StepId, edge: str) -> queue.SimpleQueue[object]:
-    """Wait at `taker` for the value of an edge."""
+    """Wait at `taker` for the value of an edge, and return it."""
     box: queue.SimpleQueue[object] = queue.SimpleQueue()
     taker.channel.receive(step, edge, WORKER, box.put)
     return box
@@ -217,7 +217,7 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
         taken = got(ps, STEP, edge).get(timeout=DEADLINE_S)
         assert ps.channel.flow().held <= 4
         np.testing.assert_array_equal(np.asarray(taken), value(number))
-    # The thread that sent the last value notes it before it hears the next answer.
+    # The thread that sent the last value records that before it handles the next answer.
     reach_and_ask(worker)
     assert worker.channel.flow().kept == 0
     assert sum(one.values for one in worker.channel.traffic()) == 40
@@ -251,7 +251,7 @@ def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServ
         box = got(ps, STEP, f"edge {number}")
         worker.channel.send(STEP, f"edge {number}", PS, value(number))
         box.get(timeout=DEADLINE_S)
-        # What the ps said before its answer is heard before it.
+        # Messages that the ps sent before its answer arrive before the answer.
         reach_and_ask(worker)
     assert worker.channel.flow().kept == 0
 

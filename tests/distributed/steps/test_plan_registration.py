@@ -1,4 +1,4 @@
-"""Plans go to all tasks at a time, with the programs that each lacks, and an error of one says whose it is."""
+"""Plans go to all tasks concurrently, each with its missing programs; an error names the task that it came from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def memory() -> Iterator[MemoryCluster]:
 
 
 def made(worker: Cluster, here: Callable[[Any], Any] = lambda x: x) -> tuple[list[dflow.Variable], Any]:
-    """A variable on each task, and a step that adds to both what `here` makes on the worker."""
+    """A variable on each task, and a step that adds the result of `here` on the worker to both."""
     with worker.parameter_servers():
         variables = [dflow.Variable(jnp.zeros(3), name=name) for name in "ab"]
 

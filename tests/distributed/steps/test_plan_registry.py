@@ -13,6 +13,7 @@ from dflow.distributed.wire.messages import RegisterPlan
 from dflow.lowering.programs.program import Program, export_program, lower_program
 from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import errors
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.lowering.flat_programs import run_flat
 
@@ -21,12 +22,12 @@ F32 = ArrayType(np.dtype("float32"), (3,))
 CALL = Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,))
 
 
-#: A body from one value to the same.
+#: A body with one argument and one result of equal type.
 ONE = Plan(PS, 1, (), (0,), (0,))
 
 
 def nested(depth: int) -> Plan:
-    """A body in a body in a body."""
+    """A body within a body within a body."""
     return Plan(PS, 0, (), bodies=(nested(depth - 1),) if depth else ())
 
 
@@ -49,7 +50,7 @@ def add(
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
-    """Which programs were loaded, donating how many arguments; they all compute the same."""
+    """The loaded programs with their numbers of donated arguments; all programs compute the same."""
     loaded: list[tuple[bytes, int]] = []
 
     def load(blob: memoryview, writes: int, reads: int) -> Program:
@@ -120,17 +121,25 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "slot 0 holds a number of no dtype"),
     "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "slot 0 holds a number of 8 bytes as key<fry>"),
     "names": ((Send("e", WORKER, 0),), {"names": ("a", "b")}, "a plan of 1 items has names for 2"),
-    "op": ((UseResource("q", "queue.peek"),), {}, "'queue.peek' is no op on a queue or an accumulator"),
-    "count": ((UseResource("q", "accumulator.take", count=0),), {}, "accumulator.take of 0; 1 to "),
+    "op": ((UseResource("q", ResourceOp("queue.peek")),), {}, "'queue.peek' is no op on a queue or an accumulator"),
+    "count": ((UseResource("q", ResourceOp("accumulator.take", count=0)),), {}, "accumulator.take of 0; 1 to "),
     "many": (
-        (UseResource("q", "queue.dequeue_many", count=1 << 40),),
+        (UseResource("q", ResourceOp("queue.dequeue_many", count=1 << 40)),),
         {},
         "queue.dequeue_many of 1099511627776",
     ),
-    "timeout": ((UseResource("q", "queue.size", timeout_s=float("nan")),), {}, "timeout of nan s, which is no number"),
-    "line": ((UseResource("q", "queue.size", line="x" * 9999),), {}, "queue.size with a line of 9999 characters"),
+    "timeout": (
+        (UseResource("q", ResourceOp("queue.size", timeout_s=float("nan"))),),
+        {},
+        "timeout of nan s, which is no number",
+    ),
+    "line": (
+        (UseResource("q", ResourceOp("queue.size", line="x" * 9999)),),
+        {},
+        "queue.size with a line of 9999 characters",
+    ),
     "filled twice": (
-        (UseResource("q", "queue.size", gives=(1,)),),
+        (UseResource("q", ResourceOp("queue.size"), gives=(1,)),),
         {"feeds": (1,)},
         "slot 1 of a plan is filled",
     ),
@@ -180,7 +189,7 @@ def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
 
 
 def named(blobs: tuple[bytes, ...], sizes: tuple[int, ...], calls: int = 1) -> RegisterPlan:
-    """A plan of some calls whose programs are named; those of size 0 are not sent."""
+    """A plan with calls of the named programs; programs of size 0 are not sent."""
     items = tuple(Call(n, ("w",), (), (0,), (n + 1,)) for n in range(calls))
     plan = msgspec.msgpack.encode(Plan(PS, 4, items))
     return RegisterPlan(plan, sizes, tuple(hashlib.sha256(blob).digest() for blob in blobs))

@@ -198,7 +198,7 @@ OPERATIONS = st.tuples(
 
 @dataclass
 class Model:
-    """The same by looking at everything that ever happened; values and waiters are numbered by the operation."""
+    """The same decisions made from the whole history; values and waiters have the numbers of their operations."""
 
     ended: set[StepId] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
@@ -214,7 +214,7 @@ class Model:
         return fine
 
     def apply(self, index: int, operation: Operation) -> set[tuple[int, object]]:
-        """Which waiters end, each with the value's number or "error"."""
+        """Return the waiters that end, each with its value's number or "error"."""
         name, step, edge, task = operation
         place = (step, edge)
         match name:

@@ -1,4 +1,4 @@
-"""Work done where it is brought: in order, never nested, all of it."""
+"""Work that a thread does itself: in order, never nested, complete."""
 
 from __future__ import annotations
 

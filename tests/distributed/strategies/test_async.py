@@ -1,4 +1,4 @@
-"""What the asynchronous strategy asks of a cluster and yields to the program; no tasks and no tracing."""
+"""The asynchronous strategy's requests to a cluster and its results for the program; without tasks and traces."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DEADLINE_S = 60.0
 
 
 class Scripted:
-    """A source of steps that gives out the claims it was made with, and keeps what it is told."""
+    """A source of steps that gives fixed claims, and records the arguments of each request."""
 
     def shared_step(self) -> Any:
-        """Nothing is refused here."""
+        """Refuse nothing."""
         return nullcontext()
 
     def __init__(self, *claims: range) -> None:
@@ -36,7 +36,7 @@ class Scripted:
         self.told: list[dict[str, Any]] = []
 
     def claim(self, run: str, total_steps: int, **told: Any) -> range:
-        """Hand out the next claim, or none when no more are wanted."""
+        """Return the next claim, or an empty range when no more are wanted."""
         self.told.append(told)
         if not told.get("more", True):
             return range(0)
@@ -47,7 +47,7 @@ class Lost(Scripted):
     """A coordinator that is lost after the first claim."""
 
     def claim(self, run: str, total_steps: int, **told: Any) -> range:
-        """Answer once."""
+        """Answer the first claim."""
         if self.told:
             raise TransportClosed("the coordinator is lost")
         return super().claim(run, total_steps, **told)

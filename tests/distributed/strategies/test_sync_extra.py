@@ -34,7 +34,7 @@ def workers() -> Iterator[list[Cluster]]:
 
 
 def made(device: Any, transformation: Any, extra: Callable[[Any], Any]) -> tuple[Any, Any]:
-    """A variable and a step that gives what `extra` makes of the loss beside the gradient."""
+    """A variable, and a step that passes `extra` of the loss with the gradient."""
     with device.parameter_servers():
         weights = dflow.Variable(lambda: jnp.zeros(3), name="weights")
         optimizer = dflow.Optimizer(transformation, [weights], name="opt")
@@ -52,7 +52,7 @@ def made(device: Any, transformation: Any, extra: Callable[[Any], Any]) -> tuple
 
 
 def batches() -> list[tuple[Any, Any]]:
-    """For each step the batches of both workers, side by side."""
+    """The batches of both workers, one pair for each step."""
     drawn = np.random.default_rng(0)
     return [tuple(drawn.normal(size=size).astype(np.float32) for size in ((2, 4, 3), (2, 4))) for _ in range(STEPS)]
 

@@ -19,7 +19,7 @@ WORKER = "/job:worker/task:0"
 
 
 class Connection:
-    """A connection of the worker, with what became of its messages, by number."""
+    """A connection of the worker, with the outcome of each of its messages, by number."""
 
     name = WORKER
 
@@ -29,7 +29,7 @@ class Connection:
         self.refused: list[str] = []
 
     def send(self, gate: MemberGate) -> None:
-        """Bring the next message to the gate, as a task does."""
+        """Deliver the next message to the gate, as a task does."""
         self.sent += 1
         deliver = partial(self.delivered.append, self.sent)
         peer = cast(Peer, self)
@@ -40,7 +40,7 @@ class Connection:
 
 
 def roster(live: int | None, last: int) -> Roster:
-    """The worker's lives up to `last`; at most one is live."""
+    """A roster with the worker's lives up to `last`; at most one is live."""
     lives = range(max(0, last - 2), last + 1)
     infos = (TaskInfo(WORKER, "", 0.0, None if life == live else 1.0, "killed", life=life) for life in lives)
     return Roster(tuple(infos), ())

@@ -1,4 +1,4 @@
-"""Rounds of synchronous training as they are decided: scripted, and drawn."""
+"""Decisions of the rounds of synchronous training: scripted, and random."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ A, B, C = "a", "b", "c"
 
 
 def after(rounds: Rounds, *events: Event) -> list[Command]:
-    """What the last of the events commands."""
+    """Return the commands of the last event."""
     commands: list[Command] = []
     for event in events:
         commands = rounds.handle(event)
@@ -69,7 +69,7 @@ def test_a_worker_that_died_is_waited_for_no_longer_than_those_that_live() -> No
 
 def test_what_a_worker_gave_before_it_died_leaves_out_none_of_those_that_live() -> None:
     run = opened()
-    # C has given its gradient and died before it could say so: A's and B's are waited for beside it.
+    # C sent its gradient and died before its report, so A's and B's are still waited for.
     assert after(run, Came(1, A, -1), Came(2, B, -1), Came(3, C, -1), Left(C), Came(4, A, 0)) == []
     assert run.enough == 3
 
@@ -129,7 +129,7 @@ def test_a_failed_update_is_told_once_to_each_and_the_round_is_done_again_when_t
     assert refusals == [Refuse(3, text, "TaskLost")]
     assert after(run, Left(A, 0), Began(A)) == []
     assert run.handle(Came(4, A, -1)) == [Refuse(4, text, "TaskLost")], "it has not been opened again"
-    # B still computes, and is waited for once it has heard of the failure; C left before, by its own will.
+    # B still computes, and is waited for after it knows of the failure; C left regularly before.
     assert run.handle(Opened(10, 2, (A, B, C))) == [OpenRound(1), SetEnough(2)]
     assert run.handle(Came(5, A, -1)) == [Tell(5, 1, 0)]
     assert run.handle(Came(6, B, 0)) == [Refuse(6, text, "TaskLost")]
@@ -174,7 +174,7 @@ def test_a_second_ask_takes_the_place_of_the_first() -> None:
 
 
 class World:
-    """Workers that compute, die, end and come back at random, and an accumulator that takes the first gradients."""
+    """Workers that compute, die, end and return at random, and an accumulator that takes the first gradients."""
 
     def __init__(self, seed: int, workers: int, backup: int, rounds: int) -> None:
         self.random = random.Random(seed)
@@ -208,7 +208,7 @@ class World:
                     self.waiting.pop(ask)
 
     def update(self) -> bool:
-        """The round's update, if enough is there."""
+        """Do the round's update if there are enough gradients."""
         if not self.is_taking or self.count < min(self.enough, self.wanted):
             return False
         self.averaged.append(self.count)
@@ -217,7 +217,7 @@ class World:
         return True
 
     def move(self, worker: str) -> None:
-        """Something happens to a worker."""
+        """Do a random action of a worker."""
         state = self.state[worker]
         if state in ("new", "dead"):
             self.at[worker] = -1
@@ -258,7 +258,7 @@ def test_whatever_workers_do_every_round_ends_with_no_more_gradients_than_are_wa
             world.update()
         else:
             world.move(world.random.choice(world.names))
-    # From here on nobody dies or comes back, and all who are there go on to the end.
+    # From here on no worker dies or returns, and all present workers continue to the end.
     world.random.random = lambda: 1.0  # type: ignore[method-assign]
     for worker in world.names:
         if world.state[worker] in ("new", "dead") and deaths:
@@ -288,7 +288,7 @@ def test_whoever_dies_no_gradient_of_a_worker_that_lives_is_left_out(seed: int, 
         if world.state[worker] == "dead":
             break
         if world.state[worker] == "busy" and world.random.random() < 0.2:
-            # It gives its gradient, and dies before it can say so.
+            # It sends its gradient, and dies before its report.
             world.count += world.at[worker] == world.step
             world.die(worker)
         elif world.state[worker] == "busy":

@@ -1,4 +1,4 @@
-"""The host of synchronous training, with rounds whose averages are made and applied by hand."""
+"""The step aggregator, with averages that the test makes and applies."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from dflow.distributed.wire.messages import (
     RoundsAgreed,
 )
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.queues.resource_rules import OnResults
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
+from dflow.tracing.ir.resource_op import ResourceOp
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 Done = Callable[[BaseException | None], None]
 
 
 class ByHand:
-    """The accumulator, what starts updates, and whoever waits for rounds."""
+    """An accumulator, the start of updates, and the calls that wait for rounds, all controlled by the test."""
 
     def __init__(self) -> None:
         self.enough: list[int] = []
@@ -54,8 +55,8 @@ class ByHand:
     def set_enough(self, count: int) -> None:
         self.enough.append(count)
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        if use.op == "accumulator.set_step":
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        if op.name == "accumulator.set_step":
             self.steps.append(operands[0])
         else:
             self.averages.append(on_results)

@@ -1,4 +1,4 @@
-"""A task as others see it, over each transport; and its part in steps."""
+"""A task's answers to its peers, over each transport, and its partition of steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages import (
-    AccumulatorInfo,
     AnyMessage,
     ArrayInfo,
     Arrays,
@@ -54,12 +53,14 @@ from dflow.lowering.programs.program import export_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
 from tests.lowering.flat_programs import flat_program
 
 PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
-#: Starts steps, and has no part in them.
+#: A task that starts steps and runs no partition of them.
 CLIENT = "/job:chief/task:0"
 CLIENTS = (CLIENT, *(f"/job:client/task:{number}" for number in range(8)))
 F32 = ArrayType(np.dtype("float32"), (3,))
@@ -68,12 +69,12 @@ STEPS = itertools.count(1)
 
 
 def add_in_place(state: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A variable that grows by an operand; gives the new value too."""
+    """A program that adds an operand to a variable, and returns the new value too."""
     return state + delta, state + delta
 
 
 def roster(*servers: TaskServer, left: dict[str, str] | None = None) -> Roster:
-    """All of `servers` are live, and each of `left` has left for the reason given."""
+    """A roster with all of `servers` live, and each of `left` gone for the given reason."""
     live = tuple(TaskInfo(server.name, server.address, 0.0) for server in servers)
     live += tuple(TaskInfo(task, "nowhere", 0.0) for task in CLIENTS if task not in (left or {}))
     gone = tuple(TaskInfo(task, "", 0.0, 1.0, why) for task, why in (left or {}).items())
@@ -81,7 +82,7 @@ def roster(*servers: TaskServer, left: dict[str, str] | None = None) -> Roster:
 
 
 class Cluster:
-    """A few tasks that know of each other, and a client of each."""
+    """Several tasks that know each other, and a client of each."""
 
     def __init__(self, kind: Kind, settings: TaskSettings) -> None:
         self.transport: Transport = kind.make(None)
@@ -100,7 +101,7 @@ class Cluster:
         return peer
 
     def ask(self, message: AnyMessage, payload: bytes | memoryview = b"") -> Reply:
-        """Ask the parameter server."""
+        """Send a request to the parameter server."""
         return self.client.call(message, payload, timeout_s=DEADLINE_S)
 
     def close(self) -> None:
@@ -220,7 +221,7 @@ def accumulate() -> bytes:
 
 
 def serve_gradients(cluster: Cluster) -> int:
-    """The plan of a parameter server: take a gradient, add it, send the new value back."""
+    """The plan of a parameter server: receive a gradient, add it, send the new value back."""
     return register(
         cluster,
         Recv("grad", WORKER, 0, "float32", (3,)),
@@ -231,7 +232,7 @@ def serve_gradients(cluster: Cluster) -> int:
 
 
 def start(server: TaskServer, handle: int, step: StepId, *feeds: Any) -> Future[tuple[jax.Array, ...]]:
-    """Run a plan of the task's own; the future has its fetches or its error."""
+    """Run a plan of the task itself; the future has its fetches or its error."""
     done: Future[tuple[jax.Array, ...]] = Future()
 
     def on_done(outcome: tuple[jax.Array, ...] | BaseException) -> None:
@@ -250,7 +251,7 @@ def run_plan(step: StepId, handle: int) -> RunPlan:
 
 
 def send_and_receive(cluster: Cluster) -> int:
-    """The plan of a worker: send a gradient, wait for the value."""
+    """The plan of a worker: send a gradient, wait for the new value."""
     plan = Plan(WORKER, 2, (Send("grad", PS, 0), Recv("value", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
     return cluster.worker.register(plan, ())
 
@@ -358,7 +359,7 @@ def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
     [
         RunPlan(0, WORKER, 1),
         CancelStep(WORKER, 1, "meant ill"),
-        CallResource("q", "queue.size", WORKER, 1),
+        CallResource("q", ResourceOp("queue.size"), WORKER, 1),
         ProposeRounds("run", WORKER, 2, 2, "sums"),
         NextRound("run", WORKER, 0, 1.0),
         LeaveRounds("run", WORKER, 0),
@@ -381,7 +382,9 @@ def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
 
 
 def test_a_resource_that_an_earlier_process_shall_hold_is_not_created_here(cluster: Cluster) -> None:
-    message = CreateResource("v", "accumulator<f32[3]>", AccumulatorInfo("mean", 2), process="an earlier one")
+    message = CreateResource(
+        "v", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2), process="an earlier one"
+    )
     with pytest.raises(errors.TaskLost, match="'v' is placed on an earlier process of ps:0, which has been started"):
         cluster.ask(message, bytes(4))
     with pytest.raises(errors.VariableError, match="no variable 'v'"):
@@ -392,7 +395,7 @@ def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster
     with pytest.raises(errors.RemoteError, match="'run' is not open; run it again"):
         cluster.ask(NextRound("run", CLIENT, -1, math.inf))
     cluster.ask(ProposeRounds("run", CLIENT, 2, 2, "sums"))
-    cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorInfo("mean", 2)))
+    cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
     cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", {PS: 0}))
     waits = cluster.client.start(NextRound("run", CLIENT, 0, math.inf))
     cluster.ask(LeaveRounds("another run", CLIENT, 0))
@@ -526,7 +529,7 @@ def test_an_empty_plan_ends_at_once(cluster: Cluster) -> None:
 
 
 def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
-    """Far more plans than threads wait for values, and requests are still answered."""
+    """Far more plans than threads wait for values, and the task still answers requests."""
     create(cluster)
     handle = serve_gradients(cluster)
     steps = [next_step() for _ in range(50)]
@@ -557,7 +560,7 @@ def threads_of_pool(task: str) -> int:
 
 
 def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Cluster) -> None:
-    """The values of another step get through while a program keeps the variable that a quick plan is to change."""
+    """Values of another step arrive while a program uses the variable that a quick plan is to change."""
     create(cluster)
     empty, handle, step = register(cluster, programs=()), serve_gradients(cluster), next_step()
     entered, leave = threading.Event(), threading.Event()
@@ -572,7 +575,7 @@ def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Clust
     assert entered.wait(DEADLINE_S)
     adding = cluster.client.start(run_plan(step, handle))
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
-    # Over the same connection, so it is answered only when the reader goes on.
+    # Over the same connection, so the answer shows that the reader continues.
     assert cluster.ask(run_plan(next_step(), empty)).message == Ok()
     leave.set()
     held.result(DEADLINE_S)

@@ -1,4 +1,4 @@
-"""What a task makes of a message that creates variables: all that can be created, and why each other cannot."""
+"""Creation of several variables by one message: a variable that cannot be created has an error, all others exist."""
 
 from __future__ import annotations
 

@@ -17,35 +17,25 @@ from tests.distributed.transports import DEADLINE_S
 
 
 class Paper:
-    """A stream that notes what is sent, and by `calls` of `send_now`, which takes at most `room` bytes."""
+    """A stream that notes what is sent, and what without waiting by `calls`, of at most `room` bytes each."""
 
     def __init__(self) -> None:
         self.room = 1 << 30
         self.calls: list[bytes] = []
         self.sent: SimpleQueue[bytes] = SimpleQueue()
 
-    def send(self, parts: Sequence[memoryview]) -> int:
-        self.sent.put(b"".join(parts))
-        return sum(map(len, parts))
-
-    def send_now(self, parts: Sequence[memoryview]) -> int:
-        data = b"".join(parts)[: self.room]
-        self.calls.append(data)
+    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
+        data = b"".join(parts)
+        if not waits:
+            data = data[: self.room]
+            self.calls.append(data)
         self.sent.put(data)
         return len(data)
 
 
-class Plain:
-    """Packs a frame as its meta and payload."""
-
-    def pack(self, frame: Frame) -> Parts:
-        return [memoryview(frame.meta), memoryview(frame.payload)]
-
-    def broke(self, stream: object, reason: str) -> bool:
-        raise AssertionError(reason)
-
-    def end(self, reason: str) -> None:
-        raise AssertionError(reason)
+def pack(frame: Frame) -> Parts:
+    """The frame's meta and payload."""
+    return [memoryview(frame.meta), memoryview(frame.payload)]
 
 
 def frame(text: str, payload: bytes = b"") -> Frame:
@@ -59,7 +49,7 @@ def paper() -> Paper:
 
 @pytest.fixture
 def outlet(paper: Paper) -> SendQueue:
-    return SendQueue(paper, Limits(), Plain())  # type: ignore[arg-type]
+    return SendQueue(paper, Limits(), pack)  # type: ignore[arg-type]
 
 
 @pytest.fixture

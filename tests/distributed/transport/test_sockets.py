@@ -15,11 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address, TcpAddress
 from dflow.distributed.transport.base import Limits, Peer, Responder
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
-from dflow.distributed.transport.security import SameMachine, Secured
+from dflow.distributed.transport.security.policy import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.stream import SocketStream
 from dflow.distributed.wire.codec import encode_message
@@ -28,22 +29,34 @@ from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
 
-LIMITS = Limits(max_meta_bytes=1 << 16, max_payload_bytes=1 << 20, max_connections=64, hello_timeout_s=DEADLINE_S)
+LIMITS = Limits(
+    max_meta_bytes=1 << 16, max_payload_bytes=1 << 20, max_connections=64, hello_timeout_s=DEADLINE_S, resume_s=0.0
+)
 ZERO3, ZERO4 = bytes(3), bytes(4)
 HUGE = (1 << 64) - 1
 
 
-def frame(message: AnyMessage, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0) -> bytes:
+def frame(
+    message: AnyMessage, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0, sequence: int = 0
+) -> bytes:
     meta = encode_message(message)
-    return pack_header(Frame(kind, number, meta, payload)) + meta + payload
+    return pack_header(Frame(kind, number, meta, payload), sequence=sequence) + meta + payload
 
 
-HELLO = frame(Hello("stranger"))
-OK = frame(Ok(), kind=Kind.REQUEST, number=1)
+HELLO = frame(Hello("stranger", session="s"))
+OK = frame(Ok(), kind=Kind.REQUEST, number=1, sequence=1)
 
 
-def header(magic: bytes = MAGIC, kind: int = 1, payload: int = 0, meta: int = 0, flags: int = 0, pad: int = 0) -> bytes:
-    return HEADER.pack(magic, kind, flags, pad, meta, 0, 1, payload, 0, 0)
+def header(
+    magic: bytes = MAGIC,
+    kind: int = 1,
+    payload: int = 0,
+    meta: int = 0,
+    flags: int = 0,
+    pad: int = 0,
+    sequence: int = 1,
+) -> bytes:
+    return HEADER.pack(magic, kind, flags, pad, meta, 1, payload, sequence, 0)
 
 
 @pytest.fixture(scope="module")
@@ -90,21 +103,22 @@ BEFORE_HELLO = {
     "another protocol": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "zeros": bytes(64),
     "a long hello": header(kind=3, meta=5000) + bytes(5000),
-    "hello with a payload": header(kind=3, meta=len(encode_message(Hello("x"))), payload=1 << 19),
+    "hello with a payload": header(kind=3, meta=len(encode_message(Hello("x"))), payload=1 << 19, sequence=0),
     "hello with a huge payload": header(kind=3, meta=10, payload=HUGE),
     "a request first": OK,
     "garbage where the hello is": header(kind=3, meta=4) + b"\xff\xff\xff\xff",
     "another version": frame(Hello("old", version=PROTOCOL_VERSION + 1)),
+    "a hello without a session": frame(Hello("stranger")),
 }
 AFTER_HELLO = {
     "wrong magic": header(magic=b"DFLX"),
     "unknown kind": header(kind=9),
     "kind zero": header(kind=0),
     "padding that is not zero": header(pad=256),
-    "unknown flags": header(flags=4),
-    "a number without a session": HEADER.pack(MAGIC, 3, 0, 0, len(encode_message(Ok())), 0, 1, 0, 1, 0)
-    + encode_message(Ok()),
-    "an acknowledgement of nothing": HEADER.pack(MAGIC, 4, 0, 0, 0, 0, 0, 0, 0, 1),
+    "unknown flags": header(flags=2),
+    "a message without a number": frame(Ok()),
+    "a message that skips a number": frame(Ok(), sequence=2),
+    "an acknowledgement of nothing": HEADER.pack(MAGIC, 4, 0, 0, 0, 0, 0, 0, 1),
     "huge message": header(meta=(1 << 32) - 1),
     "message just over the limit": header(meta=LIMITS.max_meta_bytes + 1),
     "huge payload": header(payload=HUGE),
@@ -198,7 +212,7 @@ def test_a_late_hello_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_a_frame_that_stalls_ends_its_connection() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(stall_timeout_s=0.05), recorder)
+    listener = listen(Limits(stall_timeout_s=0.05, resume_s=0.0), recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO + OK[:-1])
         read_until_closed(sock)
@@ -208,12 +222,12 @@ def test_a_frame_that_stalls_ends_its_connection() -> None:
 
 def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> None:
     listener = listen(Limits())
-    request = frame(Ok(), bytes(1 << 20), Kind.REQUEST, 1)
+    request = frame(Ok(), bytes(1 << 20), Kind.REQUEST, 1, 1)
     with dial(listener) as sock:
         sock.sendall(HELLO + request[: 1 << 19])
         for _ in range(3):
             assert still_serves(listener)
-        sock.sendall(request[1 << 19 :] + frame(Ok(), b"behind", Kind.REQUEST, 2))
+        sock.sendall(request[1 << 19 :] + frame(Ok(), b"behind", Kind.REQUEST, 2, 2))
         sock.shutdown(socket.SHUT_WR)
         assert read_until_closed(sock).endswith(b"behind")
     listener.close()
@@ -221,7 +235,7 @@ def test_who_waits_for_the_rest_of_a_large_frame_keeps_no_other_waiting() -> Non
 
 def test_a_frame_that_breaks_off_is_said_to() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(), recorder)
+    listener = listen(LIMITS, recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO + OK[:-1])
         sock.shutdown(socket.SHUT_WR)  # closing with the listener's hello unread would reset the connection
@@ -233,8 +247,8 @@ def test_more_pieces_are_sent_than_the_system_takes_at_once() -> None:
     near, far = socket.socketpair()
     with near, far:
         parts: list[memoryview] = [memoryview(b"%04d" % number) for number in range(3000)]
-        for send in (SocketStream(near).send, SocketStream(near).send_now):
-            sent = send(parts)
+        for waits in (True, False):
+            sent = SocketStream(near).send(parts, waits=waits)
             assert 0 < sent < 4 * len(parts)
             assert far.recv(1 << 20) == b"".join(parts)[:sent]
 
@@ -243,7 +257,7 @@ def test_requests_that_come_byte_by_byte_are_answered() -> None:
     listener = listen(Limits())
     with dial(listener) as sock:
         sock.sendall(HELLO)
-        for byte in frame(Ok(), b"slowly", Kind.REQUEST, 1):
+        for byte in frame(Ok(), b"slowly", Kind.REQUEST, 1, 1):
             sock.sendall(bytes([byte]))
         sock.shutdown(socket.SHUT_WR)
         assert read_until_closed(sock).endswith(b"slowly")
@@ -252,25 +266,24 @@ def test_requests_that_come_byte_by_byte_are_answered() -> None:
 
 def test_a_peer_that_does_not_read_ends_its_connection() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(stall_timeout_s=0.05), recorder)
-    request = frame(Ok(), bytes(4 << 20), Kind.REQUEST, 1)
+    listener = listen(Limits(stall_timeout_s=0.05, resume_s=0.0), recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO)
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012
-            for _ in range(1000):
-                sock.sendall(request)
+            for number in range(1, 1000):
+                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, number, number))
     assert recorder.close_reason()
     listener.close()
 
 
 def test_too_many_unread_replies_end_the_connection() -> None:
     recorder = Recorder(echo)
-    listener = listen(Limits(max_unsent=3), recorder)
+    listener = listen(Limits(max_unsent=3, resume_s=0.0), recorder)
     with dial(listener) as sock:
         sock.sendall(HELLO)
         with pytest.raises(OSError, match=r"reset|[Bb]roken pipe"):  # noqa: PT012
-            for _ in range(1000):
-                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, 1))
+            for number in range(1, 1000):
+                sock.sendall(frame(Ok(), bytes(4 << 20), Kind.REQUEST, number, number))
     assert "leaves 3 frames unread" in recorder.close_reason()
     listener.close()
 
@@ -346,7 +359,7 @@ def test_a_message_whose_sending_is_interrupted_arrives_once(monkeypatch: pytest
     peer = reach(SocketTransport(), listener.address, Recorder())
     sends = SocketStream.send
 
-    def interrupted(self: SocketStream, parts: Sequence[memoryview]) -> int:
+    def interrupted(self: SocketStream, parts: Sequence[memoryview], *, waits: bool = True) -> int:
         monkeypatch.setattr(SocketStream, "send", sends)
         sends(self, [parts[0][:20]])
         raise KeyboardInterrupt
@@ -393,7 +406,7 @@ def test_a_path_whose_listener_has_died_is_used_again(tmp_path: Path) -> None:
 
 def test_a_unix_socket_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = SocketTransport().listen("unix:", name="server", handler=Recorder())
-    monkeypatch.setattr("dflow.distributed.transport.security.peer_uid", lambda sock: os.geteuid() + 1)
+    monkeypatch.setattr("dflow.distributed.transport.security.policy.peer_uid", lambda sock: os.geteuid() + 1)
     with pytest.raises(errors.SecurityError, match=r"ps at unix:.* of user \d+ and this one of user \d+; run both"):
         SocketTransport().connect(listener.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
     listener.close()
@@ -402,7 +415,7 @@ def test_a_unix_socket_is_for_processes_of_one_user(monkeypatch: pytest.MonkeyPa
 class _NamedAlice(SameMachine):
     """Whoever comes has proved to be Alice."""
 
-    def secure_server(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+    def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         return Secured(SocketStream(sock), "alice")
 
     def may_be_called(self, identity: str, name: str) -> None:
@@ -444,9 +457,9 @@ class _Watched(SameMachine):
     def __init__(self) -> None:
         self.families: list[int] = []
 
-    def secure_client(self, sock: socket.socket, address: Address, timeout_s: float) -> Secured:
+    def secure(self, sock: socket.socket, address: Address, deadline: Deadline, *, is_server: bool) -> Secured:
         self.families.append(sock.family)
-        return super().secure_client(sock, address, timeout_s)
+        return super().secure(sock, address, deadline, is_server=is_server)
 
 
 @pytest.mark.parametrize("way", ["near", "far", "gone"])

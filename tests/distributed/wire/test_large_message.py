@@ -1,4 +1,4 @@
-"""Messages that grow with the cluster, and the bytes that they take."""
+"""Messages that grow with the cluster, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def info(life: int, left: str = "") -> TaskInfo:
 
 
 def roster(lives: int, version: int, left: set[int] | None = None, dropped: int = 0) -> Roster:
-    """`lives` tasks have joined, of a few hundred that are expected; the first `dropped` are no longer listed."""
+    """A roster: `lives` tasks have joined, of a few hundred expected; the first `dropped` are no longer listed."""
     tasks = tuple(info(life, "killed" if life in (left or ()) else "") for life in range(dropped, lives))
     expected = tuple(task_name("worker", life) for life in range(lives, LARGE_ROSTER + 300))
     return Roster(tasks, expected, version, "blue", 2, Mark("start", version))

@@ -1,4 +1,6 @@
-"""A worker's view of a cluster, with every task in this process: same numbers as alone, and errors that say who."""
+"""A worker's view of a cluster, with every task in this process: results of one process, and errors that name the
+task.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from dflow.tracing.errors import (
     VariableError,
     VariableShapeError,
 )
-from dflow.tracing.ir.updates import ASSIGNS, KINDS
+from dflow.tracing.ir.updates import KINDS
 from tests.distributed.waiting import until
 
 HERE = Path(__file__).name
@@ -58,13 +60,13 @@ def worker(memory: MemoryCluster) -> Iterator[Cluster]:
 
 
 def line_of(error: BaseException) -> str:
-    """The line of this file that the message names."""
+    """Return the line of this file in the message."""
     lines = [line for line in str(error).splitlines() if line.strip().startswith("at ") and HERE in line]
     assert lines, error
     return Path(__file__).read_text().splitlines()[int(lines[0].rpartition(":")[2]) - 1].strip()
 
 
-# The same numbers as alone.
+# Results of one process.
 
 
 def normal(seed: int, *shape: int) -> Callable[[], jax.Array]:
@@ -107,7 +109,7 @@ def predict(params: Any, images: Any) -> Any:
 
 
 def train(cluster: Cluster | Alone, model_name: str, transformation: str, steps: int = 6) -> tuple[Any, Any, Any]:
-    """Train on fixed batches; the weights, the optimizer's state and the losses."""
+    """Train on fixed batches; return the weights, the optimizer's state and the losses."""
     name = f"{model_name} {transformation}"
     with cluster.parameter_servers():
         model = dflow.variables(MODELS[model_name](), prefix=f"{name}/")
@@ -254,7 +256,7 @@ def test_a_step_leaves_nothing_behind(memory: MemoryCluster, worker: Cluster) ->
         assert (held.running, held.rendezvous.waiters, held.rendezvous.values) == (0, 0, 0)
 
 
-# Who is not there.
+# Missing tasks.
 
 
 def test_the_plans_of_functions_that_are_gone_are_released_on_every_task(
@@ -300,7 +302,7 @@ def test_a_parameter_task_that_never_comes_is_named() -> None:
 def test_a_job_that_looks_misspelt_is_said_to(
     memory: MemoryCluster, worker: Cluster, job: str, meant: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with suppress(DeadlineExceeded):  # worker:1 is expected
+    with suppress(DeadlineExceeded):  # worker:1 is expected as well
         address = memory.coordinator.address
         Cluster(address, memory.network, job=job, index=1, store=Store(), settings=SOON, address="").close()
     texts = [record.getMessage() for record in caplog.records if "meant?" in record.getMessage()]
@@ -314,7 +316,7 @@ def test_a_second_worker_of_one_number_is_refused(memory: MemoryCluster, worker:
     assert "/job:worker/task:0" in worker.tasks
 
 
-# Bad input.
+# Wrong arguments.
 
 
 @pytest.mark.parametrize(
@@ -575,7 +577,7 @@ def test_an_optimizer_of_the_process_made_and_dropped_in_a_run_traces_no_step_ag
         optimizer = dflow.Optimizer(optax.sgd(1.0), [far], name="opt")
     step = dflow.jit(lambda x: optimizer.apply([x]))
     near = dflow.Variable(0.0, name="near")
-    gc.collect()  # of optimizers of other tests, whose traces are refused here
+    gc.collect()  # the optimizers of other tests, whose traces are refused here
     kept: list[dflow.Optimizer] = []
     for turn, _ in enumerate(dflow.distributed.Async(worker).run(step, [1.0] * 4, steps=4)):
         if turn == 0:
@@ -632,7 +634,7 @@ def test_variables_of_two_clusters_in_one_function(worker: Cluster) -> None:
             dflow.jit(lambda: here.read() + there.read())()
 
 
-# Bytes that are no messages.
+# Malformed messages.
 
 
 @pytest.mark.parametrize(
@@ -706,7 +708,7 @@ def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> Non
 
 
 def hold_calls(store: Store, entered: threading.Event, leave: threading.Event) -> None:
-    """Let the store's next programs wait until `leave` is set."""
+    """Make the store's next programs wait until `leave` is set."""
     call = store.call
 
     def held(*words: Any) -> Any:
@@ -735,7 +737,7 @@ def test_a_step_ends_when_every_task_has_ended_its_part(memory: MemoryCluster, w
 
 
 def note_connects(memory: MemoryCluster, tried: list[str]) -> None:
-    """Keep the addresses to which anyone connects from now on."""
+    """Record the addresses that this process connects to from now on."""
     connect = memory.network.connect
 
     def noted(address: str, **words: Any) -> Any:
@@ -834,7 +836,7 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
     with pytest.raises(RemoteError, match="no second"):
         step(jnp.ones(3))
     sender.server.store.views = call  # type: ignore[method-assign]
-    # The waiting task answers in order, so its cancellation has been handled once this is answered.
+    # The waiting task answers in order, so this answer shows that it has handled the cancellation.
     np.testing.assert_array_equal(made[0], [1, 1, 1])
     assert waiting.server.statistics().running == 0
     np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
@@ -846,11 +848,11 @@ def test_every_update_and_lookup_of_a_remote_variable(worker: Cluster, traced: b
         v = dflow.Variable(lambda: jnp.arange(6.0).reshape(3, 2), name="v")
     alone = dflow.Variable(jnp.arange(6.0).reshape(3, 2))
     indices, rows = jnp.array([2, 0, 2]), jnp.array([[1.0, 2.0], [3.0, -4.0], [0.5, 9.0]])
-    # An optimizer's update, which is no method of a variable; `test_rounded_add` tests it.
+    # An optimizer's update, which is not a method of a variable; `test_rounded_add` tests it.
     for kind in [kind for kind in KINDS if kind != "assign_add_rounded"]:
         for variable in (v, alone):
             update = getattr(variable, kind)
-            (dflow.jit(update) if traced else update)(*([rows] if kind in ASSIGNS else [indices[:2], rows[:2]]))
+            (dflow.jit(update) if traced else update)(*([rows] if not KINDS[kind].by_rows else [indices[:2], rows[:2]]))
         np.testing.assert_array_equal(v.read(), alone.read(), err_msg=kind)
     np.testing.assert_array_equal((dflow.jit(v.gather) if traced else v.gather)(indices), alone.read()[indices])
 

@@ -1,4 +1,4 @@
-"""A cluster of real processes over TCP, started by the launcher, of which one worker is killed."""
+"""A cluster of real processes over TCP, started by the launcher; one worker is killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import dflow
 from dflow.lowering.files.array_files import read_arrays
 from tests.distributed.processes import Spawned
 
-#: Worker 1 dies after its fifth step. Worker 0 goes on beyond its fifth when it knows, so that it cannot end first.
+#: Worker 1 dies after its fifth step. Worker 0 continues beyond its fifth step only when it knows, so it cannot end
+#: first.
 TRAIN = """
 import os, signal, threading
 import jax.numpy as jnp
@@ -66,12 +67,12 @@ def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path) -> None:
     assert re.search(r"\n worker:1 +\d+\.\d s +\d+\.\d s +killed by SIGKILL \(", output), output
     for task in ("ps:0", "ps:1", "worker:0"):
         assert re.search(rf"\n {task} +\d+\.\d s +\d+\.\d s +finished", output), output
-    # Five steps were applied but not reported, so they were done again.
+    # Five steps were applied but not reported, so they were repeated.
     assert re.search(r"\n count +205 ", output), output
     assert re.search(r"\n other +205 ", output), output
 
 
-#: Worker 1 dies when the others have begun the sixth round, which it has not.
+#: Worker 1 dies when the others have begun the sixth round, which it has not begun.
 TRAIN_IN_ROUNDS = """
 import os, signal
 import jax.numpy as jnp, optax
@@ -120,7 +121,7 @@ def test_the_rounds_go_on_without_a_worker_that_is_killed(tmp_path: Path) -> Non
     assert re.search(r"\n second +20 ", output), output
 
 
-#: Worker 0 kills ps:0 at its fifth step, and no step is done until that has been started again, empty.
+#: Worker 0 kills ps:0 at its fifth step; no step is done until ps:0 has restarted empty.
 TRAIN_WITHOUT_PS = """
 import os, signal, threading
 from pathlib import Path
@@ -175,7 +176,7 @@ def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp
     assert status == 1, output
     assert "ps:0 ended: killed by SIGKILL; it is started again" in output
     lost = r"ps:0 left at \d+\.\d s: .*, and ps:0 has been started again without it"
-    # The first process of worker:0 used the variable; the second ones of both ask where it is.
+    # The first process of worker:0 used the variable; the second processes of both workers ask for its location.
     assert re.search(rf"\[worker:0\] .*TaskLost: 'a' is lost: {lost}", output), output
     for worker in ("worker:0", "worker:1"):
         assert re.search(rf"\[{worker}\] .*TaskLost: variable 'a' is lost: {lost}", output), output

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.task.task_resources import TaskResources
-from dflow.distributed.wire.messages import AccumulatorInfo, CallResource, CreateResource, QueueInfo
+from dflow.distributed.wire.codec import decode_message, encode_message
+from dflow.distributed.wire.messages import CallResource, CreateResource
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import (
@@ -35,6 +35,9 @@ from dflow.tracing.errors import (
     VariableError,
     WireError,
 )
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from tests.distributed.waiting import until
 from tests.effort import examples
 
@@ -68,7 +71,7 @@ def fifo(worker: Cluster, name: str = "q", capacity: int = 4, spec: Any = F32) -
 
 
 def waiting_at(memory: MemoryCluster, name: str) -> int:
-    """How many wait for a queue or an accumulator, wherever it is."""
+    """Number of ops that wait for a queue or an accumulator, on any task."""
     found = 0
     for task in memory.tasks.values():
         with contextlib.suppress(DflowError):
@@ -77,7 +80,7 @@ def waiting_at(memory: MemoryCluster, name: str) -> int:
     return found
 
 
-# Made once, found by name.
+# Created once, found by name.
 
 
 def test_workers_share_a_queue_by_its_name(workers: tuple[Cluster, Cluster]) -> None:
@@ -190,7 +193,7 @@ def test_another_thing_of_one_name_is_refused(
     assert "test_cluster_resources.py" in str(got.value)
 
 
-# Waiting.
+# Waits.
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -251,7 +254,7 @@ def test_the_element_that_a_dead_worker_waited_for_is_not_lost(
 def test_a_wait_that_is_given_up_takes_nothing(memory: MemoryCluster, workers: tuple[Cluster, Cluster]) -> None:
     queue = fifo(workers[0])
     server = memory.tasks[str(queue.device)[5:].replace("/task", "")].server
-    message = CallResource(queue.key, "queue.dequeue", workers[0].task, 7)
+    message = CallResource(queue.key, ResourceOp("queue.dequeue"), workers[0].task, 7)
     pending = workers[0]._server.peer(str(queue.device)).start(message)
     until(lambda: waiting_at(memory, "q") == 1)
     server.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
@@ -267,7 +270,7 @@ def test_a_wait_that_is_given_up_here_is_given_up_on_the_task(
     queue = fifo(workers[0])
 
     def message(step: StepId) -> CallResource:
-        return CallResource(queue.key, "queue.dequeue", step.origin, step.number)
+        return CallResource(queue.key, ResourceOp("queue.dequeue"), step.origin, step.number)
 
     with pytest.raises(DeadlineExceeded):
         workers[0].request_step(str(queue.device), message, b"", 0.05 - SOON.request_timeout_s)
@@ -340,11 +343,11 @@ def test_a_container_is_reset_on_every_task(
     dflow.reset_container("run1")
 
 
-# What a peer may send.
+# Messages of peers.
 
 
 def created(resources: TaskResources, name: str = "q", **fields: Any) -> str:
-    message = CreateResource(name, "queue<f32[2], i32[]>", QueueInfo("fifo", 4))
+    message = CreateResource(name, "queue<f32[2], i32[]>", QueueSettings(QueueKind.FIFO, 4))
     for field, value in fields.items():
         message = CreateResource(**{**{f: getattr(message, f) for f in message.__struct_fields__}, field: value})
     resources.create(message)
@@ -363,19 +366,16 @@ def created(resources: TaskResources, name: str = "q", **fields: Any) -> str:
         {"handle": "accumulator<f32[2]>"},
         {"name": ""},
         {"name": "n" * 5000},
-        {"settings": QueueInfo("lifo", 4)},
-        {"settings": QueueInfo("fifo", 0)},
-        {"settings": QueueInfo("fifo", 1 << 40)},
-        {"settings": QueueInfo("shuffle", 4, 4)},
-        {"settings": QueueInfo("shuffle", 4, 1, "-1")},
-        {"settings": QueueInfo("shuffle", 4, 1, "9" * 100)},
-        {"settings": QueueInfo("priority", 4)},
-        {"settings": AccumulatorInfo("mean")},
-        {"handle": "accumulator<f32[2]>", "settings": AccumulatorInfo("median")},
-        {"handle": "accumulator<i32[2]>", "settings": AccumulatorInfo("mean")},
-        {"handle": "accumulator<f32[?]>", "settings": AccumulatorInfo("sum")},
-        {"handle": "accumulator<2 rows of f32[]>", "settings": AccumulatorInfo("sum")},
-        {"handle": "accumulator<>", "settings": AccumulatorInfo("sum")},
+        {"settings": QueueSettings(QueueKind.FIFO, 0)},
+        {"settings": QueueSettings(QueueKind.FIFO, 1 << 40)},
+        {"settings": QueueSettings(QueueKind.SHUFFLE, 4, 4)},
+        {"settings": QueueSettings(QueueKind.PRIORITY, 4)},
+        {"settings": AccumulatorSettings(Reduction.MEAN)},
+        {"handle": "accumulator<f32[2]>", "settings": AccumulatorSettings(Reduction.MEAN, limit=0)},
+        {"handle": "accumulator<i32[2]>", "settings": AccumulatorSettings(Reduction.MEAN)},
+        {"handle": "accumulator<f32[?]>", "settings": AccumulatorSettings(Reduction.SUM)},
+        {"handle": "accumulator<2 rows of f32[]>", "settings": AccumulatorSettings(Reduction.SUM)},
+        {"handle": "accumulator<>", "settings": AccumulatorSettings(Reduction.SUM)},
     ],
 )
 def test_what_is_no_queue_and_no_accumulator_is_not_created(fields: dict[str, Any]) -> None:
@@ -386,24 +386,31 @@ def test_what_is_no_queue_and_no_accumulator_is_not_created(fields: dict[str, An
         store.resource("q")
 
 
+def test_a_kind_of_queue_and_a_reduction_that_do_not_exist_are_no_message() -> None:
+    for legal in (QueueSettings(QueueKind.FIFO, 4), AccumulatorSettings(Reduction.MEAN)):
+        sent = bytes(encode_message(CreateResource("q", "queue<f32[2]>", legal)))
+        with pytest.raises(WireError, match="are no message of this protocol"):
+            decode_message(sent.replace(b"fifo", b"lifo").replace(b"mean", b"mode"))
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("key", "op"),
     [
-        {"op": "queue.peek"},
-        {"op": "accumulator.take", "count": 1},
-        {"op": "queue.dequeue_many", "count": -1},
-        {"op": "queue.dequeue_many", "count": 1 << 40},
-        {"op": "queue.dequeue", "timeout_s": float("nan")},
-        {"op": "queue.dequeue", "line": "x" * 5000},
-        {"op": "queue.enqueue"},
-        {"key": "other"},
+        ("q", ResourceOp("queue.peek")),
+        ("q", ResourceOp("accumulator.take", count=1)),
+        ("q", ResourceOp("queue.dequeue_many", count=-1)),
+        ("q", ResourceOp("queue.dequeue_many", count=1 << 40)),
+        ("q", ResourceOp("queue.dequeue", timeout_s=float("nan"))),
+        ("q", ResourceOp("queue.dequeue", line="x" * 5000)),
+        ("q", ResourceOp("queue.enqueue")),
+        ("other", ResourceOp("queue.size")),
     ],
 )
-def test_an_op_that_does_not_fit_is_refused(fields: dict[str, Any]) -> None:
+def test_an_op_that_does_not_fit_is_refused(key: str, op: ResourceOp) -> None:
     resources = TaskResources("/job:ps/task:0", Store())
     created(resources)
     with pytest.raises(DflowError):
-        resources.executable(CallResource(**{"key": "q", "op": "queue.size", "origin": "o", "step": 1, **fields}))
+        resources.executable(CallResource(key, op, "o", 1))
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -422,7 +429,7 @@ def test_operands_of_any_types_are_taken_or_refused_before_they_reach_the_queue(
     operands = [np.zeros(shape, dtype) for shape, dtype in zip(shapes, itertools.cycle(dtypes), strict=False)]
     answers: list[Any] = []
     with contextlib.suppress(DflowError):
-        store.resource("q").start(ResourceUse(f"queue.{op}", count, 0.0), operands, answers.append)
+        store.resource("q").start(ResourceOp(f"queue.{op}", count, 0.0), operands, answers.append)
     held: Any = store.resource("q")
     for element in held.held.contents():
         assert [(array.shape, array.dtype.name) for array in element] == [((2,), "float32"), ((), "int32")]

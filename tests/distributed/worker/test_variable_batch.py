@@ -1,4 +1,4 @@
-"""Variables that are created together: few messages, the values of one process, and errors that name their lines."""
+"""Variables that are created together: few messages, the values of one process, and errors with the user's lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Sent = list[Any]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
-    """Every request that any task sends."""
+    """Record every request that any task sends."""
     found: Sent = []
     start = Exchange.start
 
@@ -60,20 +60,20 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
 
 def questions(sent: Sent) -> Counter[str]:
-    """How many messages were sent to make variables, by type."""
+    """Number of messages for the creation of variables, by type."""
     kinds = (CreateVariables, PlaceVariables)
     return Counter(type(message).__name__ for message in sent if isinstance(message, kinds))
 
 
 def line_of(error: BaseException) -> str:
-    """The line of this file that the message names."""
+    """Return the line of this file in the message."""
     lines = [line for line in str(error).splitlines() if line.strip().startswith("at ") and HERE in line]
     assert lines, error
     return Path(__file__).read_text().splitlines()[int(lines[0].rpartition(":")[2]) - 1].strip()
 
 
 def held(memory: MemoryCluster) -> set[str]:
-    """The names of all variables that the tasks hold."""
+    """Names of all variables on the tasks."""
     return {name for task in memory.tasks.values() for name in task.server.store.types()}
 
 
@@ -91,7 +91,7 @@ def model(cluster: Cluster | Alone) -> tuple[list[dflow.Variable], dflow.Optimiz
 
 def test_a_model_and_its_slots_take_few_messages(worker: Cluster, sent: Sent) -> None:
     model(worker)
-    # For the variables, then for the slots: their tasks, which are there, and the values of the others.
+    # For the variables, then for the slots: their tasks, the existing ones, and the values of the others.
     assert questions(sent) == {"PlaceVariables": 2, "CreateVariables": 2 * 2 * 2}
 
 
@@ -229,7 +229,7 @@ def test_an_initialiser_that_reads_a_variable_has_its_value_of_then(worker: Clus
     np.testing.assert_array_equal(third, [1, 1, 1])
 
 
-# When they are created.
+# The time of creation.
 
 
 USES: dict[str, Callable[[Any], Any]] = {
@@ -294,7 +294,7 @@ def test_two_threads_make_their_own_batches(worker: Cluster) -> None:
     assert [[int(variable[0]) for variable in made[number]] for number in range(2)] == [[0] * 5, [1] * 5]
 
 
-# What cannot be created.
+# Variables that cannot be created.
 
 
 def test_an_error_names_the_line_and_the_others_are_created(memory: MemoryCluster, worker: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""Folders of arrays: what is written is read back, damage is found, and a folder is there whole or not at all."""
+"""Folders of arrays: reading gives the written values, damage is found, and a folder is complete or absent."""
 
 import json
 import os
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_an_error_or_does_no_harm(
     file = data.draw(st.sampled_from(_damages(path)))
     content = bytearray(file.read_bytes())
     how = data.draw(st.sampled_from(["flip", "cut", "remove"]))
-    # Not drawn from the length itself, since the manifest's differs by its checksum.
+    # A position independent of the file's length, since the length of the manifest varies with its checksum.
     place = data.draw(st.integers(0, 10**6)) % len(content)
     if how == "flip":
         content[place] ^= 1 << data.draw(st.integers(0, 7))
@@ -268,7 +268,7 @@ class _Crash(BaseException):
 
 
 class _Machine:
-    """Ends at the given call that changes the disk, and from then on does nothing more, as a machine without power."""
+    """Crash at one call that changes the disk, and make no later call, like a machine that loses power."""
 
     CALLS = (
         (os, "mkdir"),
@@ -324,8 +324,8 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, old: in
         assert len(read) == 1
         assert read <= {old, 2}
         seen |= read
-        # Another attempt finds its way in whatever was left, and tidies up.
-        # Two, since what this process had under way when it "crashed" may end only then.
+        # Two more attempts succeed whatever the crash left, and remove it. Two, since what this process had begun when
+        # it "crashed" may end only then.
         for number in (3, 4):
             write_arrays(folder / "c", {"b": np.full((), number)}, overwrite=True)
             assert int(_read(folder / "c")["b"]) == number

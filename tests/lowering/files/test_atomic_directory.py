@@ -1,4 +1,4 @@
-"""Two processes that write one folder: neither removes what the other is about to put in place."""
+"""Two processes that write one folder: neither removes a folder that the other is about to rename."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflow.tracing.errors import CheckpointError, CheckpointExists
 MARKER = "marker"
 DEADLINE_S = 60
 
-#: A process that calls itself as its parent does, as the first process of another container would.
+#: A process with the host name and number of its parent, as the first process of another container may have.
 WRITER = f"""
 import os, platform, sys
 os.getpid, platform.node = lambda: 1, lambda: "box"
@@ -35,7 +35,7 @@ with whole_folder(sys.argv[1], marker={MARKER!r}, overwrite=True) as folder:
 
 @pytest.fixture(autouse=True)
 def same_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have this process the same number and host name as the other writer."""
+    """Give this process the number and host name of the other writer."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
     monkeypatch.setattr("platform.node", lambda: "box")
 
@@ -52,7 +52,7 @@ def read(path: Path) -> str:
 
 @contextmanager
 def writer(path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that writes to `path`, and its staging folder; it ends its save when it reads a line."""
+    """A process that writes to `path`, and its staging folder; it completes its save when it reads a line."""
     command = [sys.executable, "-c", WRITER, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -92,7 +92,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
 def test_where_locks_do_not_reach_a_save_fails_and_the_checkpoint_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
-    """Between two hosts whose file system locks for each alone, a living writer looks ended."""
+    """Two hosts whose file system does not share locks: a living writer looks ended."""
     if not exchanges:
         monkeypatch.setattr(module, "_exchange", lambda *_: False)
     path = tmp_path / "c"

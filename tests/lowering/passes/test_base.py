@@ -1,4 +1,4 @@
-"""How passes are run: in order, shown to an observer, verified when asked, and blamed for what they break."""
+"""Runs of passes: in order, shown to an observer, verified on request; a pass that breaks the graph is named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_pass_that_breaks_the_graph_is_blamed_by_name() -> None:
     with pytest.raises(VerifyError, match=r"%3: %1 is used before it is defined\n  at train.py:9") as caught:
         run_passes(GRAPH, passes, check=True, observe=lambda name, _: seen.append(name))
     assert caught.value.__notes__ == ["after the pass 'backwards'; the graph was valid before it"]
-    # The observer saw what the pass made, so that a dump has it.
+    # The observer saw the broken graph, so a dump contains it.
     assert seen == ["traced", "prune", "backwards"]
 
 

@@ -88,7 +88,7 @@ def test_too_little_memory_on_every_device_names_what_is_needed_and_the_limit() 
 @settings(max_examples=examples(40), deadline=None)
 @given(stateful_graphs(tasks=[f"/device:{device}" for device in DEVICES]), st.data())
 def test_what_is_chosen_keeps_what_is_said_and_the_meaning(graph: Graph, data: st.DataObject) -> None:
-    """Wherever ops go that are left to choice, the lowered graph does the same."""
+    """The lowered graph has the same meaning for every choice of devices."""
     open_to = data.draw(st.sampled_from([(), DEVICES[1:]]))
     left_open = [data.draw(st.booleans()) for _ in graph.nodes]
     nodes = tuple(
@@ -109,7 +109,7 @@ def test_what_is_chosen_keeps_what_is_said_and_the_meaning(graph: Graph, data: s
 
 @dataclasses.dataclass(frozen=True)
 class Slow(GivenCosts):
-    """Costs that take as long to find out as they may."""
+    """Costs that take all the time that they are given."""
 
     now: list[float] = dataclasses.field(default_factory=lambda: [0.0])
 

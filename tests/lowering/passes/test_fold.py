@@ -53,7 +53,7 @@ graph(%q: queue<i32[]>, %x: i32[]) {
 
 
 def test_numbers_are_those_of_the_call_that_would_have_made_them() -> None:
-    """Whole numbers wrap, divide and shift as they do within XLA, whatever Python would say."""
+    """Integers wrap, divide and shift as in XLA, not as in Python."""
     programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         "wraps": (jnp.add, (np.int8(100), np.int8(100))),
         "rounds down": (jnp.floor_divide, (np.int32(-7), np.int32(2))),

@@ -45,7 +45,7 @@ class _WithBodies:
 
 @st.composite
 def alternating(draw: st.DrawFn) -> Graph:
-    """A number on its way over devices and a task, changed by variables, arguments and what was made on the way."""
+    """A number that moves over devices and a task, combined with variables, arguments and earlier results."""
     places = st.sampled_from([*ON_DEVICES, *ON_DEVICES, PS_0] if draw(st.booleans()) else ON_DEVICES)
     fresh = FreshNames()
     refs = [Value(fresh("w"), RefType(INT), draw(places)) for _ in range(3)]
@@ -68,7 +68,7 @@ def alternating(draw: st.DrawFn) -> Graph:
 
 
 def clustered() -> st.SearchStrategy[Graph]:
-    """Graphs as the pass gets them: on several devices of one task, and on tasks too."""
+    """Graphs as the pass receives them: over several devices of one task, and over several tasks."""
     programs = st.one_of(alternating(), alternating(), stateful_graphs(PLACES, max_nodes=20))
     return programs.map(lambda graph: run_passes(graph, CLUSTERED))
 
@@ -127,7 +127,7 @@ def test_a_copy_waits_for_no_other_task_that_its_users_do_not_wait_for(before: G
 
 
 def delayed(graph: Graph) -> list[Node]:
-    """The copies that come after a call."""
+    """Return the copies that come after a call."""
     return [node for node in graph.nodes if node.op is ops.dev_copy and node.after]
 
 

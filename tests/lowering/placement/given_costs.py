@@ -1,4 +1,4 @@
-"""Costs that are given, so that what is chosen depends on no machine."""
+"""Fixed costs, so that choices do not depend on the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RATES, LINK = Rates(1e9, 1e10, 1e-5), Link(2e-5, 1e9)
 
 @dataclass(frozen=True)
 class GivenCosts:
-    """Equal devices at these rates, without pools; a unit costs what its nodes are estimated to."""
+    """Equal devices with these rates and separate processors; a unit costs the estimate of its nodes."""
 
     rates: Rates = RATES
     link: Link = LINK

@@ -1,4 +1,4 @@
-"""Problems of placement to test with: drawn ones, and families that models are like."""
+"""Placement problems for tests: random ones, and families like those of models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dflow.lowering.placement.problem import Link, Machine, Moved, Problem, Unit
 def machine(
     count: int, latency_s: float = 1.0, bytes_per_s: float = 1.0, launch_s: float = 0.0, speeds: tuple[float, ...] = ()
 ) -> Machine:
-    """So many equal devices."""
+    """A machine with `count` equal devices."""
     link = Link(latency_s, bytes_per_s)
     return Machine(
         tuple(f"cpu:{number}" for number in range(count)),
@@ -29,9 +29,9 @@ def machine(
 def problems(
     draw: st.DrawFn, most_units: int = 8, most_devices: int = 3, limits: bool = False, least_units: int = 1
 ) -> Problem:
-    """Any problem: unequal devices and links, inputs, outputs, order, pinned units, units that belong together.
+    """Random problems: unequal devices and links, inputs, outputs, order, pinned and colocated units.
 
-    All times are exact in binary, so that two simulations of one step may be compared to the last bit.
+    All times are exact in binary, so that two simulations of one step agree to the last bit.
     """
     numbers = st.integers(0, 9)
     count = draw(st.integers(1, most_devices))
@@ -87,9 +87,10 @@ def problem(
     size: int = 1,
     pinned: dict[int, int] | None = None,
 ) -> Problem:
-    """Units of `(name, seconds, the units they take the value of)`, each of which gives one value of `size` bytes.
+    """A problem with units `(name, seconds, operands)`, where operands are numbers of units; each value has `size`
+    bytes.
 
-    A unit that takes nothing takes an input at the first device; what nobody takes is an output.
+    A unit without operands takes an input on the first device; a value without users is an output.
     """
     used = {needed for _, _, needs in units for needed in needs}
     values = [Moved(size, None, 0)]

@@ -1,4 +1,4 @@
-"""A step simulated the obvious way: at each moment look at everything, and sum memory at a time between any two."""
+"""A simulation of a step by the direct method: each event looks at all units, and memory is summed between any two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Slow(NamedTuple):
 
 
 def slow_simulation(problem: Problem, assignment: Sequence[int]) -> Slow:
-    """As `simulate`, slowly."""
+    """Like `simulate`, slowly."""
     units, values, machine = problem.units, problem.values, problem.machine
     start: dict[int, float] = {}
     end: dict[int, float] = {}
@@ -44,7 +44,7 @@ def slow_simulation(problem: Problem, assignment: Sequence[int]) -> Slow:
             )
 
     def settle() -> None:
-        """Let all happen that ends now."""
+        """Apply all events that happen now."""
         changed = True
         while changed:
             changed = False

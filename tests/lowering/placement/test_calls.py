@@ -34,7 +34,7 @@ def test_calls_come_after_all_they_need_and_do_the_same_work_with_the_same_trans
 def test_what_another_device_waits_for_waits_for_nothing_long_that_it_does_not_need(
     drawn: Problem, data: st.DataObject
 ) -> None:
-    """What is in a call with it leads across too, or touches state as it does; or all the rest together is short."""
+    """Units in a call that another device waits for send to that device or use state, or the others in it are short."""
     assignment = drawn_assignment(data, drawn)
     _, _, of_unit = as_calls(drawn, assignment)
     for call in set(of_unit):

@@ -69,7 +69,7 @@ def test_exhaustive_search_is_the_best_of_all_that_keep_the_constraints(drawn: P
 @settings(max_examples=examples(40), deadline=None)
 @given(problems(most_units=8, least_units=4))
 def test_search_comes_within_a_twentieth_of_the_optimum_of_drawn_problems(drawn: Problem) -> None:
-    """Of up to 8 units on up to 3 unequal devices, pinned and colocated ones among them, without limits of memory."""
+    """Up to 8 units on up to 3 unequal devices, some pinned or colocated, without limits of memory."""
     assume(1 < size(drawn) <= 3000)
     best = min(
         search(drawn, start, turns=400, seed=number)
@@ -102,7 +102,7 @@ def with_limits(drawn: Problem, *limits: int | None) -> Problem:
 
 
 def test_memory_decides_where_time_would_not() -> None:
-    """Two units with state of 60 bytes each and devices of 100: one by one they fit, though moving takes time."""
+    """Two units with state of 60 bytes each, and devices with 100: separately they fit, at the cost of a transfer."""
     drawn = problem(machine(2, latency_s=5.0), [("a", 1, []), ("b", 1, [0])])
     units = tuple(dataclasses.replace(unit, state_bytes=60) for unit in drawn.units)
     drawn = Problem(drawn.machine, units, drawn.values, drawn.together)

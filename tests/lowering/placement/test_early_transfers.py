@@ -1,4 +1,4 @@
-"""Calls that other devices wait for go before the rest of their stage."""
+"""Calls that other devices wait for run before the rest of their stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOT = "dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=None, precision=
 
 
 def fork(size: int, update: str = "", result: str = "") -> Graph:
-    """`a` is copied to another device; `b` takes it too, and nobody there waits for `b`."""
+    """`a` is copied to another device; `b` uses it too, and no op there waits for `b`."""
     array = f"f32[{size},{size}]"
     return parse(f"""
 graph(%w: ref<f32[]> @/device:cpu:0, %x: {array}) {{
@@ -37,7 +37,7 @@ graph(%w: ref<f32[]> @/device:cpu:0, %x: {array}) {{
 
 
 def calls(graph: Graph) -> list[tuple[str, list[str]]]:
-    """Each call's device and the names of what its nodes give, and each copy, in the order of the list."""
+    """Return the device of each call with the names of its nodes' results, and the copies, in the order of the list."""
     found = []
     for node in graph.nodes:
         inner = [n.outputs[0].name for body in node.bodies for n in body.nodes]
@@ -58,7 +58,9 @@ def test_a_short_rest_stays_in_the_call() -> None:
 
 
 def test_state_is_touched_by_one_call() -> None:
-    """What reads and what writes go with what is copied, where one of them must; the rest of the work does not."""
+    """The read and the write of a variable stay in one call, before the copy where one of them must; other work
+    follows.
+    """
     update = (
         " !%r: f32[] = var.read(%w)  @/device:cpu:0\n"
         "  %s: f32[512,512] = jax.mul(%a, %r)  @/device:cpu:1\n"

@@ -26,7 +26,7 @@ graph(%w: ref<f32[32,32]>, %x: f32[32,32], %k: key<fry>[]) {{
 
 
 def ticking(step_s: float = 1e-3) -> Callable[[], float]:
-    """A clock that goes on by as much each time it is read."""
+    """A clock that advances by `step_s` at each reading."""
     ticks: Iterator[int] = count()
     return lambda: next(ticks) * step_s
 
@@ -53,7 +53,7 @@ def test_parts_that_differ_in_names_alone_cost_the_same_and_a_read_nothing() -> 
     assert first == second
     assert first.seconds[0] == first.seconds[1] >= 0
     assert update.seconds[0] >= 0
-    # A key is nothing that can be made from zeros and ones: estimated.
+    # A key cannot be made from zeros and ones, so its cost is estimated.
     assert bits.seconds[0] >= 0
 
 
@@ -69,7 +69,7 @@ def square(size: int) -> Graph:
 
 
 class Told(Meter):
-    """A meter that finds each unit to take so many times as long as it is estimated to, and notes which it measures."""
+    """A meter whose measurements are `factor` times the estimates; it records the measured units."""
 
     def __init__(self, factor: float) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_a_call_is_timed_among_others_in_a_row_each_on_what_the_one_before_gave(
 
     assert times_on(lambda: now)(call) == pytest.approx(1e-4)
     assert waits == list(range(len(waits)))
-    # One to warm up, one to count by, and three rows of 2 ms, which are alike.
+    # One call to warm up, one to count, and three equal rows of 2 ms.
     assert len(waits) == pytest.approx(2 + 3 * 20, abs=3)
 
 

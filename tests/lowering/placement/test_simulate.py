@@ -48,7 +48,7 @@ def test_a_step_is_no_shorter_than_its_work_allows(drawn: Problem, data: st.Data
 
 def test_devices_that_share_processors_slow_each_other_down() -> None:
     two = problem(machine(2, latency_s=1.0, bytes_per_s=4.0, speeds=(1.0, 0.5)), [("a", 3, []), ("b", 5, [])], size=0)
-    # From 1 to 5 both work at half their speed, which ends what is left of a; b goes on alone.
+    # From 1 to 5 both work at half speed until `a` ends; then `b` continues alone.
     found = simulate(two, (0, 1))
     assert (found.start_s, found.end_s, found.step_s) == ((0.0, 1.0), (5.0, 8.0), 8.0)
     assert found.busy_s == (5.0, 7.0)
@@ -60,9 +60,9 @@ def test_two_branches_on_two_devices_run_at_once_and_one_result_travels() -> Non
     )
     together, apart = simulate(fork, (0, 0, 0)), simulate(fork, (0, 1, 0))
     assert (together.step_s, together.busy_s) == (11.0, (11.0, 0.0))
-    # The argument travels for 1.5 s, then 5 s of work, then the result travels for 1.5 s, then 1 s.
+    # The argument travels for 1.5 s, 5 s of work follow, then the result travels for 1.5 s, then 1 s of work.
     assert (apart.step_s, apart.busy_s) == (9.0, (6.0, 5.0))
-    # On the first device: the argument for good, a's and b's results, and the result of join while it runs.
+    # On the first device: the argument to the end, the results of a and b, and the result of join while it runs.
     assert apart.peak_bytes == (8, 4)
 
 

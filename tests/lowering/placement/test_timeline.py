@@ -1,4 +1,4 @@
-"""The timeline of a lowered graph, by hand: a program takes 10 us to start, a copy 20 us, and 0.1 ns a byte."""
+"""The timeline of a lowered graph, by hand: a launch takes 10 us, a copy 20 us and 0.1 ns for each byte."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ graph(%x: f32[2] @{CPU_0}) {{
     assert one.start == [0, CALL, CALL, 2 * CALL]
     assert one.end == [CALL, 2 * CALL, CALL + COPY, 2 * CALL + COPY]
     assert one.step_ns == 2 * CALL + COPY
-    # On the first the argument, and two results; on the second two copies, the one that nobody takes until it is there.
+    # The first device has the argument and two results; the second two copies, the unused one until it has arrived.
     assert one.peak_bytes == {CPU_0: 24, CPU_1: 16}
 
 
@@ -69,7 +69,7 @@ graph(%w: ref<f32[1000]> @CPU_0, %x: f32[1000] @CPU_0) {
   }  @CPU_0  after(%w_1)"""
     program = program.replace("CPU_0", CPU_0).replace("CPU_1", CPU_1)
     assert timeline(parse(program.replace("WRITE", ""))).peak_bytes == {CPU_0: 8000, CPU_1: 4000}
-    # The copy is not over when the variable is written, so the value that it takes stays beside the new one.
+    # The copy has not ended when the variable is written, so the old value stays beside the new one.
     written = program.replace("WRITE", write.replace("CPU_0", CPU_0))
     assert timeline(parse(written)).peak_bytes == {CPU_0: 12000, CPU_1: 4000}
 

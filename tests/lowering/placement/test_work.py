@@ -1,4 +1,4 @@
-"""What is quick enough for a thread that has other things to do, by what is known before it runs."""
+"""The estimate, before a run, that a call is quick enough for a thread with other duties."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = np.zeros(8, np.int32)
 
 
 def is_quick(fn: Callable[..., Any], *args: Any) -> bool:
-    """Whether the call that the function becomes is quick."""
+    """Whether the function's call is quick."""
     graph = run_passes(trace(fn, args, {}).graph, pipeline(), check=True)
     [call] = [item for item in make_plans(graph, ALONE, {})[ALONE].plan.items if isinstance(item, Call)]
     return call.quick

@@ -1,4 +1,4 @@
-"""The pure function of a graph with state: against the reference rules, and what it refuses."""
+"""The pure function of a graph with state: equal to the reference rules, and the graphs that it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_gra
 
 
 def run(pure: Discharged, graph: Graph, inputs: Sequence[Any], state: dict[str, Any], fn: Any) -> Any:
-    """The outputs and the state after calling a discharged function."""
+    """Call a discharged function; return the outputs and the state."""
     refs = (*pure.written, *pure.read)
     results = fn(*(state[ref.name] for ref in refs), *inputs)
     renewed = {ref.name: value for ref, value in zip(pure.written, results, strict=False)}

@@ -1,4 +1,4 @@
-"""What a program from another process may not do, however its bytes were made."""
+"""The limits of a program from another process, however its bytes were made."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_what_jax_exports_by_itself_is_read(fn: Callable[[jax.Array], Any]) -> N
 
 
 def export_unchecked(fn: Callable[..., Any], target: str) -> bytes:
-    """As one does who means harm: JAX's own check at the sender is switched off."""
+    """Export as an attacker would: JAX's check at the sender is disabled."""
     allowed = [export.DisabledSafetyCheck.custom_call(target)]
     return write_program(export.export(jax.jit(fn), disabled_checks=allowed)(F32.struct))
 
@@ -56,7 +56,7 @@ def calling(target: str) -> Callable[[jax.Array], jax.Array]:
 
 @pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "xla_python_cpu_callback", "of_some_user"])
 def test_a_call_of_what_jax_does_not_guarantee_is_refused(target: str) -> None:
-    """Those that call into Python are handed a pointer that the program itself says."""
+    """Calls into Python receive a pointer that comes from the program itself."""
     blob = export_unchecked(calling(target), target)
     assert export.deserialize(bytearray(blob)).disabled_safety_checks
     with pytest.raises(WireError, match=f"program .* calls '{target}', which a program from another process may not"):
@@ -107,7 +107,7 @@ def test_a_large_constant_comes_back_to_the_bit() -> None:
 
 
 class Chest:
-    """A type of the user's, in the trees of what they call."""
+    """A class of the user's in the pytrees of a program."""
 
 
 def test_a_tree_with_a_users_type_is_refused_before_its_code_runs() -> None:
@@ -131,7 +131,7 @@ def test_a_tree_with_a_users_type_is_refused_before_its_code_runs() -> None:
 
 
 def test_a_tree_that_unfolds_without_end_is_refused() -> None:
-    """Each node holds the node below twice, so that 200 bytes stand for 2 to the 60th leaves."""
+    """Each node contains the node below twice, so 200 bytes stand for 2^60 leaves."""
     builder = flatbuffers.Builder()
     tables.PyTreeDefStart(builder)
     tables.PyTreeDefAddKind(builder, tables.PyTreeDefKind.leaf)

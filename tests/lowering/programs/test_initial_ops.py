@@ -1,4 +1,4 @@
-"""The recorded ops of an initialiser give the very bits that JAX gives, here and by their recipe."""
+"""Recorded ops of an initialiser give JAX's bits, in this process and by their recipe."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ INITIALISERS: dict[str, Callable[[], Any]] = {
 
 
 def cooked(recipe: Recipe, blobs: list[bytes]) -> Any:
-    """The value of a recipe."""
+    """Return the value of a recipe."""
     programs = [load_program(blob, 0) for blob in blobs]
     values: list[Any] = list(recipe.arrays)
     for program, takes in recipe.calls:

@@ -1,4 +1,4 @@
-"""Structures of pytrees as data: to JSON and back, taken apart and put together, and what they refuse."""
+"""Structures of pytrees as data: to JSON and back, and the structures that are refused."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ trees = st.recursive(st.one_of(numbers, st.none()), containers, max_leaves=8)
 
 
 def described(value: Any) -> tuple[Tree, list[Any]]:
-    """The structure of a value as it comes back from a file, and the leaves."""
+    """Return the structure of a value after a round trip through a file, and the leaves."""
     leaves, treedef = jax.tree_util.tree_flatten(value)
     tree = tree_of(treedef, [f"i32[{leaf}]" for leaf in leaves], "x")
     return msgspec.json.decode(msgspec.json.encode(tree), type=Tree), leaves
@@ -124,7 +124,7 @@ def test_any_named_tuple_with_the_fields_is_taken() -> None:
 
 @jax.tree_util.register_pytree_node_class
 class Own:
-    """A pytree that only this file knows."""
+    """A pytree class that only this file knows."""
 
     def tree_flatten(self) -> Any:
         return (1,), None
@@ -143,7 +143,7 @@ class Own:
     ],
 )
 def test_what_only_the_code_knows_is_refused_with_its_path(value: Any, kind: str, path: str) -> None:
-    if kind == "dict":  # JAX sorts keys, so it takes no such dict but an ordered one
+    if kind == "dict":  # JAX sorts keys, so it accepts such a dict only if it is ordered
         value = OrderedDict(value)
     with pytest.raises(UnknownNodeError) as caught:
         described(value)

@@ -1,4 +1,4 @@
-"""Lookups in large tables: the rows are those of any lookup, and the program reads them once before on a CPU alone."""
+"""Lookups in large tables: the usual rows, and on a CPU a program that reads the rows once before."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def table(rows: int = ROWS, shape: tuple[int, ...] = (64,), dtype: Any = jnp.flo
 
 
 def gathers(table: Any, indices: Any, platform: str = "cpu") -> int:
-    """How many gathers there are in the program of a lookup."""
+    """Number of gathers in the program of a lookup."""
     lookup = jax.jit(lambda table, indices: table[prefetched(table, indices)])
     return jax.export.export(lookup, platforms=[platform])(table, indices).mlir_module().count('"stablehlo.gather"')
 

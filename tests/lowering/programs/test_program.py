@@ -1,4 +1,4 @@
-"""Programs: compiled here, or exported, sent and loaded; which arguments they overwrite and which they hand back."""
+"""Programs, compiled here or exported, sent and loaded: the arguments that they overwrite or return."""
 
 from __future__ import annotations
 

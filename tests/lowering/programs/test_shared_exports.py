@@ -1,4 +1,4 @@
-"""Programs that compute the same share an export, and others do not."""
+"""Programs with equal computations share an export; others do not."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_small_differences_matter(one: Callable[..., Any], other: Callable[..., 
 
 @dataclass(frozen=True)
 class Settings:
-    """A parameter of a primitive, which compares equal to others that mean something else."""
+    """A parameter of a primitive that compares equal to parameters with another meaning."""
 
     rate: Any
     note: list[str] = field(default_factory=list, compare=False)
@@ -99,7 +99,7 @@ class Settings:
 
 @dataclass(frozen=True, eq=False)
 class Own:
-    """A parameter that equals itself alone."""
+    """A parameter that is equal only to itself."""
 
     rate: Any
 

@@ -1,4 +1,4 @@
-"""The accumulator's decisions: what is dropped, and who is served when."""
+"""The accumulator's decisions: dropped gradients, and the order of takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dflow.lowering.queues.accumulator_machine import (
 
 
 def commands(*events: Event) -> list[Command]:
-    """What all the events together lead to."""
+    """Return the commands of all events together."""
     state = AccumulatorMachine()
     return [command for event in events for command in state.handle(event)]
 

@@ -1,4 +1,4 @@
-"""Queues as a state machine, against the sequential model: the same elements in the same order, and every wait ends."""
+"""Queues as a state machine beside the sequential model: equal elements in equal order, and an end of every wait."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def elements(*numbers: int) -> tuple[Any, ...]:
 
 
 def run(queue: QueueMachine, *events: Event) -> list[Command]:
-    """All that follows from the events."""
+    """Return all commands of the events."""
     return [command for event in events for command in queue.handle(event)]
 
 
@@ -136,7 +136,7 @@ _ACTIONS = st.lists(
 
 
 def event_of(action: str, argument: int, ticket: int, serials: Any) -> Event | None:
-    """The event that an action of a test stands for; elements are numbered so that they can be told apart."""
+    """The event of a test's action; elements are numbered to distinguish them."""
     match action:
         case "enqueue":
             return EnqueueAsked(ticket, tuple((next(serials) * 7 % 5, next(serials)) for _ in range(argument)))
@@ -155,7 +155,7 @@ def test_no_element_is_lost_or_given_twice_and_every_wait_ends_once(kind: QueueS
     queue, serials = machine(kind), iter(range(1000))
     events = [event_of(*action, ticket, serials) for ticket, action in enumerate(actions)]
     asked = {event.ticket: event for event in events if isinstance(event, (EnqueueAsked, DequeueAsked))}
-    # At the end nothing may wait: a close ends every dequeue, once the enqueues are cancelled.
+    # At the end no op may wait: a close ends every dequeue, after the enqueues are cancelled.
     ending: list[Event] = [CloseAsked(cancel_pending=True)]
     commands = run(queue, *(event for event in events if event is not None), *ending)
     assert sorted(command.ticket for command in commands) == sorted(asked)
@@ -195,7 +195,7 @@ def test_asked_one_at_a_time_it_does_what_the_model_does(kind: QueueSettings, ac
         except QueueClosed:
             wanted = Fail(ticket, Why.CLOSED)
         except DeadlineExceeded:
-            return  # it waits, and what comes after depends on others
+            return  # the op waits, and the next ones depend on others
         assert run(queue, event) == [wanted]
         assert sorted(queue.order.contents()) == sorted(model.elements)
 

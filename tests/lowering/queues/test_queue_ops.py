@@ -1,4 +1,4 @@
-"""Plans with queues: what a call waits for, what a plan from another task may not hold, and what a registry refuses."""
+"""Plans with queues: dependencies of a call, refused plans from another task, and refused registrations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.queue_ops import HeldQueue, ResourceUse
+from dflow.lowering.queues.queue_ops import HeldQueue
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
@@ -19,6 +19,7 @@ from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, UseResource
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, QueueType
 from dflow.tracing.syntax.text import parse
 from tests.lowering.one_process import Mail, Mailbox
@@ -90,13 +91,13 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
     ends: list[BaseException] = []
 
     class Late(HeldQueue):
-        def start(self, use: ResourceUse, operands: Any, on_results: Any) -> Any:
+        def start(self, use: ResourceOp, operands: Any, on_results: Any) -> Any:
             execution.cancel(StepCancelled("enough"))
             return ends.append
 
     store, outcomes = Store(), list[Any]()
     store.create_resource("q", Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(())))
-    executable = Executable(Plan(ALONE, 0, (UseResource("q", "queue.dequeue"),)))
+    executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.dequeue")),)))
     channel = Mailbox(Mail(), ALONE)
     execution = Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
     execution.start()
@@ -104,12 +105,12 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
 
 
 def _a_step_that_waits(submit: Any) -> tuple[HeldQueue, list[Any]]:
-    """A queue that a step waits for, with an op after; and what the step ends with."""
+    """Start a step that waits for a queue, with a later op; return the queue and the step's outcomes."""
     store, outcomes = Store(), list[Any]()
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     store.create_resource("q", queue)
-    waits = UseResource("q", "queue.dequeue", gives=(0,))
-    executable = Executable(Plan(ALONE, 2, (waits, UseResource("q", "queue.size", gives=(1,), after=(0,)))))
+    waits = UseResource("q", ResourceOp("queue.dequeue"), gives=(0,))
+    executable = Executable(Plan(ALONE, 2, (waits, UseResource("q", ResourceOp("queue.size"), gives=(1,), after=(0,)))))
     channel = Mailbox(Mail(), ALONE)
     Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, submit).start()
     return queue, outcomes
@@ -120,7 +121,7 @@ def test_a_step_that_cannot_take_what_it_waited_for_ends_with_the_error() -> Non
         raise RuntimeError("the pool is shut down")
 
     queue, outcomes = _a_step_that_waits(no_worker)
-    queue.start(ResourceUse("queue.enqueue"), (np.float32(1),), lambda results: None)
+    queue.start(ResourceOp("queue.enqueue"), (np.float32(1),), lambda results: None)
     assert [str(outcome) for outcome in outcomes] == ["the pool is shut down"]
 
 
@@ -130,7 +131,7 @@ def test_a_step_ends_when_the_thread_that_brings_what_it_waits_for_is_interrupte
 
     queue, outcomes = _a_step_that_waits(interrupted)
     with pytest.raises(KeyboardInterrupt):
-        queue.start(ResourceUse("queue.enqueue"), (np.float32(1),), lambda results: None)
+        queue.start(ResourceOp("queue.enqueue"), (np.float32(1),), lambda results: None)
     assert [type(outcome) for outcome in outcomes] == [StepCancelled]
     assert "the thread that brought what this step waited for was interrupted" in str(outcomes[0])
 
@@ -138,13 +139,13 @@ def test_a_step_ends_when_the_thread_that_brings_what_it_waits_for_is_interrupte
 def test_an_unknown_method_is_a_fault() -> None:
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     with pytest.raises(InternalError, match="no queue does 'peek'"):
-        queue.start(ResourceUse("peek"), (), lambda results: None)
+        queue.start(ResourceOp("peek"), (), lambda results: None)
 
 
 def test_who_waits_for_what_cannot_be_made_of_the_elements_gets_the_error() -> None:
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 2), QueueType((ArrayType(np.dtype("float32"), (2,)),)))
     given = list[Any]()
-    queue.start(ResourceUse("queue.dequeue_many", 2), (), given.append)
+    queue.start(ResourceOp("queue.dequeue_many", 2), (), given.append)
     for shape in (2, (2, 2)):
-        queue.start(ResourceUse("queue.enqueue"), (np.ones(shape, np.float32),), given.append)
+        queue.start(ResourceOp("queue.enqueue"), (np.ones(shape, np.float32),), given.append)
     assert [type(results) for results in given] == [tuple, tuple, ValueError]

@@ -1,4 +1,4 @@
-"""The queue that threads share: callbacks, deadlines, cancellation, and threads that lose nothing."""
+"""The queue shared by threads: callbacks, deadlines, cancellation, and no lost elements."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from dflow.lowering.queues import pending_operations
 from dflow.lowering.queues.pending_operations import Answer, wait
 from dflow.lowering.queues.queues import SharedQueue
-from dflow.lowering.queues.resource_use import Results, giving
+from dflow.lowering.queues.resource_rules import Results, giving
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 
@@ -126,14 +126,14 @@ def test_an_interrupt_in_a_callback_is_raised_when_the_others_were_told() -> Non
 
 
 def _interrupted_at(line: int, use: Callable[[], None]) -> bool:
-    """Whether `use` came to its line of that number in the file of the waiters, and was interrupted before it."""
+    """Interrupt `use` before line number `line` that it runs in pending_operations.py. Return whether it got there."""
     left = line
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
         if frame.f_code.co_filename != pending_operations.__file__:
             return None
-        # At the end of a `with` block no signal comes, but a tracer would, and leave the lock held.
+        # At the end of a `with` block no signal comes; a trace function would raise there and leave the lock held.
         line = linecache.getline(pending_operations.__file__, frame.f_lineno).lstrip()
         if event == "line" and not line.startswith("with "):
             left -= 1
@@ -156,7 +156,9 @@ def _interrupted_at(line: int, use: Callable[[], None]) -> bool:
 def _each_interrupt(
     use: Callable[[SharedQueue, list[Answer]], Callable[[], None]],
 ) -> Iterator[tuple[SharedQueue, list[Answer]]]:
-    """A queue for three, and what its waiters were told, after `use` was interrupted at each of its lines in turn."""
+    """Interrupt `use` at each of its lines; yield a queue with capacity three and the answers of its pending
+    operations.
+    """
     for line in itertools.count(1):
         queue, answers = fifo(3), list[Answer]()
         was_interrupted = _interrupted_at(line, use(queue, answers))

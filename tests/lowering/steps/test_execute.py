@@ -1,4 +1,4 @@
-"""One task's part of a step: what waits for what, and how an execution ends."""
+"""One task's partition of a step: dependencies of items, and the end of an execution."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from dflow.lowering.steps.execute import Execution, Outcome
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.lowering.flat_programs import flat_program
 from tests.lowering.meaning import PS_0, WORKER
@@ -36,7 +37,7 @@ ONE = jnp.float32(1)
 
 
 class Task:
-    """A task, its mail from and to another, and the executions it was asked for. Work waits until `work` is called."""
+    """A task, its messages from and to another task, and its executions. Submitted work waits for a call of `work`."""
 
     def __init__(self, *programs: Program) -> None:
         self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome]()
@@ -44,7 +45,7 @@ class Task:
         self.programs = programs
 
     def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
-        """An execution of a plan, not yet started; `feeds` maps slots to values."""
+        """Make an execution of a plan without starting it; `feeds` maps slots to values."""
         feeds = dict(feeds)
         plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
@@ -65,22 +66,22 @@ class Task:
         return execution
 
     def arrive(self, edge: str, value: Any) -> None:
-        """Deliver what the other task sent."""
+        """Deliver a value from the other task."""
         self.mail.put((STEP, edge, PS_0, WORKER), value)
 
     def work(self) -> None:
-        """Do all work that was submitted."""
+        """Do all submitted work."""
         while self.submitted:
             self.submitted.pop()()
 
     @property
     def sent(self) -> dict[str, Any]:
-        """What was sent to the other task, by edge."""
+        """Values sent to the other task, by edge."""
         return {edge: value for (_, edge, _, to), value in self.mail.values.items() if to == PS_0}
 
 
 def calls(log: list[int], count: int) -> list[Program]:
-    """Programs that note when they run and give their number."""
+    """Programs that record their runs and return their number."""
 
     def run(index: int, *_: Any) -> list[jax.Array]:
         log.append(index)
@@ -101,7 +102,7 @@ def send(edge: str, take: int, *after: int) -> Send:
     return Send(edge, PS_0, take, after)
 
 
-# What waits for what.
+# Dependencies.
 
 
 def test_a_plan_without_items_gives_its_feeds() -> None:
@@ -180,7 +181,7 @@ def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
 
 
 class Computed:
-    """What stands for an array: notes that somebody waits for it."""
+    """A stand-in for an array that records when its value is waited for."""
 
     def __init__(self, log: list[Any]) -> None:
         self._log = log
@@ -283,7 +284,7 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
     assert task.store.read("v") == 2
 
 
-# How it ends.
+# The end of an execution.
 
 
 def test_feeds_are_counted() -> None:
@@ -407,7 +408,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
             assert fetched(done.result())[0] == 1 + sum(range(width))
 
 
-# Which node an error is of.
+# The node of an error.
 
 
 def named_plan(*items: Item) -> Plan:
@@ -441,7 +442,7 @@ def test_an_error_of_a_transfer_names_its_node_and_line() -> None:
 
 def test_an_error_of_a_resource_names_its_node_and_line() -> None:
     task = Task()
-    run_named(task, named_plan(UseResource("no such queue", "queue.dequeue", gives=(0,))))
+    run_named(task, named_plan(UseResource("no such queue", ResourceOp("queue.dequeue"), gives=(0,))))
     assert notes(task) == ["in %0 (op)\n  at x.py:0"]
 
 

@@ -1,4 +1,4 @@
-"""Loops that wait, several turns at once. A test plays the other end of each queue, and sees who waits."""
+"""Loops that wait, with several concurrent iterations. A test plays the other end of each queue, and sees the waits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_use import OnResults, ResourceUse
+from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Outcome
@@ -29,6 +29,7 @@ from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import make_plans
 from dflow.tracing.errors import QueueClosed, StepCancelled
 from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import RefType
 from dflow.tracing.syntax.parse import parse
 from tests.effort import examples
@@ -38,7 +39,7 @@ STEP = StepId(ALONE, 1)
 
 
 class Played:
-    """A queue whose other end the test plays: ops wait until `answer`, unless they are enqueues."""
+    """A queue whose other end is the test: ops wait until `answer`, except enqueues."""
 
     def __init__(self) -> None:
         self.waiting: deque[OnResults] = deque()
@@ -46,8 +47,8 @@ class Played:
         self.cancelled: list[BaseException] = []
         self.asked = threading.Semaphore(0)
 
-    def start(self, use: ResourceUse, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        if use.op == "queue.enqueue":
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        if op.name == "queue.enqueue":
             self.put.append(int(operands[0]))
             on_results(())
         else:
@@ -59,12 +60,12 @@ class Played:
         raise NotImplementedError
 
     def answer(self, number: int) -> None:
-        """Give a number to who waits longest."""
+        """Give a number to the op that waits longest."""
         self.waiting.popleft()((jnp.int32(number),))
 
 
 class Run:
-    """A run of a graph whose queues are played."""
+    """A run of a graph over such queues."""
 
     def __init__(self, text: str, *inputs: int, pool: ThreadPoolExecutor | None = None, **variables: int) -> None:
         graph = run_passes(parse(text), pipeline(), check=True)
@@ -100,29 +101,29 @@ class Run:
         self.ended.set()
 
     def go_on(self) -> None:
-        """Do all that can be done."""
+        """Do all submitted work."""
         while self.work:
             self.work.popleft()()
 
     def answer(self, queue: str, number: int) -> None:
-        """Let who waits longest for a queue go on, as far as it comes."""
+        """Answer the op that waits longest for a queue, and do the work that follows."""
         self.queues[queue].answer(number)
         self.go_on()
 
     def answer_all(self, queue: str, count: int) -> None:
-        """Give the numbers below `count` to a queue, each as soon as one waits for it."""
+        """Give the numbers below `count` to a queue, each as soon as an op waits for it."""
         for number in range(count):
             played = self.queues[queue]
             assert played.asked.acquire(timeout=300), f"nobody waits for {queue!r} a {number}th time"
             played.answer(number)
 
     def waits(self, queue: str) -> int:
-        """How many wait for a queue."""
+        """Number of ops that wait for a queue."""
         return len(self.queues[queue].waiting)
 
 
 def scan(body: str, length: int, parallel: int | None = None, start: str = "0:i32[]") -> str:
-    """A scan over queues `a`, `b`, `out` and a variable `w`, with one number carried and one stacked."""
+    """A scan over queues `a`, `b`, `out` and a variable `w`, with one carried number and one stacked number."""
     options = f"carry=1, length={length}, reverse=False, rows=0"
     options += "" if parallel is None else f", parallel={parallel}"
     return f"""
@@ -148,7 +149,7 @@ TWO_QUEUES = """
 def test_a_turn_dequeues_while_the_turns_before_still_wait_for_something_else() -> None:
     run = Run(scan(TWO_QUEUES, 3), w=0)
     for number in range(3):
-        assert run.waits("a") == 1  # of one queue in the order of the program
+        assert run.waits("a") == 1  # each queue's ops in program order
         run.answer("a", number)
     assert (run.waits("a"), run.waits("b")) == (0, 1)
     assert run.queues["out"].put == []
@@ -225,7 +226,7 @@ def test_a_variable_sees_the_turns_in_order_whatever_they_wait_for() -> None:
     for number, product in ((2, 2), (3, 6), (4, 24)):
         run.answer("a", number)
         assert run.store.read("w") == product
-        # The variable of the next turn is of then or later.
+        # The next iteration reads this value of the variable, or a later one.
         assert not run.outcomes
         run.answer("b", number + 5)
     last, stacked = fetched(run.outcomes[0])
@@ -311,7 +312,7 @@ def test_an_error_in_one_turn_ends_all_that_wait_and_is_told_once() -> None:
     run.queues["b"].waiting.popleft()(error)
     run.go_on()
     assert run.outcomes == [error]
-    assert run.queues["a"].cancelled == [error, error]  # one was answered before, which its queue knows
+    assert run.queues["a"].cancelled == [error, error]  # one was answered earlier, as its queue knows
     run.answer("a", 2)
     assert run.outcomes == [error]
     assert run.queues["out"].put == []
@@ -408,11 +409,11 @@ def test_effects_that_nobody_told_us_of_come_in_the_order_of_the_turns() -> None
     body = Executable(run.plan.bodies[0])
     names = [name.split(" ")[0] for name in body.plan.names]
     follows = {names[index]: {names[other] for other in before} for index, before in body.follows.items()}
-    # What waits for a queue may see what nobody told us of, and so is in order with it.
+    # An op that waits for a queue may see effects outside the graph, so it keeps its order with them.
     assert follows == {"%x": {"%x", "%n"}, "%n": {"%n", "%y"}, "%y": {"%y"}}
 
 
-# As a user says it.
+# By the public API.
 
 
 def test_a_scope_says_how_many_turns_are_under_way_at_once() -> None:

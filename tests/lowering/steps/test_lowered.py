@@ -1,4 +1,4 @@
-"""From a lowered graph to a plan a task."""
+"""From a lowered graph to one plan for each task."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_plan_of_a_parameter_server() -> None:
 
 def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
     plan = plans(TRAIN)[WORKER].plan
-    # Fed are the argument, then the literal that is given back.
+    # The feeds are the argument, then the literal that the function returns.
     assert [literal.item() for literal in literals(parse(TRAIN))] == [7]
     assert plan.feeds == (0, 1)
     received, product = 2, 3

@@ -1,4 +1,4 @@
-"""The newest events of a task: which are kept, and what is read of them."""
+"""The newest events of a task: the kept ones, and a reader's view of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLAN = Plan(
 
 
 class Clock:
-    """Counts up by one at each look."""
+    """A clock that counts up by one at each reading."""
 
     def __init__(self) -> None:
         self.now_ns = 0

@@ -1,4 +1,4 @@
-"""Whoever waits for what is not computed yet says so first, to who asked for that on its thread."""
+"""A thread that is about to wait for an uncomputed value first calls the hook that was set on that thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from dflow.lowering.queues.queue_ops import HeldQueue
-from dflow.lowering.queues.resource_use import ResourceUse
 from dflow.lowering.state.store import Store
 from dflow.lowering.values.computed import before_waiting, wait_until_computed
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, QueueType
 
 DEADLINE_S = 60.0
@@ -35,7 +35,7 @@ Counted = Callable[[Callable[[], Any]], int]
 
 @pytest.fixture
 def waits_of() -> Iterator[Counted]:
-    """Does something on a thread of its own, and says how often that was about to wait."""
+    """Run a function on a new thread; return the number of times that it was about to wait."""
     failed: list[BaseException] = []
 
     def count(work: Callable[[], Any]) -> int:
@@ -79,6 +79,6 @@ def test_a_variable_that_is_still_computed_is_waited_for(waits_of: Counted) -> N
 
 def test_rows_that_are_still_computed_are_waited_for(waits_of: Counted) -> None:
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 2000), QueueType((ArrayType(TYPE.dtype, (1000,)),)))
-    use = ResourceUse("queue.enqueue_many")
+    use = ResourceOp("queue.enqueue_many")
     assert waits_of(lambda: queue.start(use, [multiply(IDENTITY)], lambda results: None)) == 1
     assert queue.depth() == (1000, 2000)

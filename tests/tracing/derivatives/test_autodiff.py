@@ -1,4 +1,4 @@
-"""Gradients with state, against `jax.grad` of the same function written without."""
+"""Gradients of functions with state, compared with `jax.grad` of the same functions without state."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_what_cannot_be_differentiated_is_named(w: Variable, count: Variable) ->
 
 
 def counted(w: Variable, count: Variable, x: Any) -> Any:
-    """Reads one variable, adds to another: what is written is told from the value alone."""
+    """Reads one variable and adds to another; the result alone shows which were written."""
     count.assign_add(jnp.ones(()))
     return {"y": jnp.sin(w.read() * x) + x, "n": jnp.int32(3)}
 
@@ -244,7 +244,7 @@ def counted_by_hand(w: Any, x: Any) -> Any:
 
 
 def run_traced(fn: Any, variables: list[Variable], *args: Any) -> tuple[Any, dict[str, Any]]:
-    """What `fn` gives and leaves when it is traced to a graph."""
+    """Trace `fn` to a graph and run that; return the results and the state."""
     traced = trace(fn, args, {})
     state = {ref.name: v.read() for ref, v in zip(traced.graph.refs, traced.variables, strict=True)}
     outputs, after = interpret(traced.graph, [*traced.constants, *args], state)

@@ -1,4 +1,4 @@
-"""Functions with derivative rules of their own that touch variables, against the same rules in plain JAX."""
+"""Functions with custom derivative rules that use variables, compared with the same rules in plain JAX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state() -> State:
 
 
 def touch(state: State, x: Any) -> Any:
-    """The body of the functions below: reads one variable, adds to two."""
+    """The body of the functions below: reads one variable and adds to two."""
     state.calls.assign_add(1)
     state.total.assign_add(x.sum())
     return jnp.sin(x) * state.w.read(), state.calls.read()

@@ -1,4 +1,4 @@
-"""State inside JAX's control flow, with its gradients, against plain JAX with the state passed along by hand."""
+"""State inside JAX's control flow, with gradients, compared with plain JAX where the state is passed explicitly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ X = jnp.array([1.0, 2.0, 3.0])
 
 
 class Held:
-    """A stand-in for a variable in plain JAX: what it holds is a value of the trace."""
+    """A stand-in for a variable in plain JAX; its value is a value of the trace."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Lookups inside loops, branches and checkpoints: their gradient is rows, and JAX's numbers."""
+"""Lookups inside loops, branches and checkpoints: gradients by rows, with the numbers of JAX."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table() -> Variable:
 
 
 def added(t: Any, ids: Any) -> Any:
-    """A loop over lookups, as users write one over microbatches."""
+    """A loop over lookups, like one over microbatches."""
     return jax.lax.scan(lambda c, i: (c + jnp.sin(t[i] * c).sum(), None), 1.0, ids)[0]
 
 
@@ -100,7 +100,7 @@ PROGRAMS = st.recursive(
 
 
 def run(program: Any, state: Any, ids: Any, c: Any) -> Any:
-    """What a program makes of a number."""
+    """Return the value and gradient of a program."""
     match program:
         case "t" | "u" | "whole" | "count":
             return LEAVES[program](state, ids, c)
@@ -223,7 +223,7 @@ def test_a_loop_over_a_table_on_a_task_takes_rows_there_once() -> None:
 
 
 def decoded(t: Any, ids: Any) -> Any:
-    """Each iteration looks up what the one before it found."""
+    """The indices of each iteration come from the lookup of the previous one."""
 
     def body(carry: Any, _: Any) -> Any:
         i, total = carry
@@ -259,7 +259,7 @@ def by_branches(t: Any, rare: Any, is_rare: Any) -> Any:
     return jax.lax.cond(is_rare, lambda: added(t, rare), lambda: added(t, IDS))
 
 
-#: Places that a rare branch looks up; with the five of the other branch they are as many as the table has rows.
+#: Number of lookups of a rare branch; with the five of the other branch they equal the rows of the table.
 MANY = jnp.arange(COUNT - len(IDS))
 
 
@@ -295,7 +295,7 @@ def test_a_dense_gradient_of_branches_is_warned_of_where_a_branch_looks_up_few_r
 def test_branches_that_each_take_their_own_gradient_update_the_rows_alone(
     monkeypatch: pytest.MonkeyPatch, table: Variable
 ) -> None:
-    """This is the remedy that the warning names."""
+    """The remedy that the warning names."""
     monkeypatch.setattr(early_lookups, "LARGE_BYTES", 1)
     monkeypatch.setattr(rows_to_dense, "LARGE_BYTES", 1)
 
@@ -306,7 +306,7 @@ def test_branches_that_each_take_their_own_gradient_update_the_rows_alone(
 
         jax.lax.cond(is_rare, lambda: descend(MANY), lambda: descend(IDS))
 
-    step(False)  # warns of nothing
+    step(False)  # without a warning
     np.testing.assert_allclose(table.read(), TABLE - jax.grad(added)(TABLE, IDS), rtol=1e-4, atol=1e-6)
 
 
@@ -348,7 +348,7 @@ def test_a_branch_that_is_not_taken_computes_no_places() -> None:
     table, called = dflow.Variable(jnp.ones((97, 2)), name="table"), []
 
     def found(n: Any) -> Any:
-        # It does not end if n is 0.
+        # The loop does not end if n is 0.
         return jax.lax.while_loop(lambda i: (i % 7 != 0) | (n <= 0), lambda i: i + 1, jnp.int32(3))
 
     def told(n: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The while loop that is differentiated backwards, against JAX's own forward and the unrolled loop backward."""
+"""The while loop with a backward pass: forward as JAX's own loop, backward as the unrolled loop."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_variables_are_read_and_written_in_it(compiled: bool) -> None:
 
 
 def saved_bytes(max_iters: int) -> int:
-    """How much the backward pass of a loop keeps of the forward one."""
+    """Bytes that the backward pass of a loop keeps from the forward pass."""
     x = jnp.zeros(1000)
     _, pull = jax.vjp(lambda x: dflow.while_loop(lambda y: y[0] < 1, jnp.sin, x, max_iters=max_iters), x)
     return sum(leaf.nbytes for leaf in jax.tree.leaves(pull))

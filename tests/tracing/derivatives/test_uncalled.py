@@ -1,4 +1,4 @@
-"""A derivative that is used without a call says that it is to be called."""
+"""A derivative that is used without a call raises an error that says to call it."""
 
 from __future__ import annotations
 

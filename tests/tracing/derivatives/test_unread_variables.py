@@ -1,4 +1,4 @@
-"""Variables that are differentiated and that the function never reads are warned of."""
+"""A differentiated variable that the function never reads gives a warning."""
 
 from __future__ import annotations
 

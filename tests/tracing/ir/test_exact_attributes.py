@@ -1,4 +1,4 @@
-"""Keys of attributes: equal for values of one type and the same bits alone, however deep they lie."""
+"""Keys of attributes are equal only for values of one type and equal bits, at any depth."""
 
 from __future__ import annotations
 

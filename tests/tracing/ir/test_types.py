@@ -1,4 +1,4 @@
-"""Types and their text, device scopes, the user's lines, and which effects commute."""
+"""Types and their text, device scopes, the user's lines, and effects that commute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates and lookups of variables: what each computes, beside plain JAX, and what each refuses."""
+"""Updates and lookups of variables: results equal to plain JAX's, and refused arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import dflow
 from dflow.tracing.errors import DflowError, GraphTypeError, VariableError, VariableShapeError
 from dflow.tracing.ir.op import OPS
 from dflow.tracing.ir.types import parse_type
-from dflow.tracing.ir.updates import ASSIGNS, KINDS, SCATTERS
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.reference.interpret import interpret
@@ -28,7 +28,7 @@ TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
 INDICES = np.array([1, 1, -1, 7, -9], np.int32)
 ROWS = np.arange(10, 20, dtype=np.float32).reshape(5, 2) / 4
 
-#: What each kind does to a NumPy table; `at` repeats for equal indices, which indexing does not.
+#: Each update on a NumPy table. `at` repeats for equal indices, which indexing does not.
 REFERENCE: dict[str, Any] = {
     "assign": np.copyto,
     "assign_add": lambda old, new: np.add(old, new, out=old),
@@ -39,6 +39,7 @@ REFERENCE: dict[str, Any] = {
     "assign_min": lambda old, new: np.minimum(old, new, out=old),
     "scatter_update": lambda old, at, rows: old.__setitem__(at, rows),
     "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
     "scatter_mul": np.multiply.at,
     "scatter_max": np.maximum.at,
     "scatter_min": np.minimum.at,
@@ -46,20 +47,20 @@ REFERENCE: dict[str, Any] = {
 
 
 def operands_of(kind: str) -> tuple[Any, ...]:
-    if kind in ASSIGNS:
+    if not KINDS[kind].by_rows:
         return (ROWS,)
-    # Which of the rows for one index stays is open, so each index stands once.
+    # Which of several rows for one index remains is undefined, so each index occurs once.
     return (INDICES[1:], ROWS[1:]) if kind == "scatter_update" else (INDICES, ROWS)
 
 
 def method(table: Variable, kind: str) -> Any:
-    """The method for this kind of update; the one that an optimizer alone uses has none."""
+    """Return the method for this kind of update. `assign_add_rounded`, which only an optimizer uses, has none."""
     return getattr(table, kind, None) or functools.partial(record_update, table, kind)
 
 
 def expected(kind: str) -> Any:
     table, operands = TABLE.copy(), operands_of(kind)
-    if kind in SCATTERS:
+    if KINDS[kind].by_rows:
         there = (operands[0] >= -5) & (operands[0] < 5)
         operands = tuple(operand[there] for operand in operands)
     REFERENCE[kind](table, *operands)

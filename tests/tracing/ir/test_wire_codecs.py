@@ -1,4 +1,4 @@
-"""What is left of arrays that travel by a codec, beside NumPy; and what JAX may do to the wish for one."""
+"""Arrays that travel by a codec: their errors beside NumPy, and JAX's transformations of `dflow.wire`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dflow.tracing.syntax.text import parse, text
 
 HERE = Path(__file__).name
 SMALLER = [codec for codec in CODECS if codec != "none"]
-#: The largest error of an element beside the element itself, and beside the largest one.
+#: Largest error of an element, relative to the element and to the largest element.
 BOUNDS = {
     "bfloat16": (2.0**-8, 0.0),
     "float8_e4m3fn": (2.0**-4, 2.0**-10 / 448),
@@ -39,7 +39,7 @@ _ENCODED, _DECODED = jax.jit(encoded, static_argnums=0), jax.jit(decoded, static
 
 
 def left_of(codec: str, value: Any) -> np.ndarray[Any, Any]:
-    """The array after its way."""
+    """Return the array after encoding and decoding."""
     array = jnp.asarray(value)
     type = ArrayType(array.dtype, array.shape)
     made = encoded_type(codec, type)
@@ -70,7 +70,7 @@ def test_an_error_is_within_the_bound_that_is_stated(codec: str, value: Any) -> 
     left, wide = (array.astype(np.float64)[finite] for array in (left_of(codec, value), value))
     most = np.abs(wide).max(initial=0.0)
     relative, absolute = BOUNDS[codec]
-    # Numbers below the smallest normal one may be taken for zero; where the dtype is coarse, it rounds once more.
+    # Numbers below the smallest normal one may become zero. A coarse dtype rounds once more.
     tiny, rounding = float(np.finfo(np.float32).tiny), float(jnp.finfo(value.dtype).eps) / 2
     allowed = relative * np.abs(wide) * 1.0001 + absolute * most * 1.0001 + rounding * np.abs(left) + 1.01 * tiny
     if value.dtype == np.float16:
@@ -99,7 +99,7 @@ def test_nothing_and_zeros_arrive_as_they_are(codec: str, shape: tuple[int, ...]
 def test_the_largest_and_the_smallest_numbers_there_are(codec: str) -> None:
     largest = np.finfo(np.float32).max
     left = left_of(codec, np.array([largest, -largest, 1.0], np.float32))
-    if codec != "bfloat16":  # of which the largest is more than any number it has
+    if codec != "bfloat16":  # its largest number is less than this one
         np.testing.assert_allclose(left[:2], [largest, -largest], rtol=1e-6)
     denormal = np.full(9, np.finfo(np.float32).smallest_subnormal, np.float32)
     assert np.abs(left_of(codec, denormal)).max() <= np.finfo(np.float32).tiny
@@ -147,7 +147,7 @@ def test_a_graph_means_what_is_compiled(codec: str, value: Any) -> None:
     graph = Graph((taken,), nodes, (left,))
     assert text(parse(text(graph))) == text(graph)
     [meant], _ = interpret(graph, [jnp.asarray(value)], {})
-    # A scale that rounds the other way moves what lies between two steps to the other one.
+    # A scale that rounds the other way moves a value between two steps to the other step.
     relative, absolute = BOUNDS[codec]
     most = np.abs(value.astype(np.float64)[np.isfinite(value.astype(np.float64))]).max(initial=0.0)
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""Closed-over arrays keep the values of the moment of the trace."""
+"""Closed-over arrays keep their values from the time of the trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions and the graphs they become: the pairs of from_jaxpr.graphs, in which `<function> ---  <graph>`."""
+"""Functions and their graphs: the pairs `<function> --- <graph>` of from_jaxpr.graphs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = np.array([1.0, 2.0, 3.0], np.float32)
 
 
 def scope() -> dict[str, Any]:
-    """What the functions of the golden file may use."""
+    """Names that the functions of the golden file may use."""
     with a_home():
         w, count = Variable(jnp.zeros(3), name="w"), Variable(jnp.zeros(()), name="count")
         held = ConditionalAccumulator(jnp.zeros(3), name="held")

@@ -1,4 +1,4 @@
-"""Several living variables of one name are warned of, in one process and on a cluster."""
+"""Several variables of one name in use give a warning, in one process and on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dflow.testing import memory_cluster
 
 HERE = Path(__file__).name
 
-#: Makes variables under this, and whether two of one name are one.
+#: A context for the creation of variables, and whether two of one name are the same there.
 Place = tuple[Callable[[], Any], bool]
 
 
@@ -210,7 +210,7 @@ def test_a_namesake_made_after_a_step_ran_is_warned_of_at_the_next_call(place: P
 
 
 class Layer:
-    """Names its variables itself, as a class of models does."""
+    """Names its variables itself, like the layers of model libraries."""
 
     def __init__(self) -> None:
         self.w, self.b = dflow.Variable(jnp.ones(2), name="w"), dflow.Variable(jnp.zeros(2), name="b")
@@ -231,7 +231,7 @@ def test_models_of_one_class_are_warned_of_once_each_however_often_they_are_used
         layers = [Layer() for _ in range(3)]
     with pytest.warns(dflow.DuplicateNameWarning) as caught:
         used_in_turn(layers)
-    assert len(caught) == 2  # of the first with the second, and of that with the third
+    assert len(caught) == 2  # for the first and the second, and for the second and the third
     assert all(str(each.message).startswith("variables 'w', 'b': expected an unused name") for each in caught)
     assert "or its own `dflow.container(...)`" in str(caught[0].message)
 

@@ -1,4 +1,4 @@
-"""The reference semantics, against programs run by Python; and verify, interpret and discharge against each other."""
+"""The reference semantics beside programs run by Python; verify, interpret and discharge beside each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def by_name(variables: Any, values: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def run_eagerly(program: Program) -> tuple[list[Any], dict[str, Any]]:
-    """Each op at once, on values in a home, with Python's control flow."""
+    """Run each op immediately, on values of a state backend, with Python's control flow."""
     with a_home():
         variables = variables_of(program)
     outputs = program(AtOnce(variables), *map(jnp.asarray, ARGUMENTS))
@@ -41,7 +41,7 @@ def run_eagerly(program: Program) -> tuple[list[Any], dict[str, Any]]:
 
 
 def run_discharged(program: Program) -> tuple[list[Any], dict[str, Any]]:
-    """The pure function that discharge gives, compiled as one."""
+    """Run the discharged pure function, compiled as one program."""
     with a_home():
         variables = variables_of(program)
     machine = Traced(variables)
@@ -61,7 +61,7 @@ def run_interpreted(case: Case) -> tuple[list[Any], Mapping[str, Any]]:
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Same outputs; same state for every variable that both know: a graph leaves out those it does not touch."""
+    """Assert equal outputs, and equal state of the variables in both; a graph omits variables that it does not use."""
     for left, right in zip(one[0], other[0], strict=True):
         np.testing.assert_array_equal(left, right)
     for name in {*one[1]} & {*other[1]}:

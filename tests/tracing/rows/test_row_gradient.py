@@ -1,4 +1,4 @@
-"""Gradients made of rows: the same as the dense ones, and nothing of the table's size on the way."""
+"""Gradients made of rows: equal to the dense ones, without a value of the table's size on the way."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ LOOKUPS = [
 
 
 def grown(graph: Graph, shape: tuple[int, ...]) -> list[str]:
-    """The nodes that give a value of this shape."""
+    """Return the nodes that give a value of this shape."""
     return [n.op.name for n in Prune()(graph).nodes for v in n.outputs if getattr(v.type, "shape", None) == shape]
 
 
@@ -234,7 +234,9 @@ def test_small_integers_index_large_tables() -> None:
 
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_a_gather_that_starts_along_other_dimensions_too(mode: str, table: Variable) -> None:
-    """Clipped, a start along a dimension that is taken whole says nothing; filled, it puts every row out of bounds."""
+    """With `clip`, a start along a dimension that is taken whole has no effect; with `fill`, every row is out of
+    bounds.
+    """
     numbers = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
     starts = jnp.array([[3, 1], [4, 0]])
 

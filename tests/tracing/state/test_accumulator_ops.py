@@ -1,4 +1,4 @@
-"""Graphs with accumulators, written as text: which are well formed, and what they mean."""
+"""Graphs with accumulators, written as text: the well-formed ones, and their results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GRAPH = f"""graph(%g: {TYPE}, %x: f32[], %i: i32[3], %r: f32[3,1]) {{
 
 
 def run(graph: str, indices: list[int]) -> tuple[list[Any], AccumulatorModel]:
-    """What the graph gives, and what it leaves."""
+    """Run the graph; return its results and the final state."""
     parsed = parse(graph)
     held: Any = parsed.refs[0].type
     model = AccumulatorModel(held, AccumulatorSettings(Reduction.MEAN))

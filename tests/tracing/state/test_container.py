@@ -1,4 +1,4 @@
-"""Containers: names, listing, and letting go."""
+"""Containers: names, lists of names, and resets."""
 
 from __future__ import annotations
 

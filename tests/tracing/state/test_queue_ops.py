@@ -1,4 +1,4 @@
-"""Graphs with queues, branches and loops, written as text: which are well formed, and what they mean."""
+"""Graphs with queues, branches and loops, written as text: the well-formed ones, and their results."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ BRANCH = """graph(%q: queue<i32[]>, %i: i32[]) {
 
 
 def run(graph: str, *inputs: object) -> tuple[list[object], list[int]]:
-    """What a graph gives, and what it leaves in a queue of 1, 2, 3."""
+    """Run a graph over a queue of 1, 2, 3; return its results and the elements that remain."""
     queue = QueueModel(QueueSettings(QueueKind.FIFO, 8), [(np.int32(n),) for n in (1, 2, 3)])
     outputs, state = interpret(parse(graph), inputs, {"q": queue})
     assert [int(number) for (number,) in queue.elements] == [1, 2, 3]
@@ -92,7 +92,7 @@ def test_a_queue_type_is_read_back() -> None:
         (LOOP, "return %3", "return %3, %1", r"the body gives \(i32\[\], i32\[\]\) where \(i32\[\]\) is wanted"),
         (LOOP, "%n: i32[]) {\n !", "%n: f32[]) {\n !", r"its body takes \(queue<i32\[\]>, i32\[\], i32\[\]\) and was"),
         (LOOP, "queue.enqueue(%q, %c)", "queue.enqueue(%q)", r"the element is \(\) but the queue holds \(i32\[\]\)"),
-        (LOOP, "= queue.dequeue(%q)", "= queue.dequeue(%c)", r"the operand is i32\[\], not a queue"),
+        (LOOP, "= queue.dequeue(%q)", "= queue.dequeue(%c)", r"the first operand is i32\[\], not a queue"),
         (LOOP, "queue.enqueue(%q, %c)", "queue.enqueue(%c, %c)", r"the first operand is i32\[\], not a queue"),
         (ROWS, "length=3", "length=4", r"a row of 4 is to be taken from i32\[3\]"),
         (ROWS, "%all: i32[3]", "%all: i32[4]", r"gives i32\[\], i32\[3\] but its results are i32\[\], i32\[4\]"),

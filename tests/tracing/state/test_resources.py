@@ -1,4 +1,4 @@
-"""Variables as a user holds them, and what they say when used wrongly."""
+"""Variables in user code, and the errors for wrong use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A variable is a leaf of pytrees, an array to all of JAX, and itself to functions of dflow.jit."""
+"""A variable is a leaf of pytrees, an array to all functions of JAX, and itself in functions of dflow.jit."""
 
 from __future__ import annotations
 

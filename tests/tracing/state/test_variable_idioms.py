@@ -1,4 +1,4 @@
-"""Python's idioms on a variable do what they say or are refused; none of them loses a write in silence."""
+"""Python's idioms on a variable do what they express or are refused; none of them silently loses a write."""
 
 from __future__ import annotations
 

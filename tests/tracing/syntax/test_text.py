@@ -1,4 +1,4 @@
-"""The text form: the same graph back, whatever JAX put into it; and errors that say where."""
+"""The text form: parsing gives the same graph for every content from JAX, and errors with a position."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ clipped.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(g, -1, 1) * x,)
 
 TABLE = np.arange(5, dtype=np.float32)
 
-#: Functions whose graphs also run when they are read back.
+#: Functions whose graphs are also run after parsing.
 RUNNING: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "relu": (jax.nn.relu, (X,)),
     "softmax": (jax.nn.softmax, (X,)),
@@ -123,7 +123,7 @@ class Unprintable:
         raise ValueError("no repr of mine")
 
 
-#: Functions whose graphs hold something that text cannot carry.
+#: Functions whose graphs have a value without a text form.
 READ_ONLY: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "callback": (lambda x: jax.pure_callback(lambda y: y, x, x), (X,)),
     "callback whose repr raises": (lambda x: jax.pure_callback(Unprintable(), x, x), (X,)),
@@ -149,7 +149,7 @@ def test_the_text_of_a_traced_function_reads_back_to_the_same_text(name: str) ->
     assert " at 0x" not in printed
 
 
-#: Of these, those that the interpreter takes apart.
+#: Those of them that the interpreter breaks into parts.
 CONTROL = [name for name in RUNNING if any(word in name for word in ("scan", "cond", "switch", "while", "custom vjp"))]
 CONTROL += ["relu", "nested jit", "remat"]
 

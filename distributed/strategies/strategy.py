@@ -1,0 +1,54 @@
+"""The training strategies' base: the loop that a program runs, and the checks of its arguments."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+from dflow.tracing.errors import StrategyError
+from dflow.tracing.source import at, caller
+
+
+class Strategy(ABC):
+    """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
+
+    A subclass defines `_results`, and `run_prefix`, with which the names begin of runs that the program does not name.
+    """
+
+    run_prefix: ClassVar[str]
+    _numbers: ClassVar[Iterator[int]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._numbers = itertools.count()
+
+    def run(
+        self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
+    ) -> Iterator[Any]:
+        """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
+
+        step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
+        batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
+                 leaves the loop, the run ends for this worker, and the other workers go on without it
+        steps    number of steps, as the class says which
+        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
+        raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
+                 that are not on tasks, so that no other worker sees them; the errors that the class lists
+        """
+        if steps < 0:
+            raise StrategyError(
+                f"steps={steps} of a run is negative{at(caller())}\n  give 0 or more, of all workers together"
+            )
+        run = name or f"{self.run_prefix}_{next(self._numbers)}"
+        yield from self._results(run, step, iter(batches), steps)
+
+    @abstractmethod
+    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
+        """Yield the result of each step that this worker does in the run."""
+
+
+def arguments_of(batch: Any) -> Sequence[Any]:
+    """Return the arguments of a step: a batch that is no tuple is the only one."""
+    return batch if isinstance(batch, tuple) else (batch,)

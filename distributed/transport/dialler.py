@@ -1,0 +1,120 @@
+"""Dialling a listener: for a new session, and for the next stream of a session whose stream broke.
+
+Invariants: a session is resumed only with the process that began it. It is abandoned after `Limits.resume_s`, when
+nothing listens at its address, or when the other side does not know it any more. A session whose streams break
+`_MOST_IN_A_ROW` times without a frame received in between, for longer than `Limits.resume_s`, is abandoned too.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import NamedTuple
+
+import msgspec
+
+from dflow.distributed.transport.addresses import Address, UnixAddress
+from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.deadline import Deadline
+from dflow.distributed.transport.families import dial
+from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
+from dflow.distributed.transport.process_identity import process_identity
+from dflow.distributed.transport.security.policy import SecurityPolicy
+from dflow.distributed.transport.shared_memory import SharedMemory, may_share
+from dflow.distributed.transport.stream import Stream
+from dflow.distributed.wire.messages import Hello
+from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
+
+FIRST_RETRY_S = 0.02
+LONGEST_RETRY_S = 0.5
+#: Time limit of one attempt, since a host may not answer at all.
+_DIAL_S = 3.0
+_MOST_IN_A_ROW = 20
+
+
+class Greeted(NamedTuple):
+    """A stream to a listener that has answered `Hello`, the identity that it proved, and shared memory, if any."""
+
+    stream: Stream
+    answer: Hello
+    identity: str
+    memory: SharedMemory | None
+
+
+class Dialler:
+    """Dials the listener at `place` as `name`: once to begin a session, then whenever its stream broke."""
+
+    def __init__(self, place: Address, name: str, limits: Limits, security: SecurityPolicy) -> None:
+        self._place = place
+        self._limits = limits
+        self._security = security
+        shares = isinstance(place, UnixAddress) and limits.shared_bytes > 0
+        self._hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
+        #: Number of frames received by both sides at the last recovery, and number of recoveries since it changed.
+        self._received = (0, 0)
+        self._in_a_row = 0
+
+    def begin(self, timeout_s: float) -> Greeted:
+        """Begin the session; raises OSError or a DflowError."""
+        self._first = self._greet(self._hello, timeout_s)
+        return self._first
+
+    def recover(self, connection: Connection, broken: Stream, reason: str) -> str:
+        """Dial until the connection is resumed; see `connection.Recover`."""
+        deadline = Deadline.after(self._limits.resume_s)
+        if self._in_a_row == 0:
+            self._stuck_by = deadline
+        if self._in_a_row >= _MOST_IN_A_ROW and self._stuck_by.has_passed:
+            return f"{reason}; the connection broke {self._in_a_row} times in a row"
+        retry_s = FIRST_RETRY_S
+        while not connection.is_closed:
+            try:
+                stream, answer = self._dial_again(connection.received, deadline.left_s)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return f"{reason}, and nothing listens there any more"
+            except (_SessionUnknown, SecurityError, WireError) as error:
+                return f"{reason}, and {error}"
+            except (OSError, DflowError) as error:
+                if deadline.left_s <= retry_s:
+                    return f"{reason}, and it could not be reached again within {deadline.timeout_s:g} s: {error}"
+                connection.is_over(broken, retry_s)
+                retry_s = min(2 * retry_s, LONGEST_RETRY_S)
+            else:
+                self._count((connection.received, answer.received))
+                return connection.resume(stream, answer.received)
+        return "closed by this side"
+
+    def _greet(self, hello: Hello, timeout_s: float) -> Greeted:
+        """Dial, secure the stream and exchange `Hello`."""
+        deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
+        sock = dial(self._place, min(timeout_s, _DIAL_S))
+        try:
+            stream, identity = secured = self._security.secure(sock, self._place, deadline, is_server=False)
+            say_hello(stream, hello, deadline)
+            answer = hear_hello(secured, self._security, self._limits, deadline)
+            check_version(answer)
+            shares = hello.shares and answer.shares and may_share(self._place, stream, self._limits)
+            memory = SharedMemory.agree(sock, self._limits.shared_bytes) if shares else None
+            stream.set_timeout(self._limits.stall_timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        return Greeted(stream, answer, identity, memory)
+
+    def _dial_again(self, received: int, timeout_s: float) -> tuple[Stream, Hello]:
+        ours, first = self._hello, self._first
+        hello = msgspec.structs.replace(ours, received=received, resumes=True, shares=False)
+        stream, answer, identity, _ = self._greet(hello, timeout_s)
+        known = ours.session, first.answer.name, first.answer.process, first.identity
+        if (answer.session, answer.name, answer.process, identity) != known:
+            stream.close()
+            raise _SessionUnknown(f"{answer.name} knows nothing of this connection any more")
+        return stream, answer
+
+    def _count(self, received: tuple[int, int]) -> None:
+        self._in_a_row = self._in_a_row + 1 if received == self._received else 0
+        self._received = received
+
+
+class _SessionUnknown(TransportClosed):
+    """The other side does not know the session to resume."""

@@ -1,0 +1,101 @@
+"""How ops on queues and accumulators run: a rule starts an op, and a callback ends it.
+
+Each kind of resource has a table of rules by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import jit as jax_jit
+
+from dflow.lowering.queues.channel import Sent
+from dflow.lowering.queues.pending_operations import Answer, Cancel, OnDone
+from dflow.lowering.values.host_values import stays_on_host
+from dflow.tracing.errors import InternalError
+from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.resource_op import ResourceOp
+
+#: The outcome of an op: its results, or the error.
+Results = tuple[Sent, ...] | BaseException
+OnResults = Callable[[Results], None]
+
+
+class Held(Protocol):
+    """A queue or an accumulator, as its store uses it."""
+
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
+        ...
+
+    def forget(self, reason: str, remedy: str) -> None:
+        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
+        ...
+
+
+#: Starts an op on a resource, which comes first. `on_results` is called once, from any thread.
+Rule = Callable[[Any, ResourceOp, Sequence[Any], OnResults], Cancel]
+
+
+class Rules(dict[str, Rule]):
+    """The rules of the ops on one kind of resource, by name; looking up another op raises InternalError."""
+
+    def __init__(self, kind: str, rules: Mapping[OpDef, Rule]) -> None:
+        super().__init__({definition.name: rule for definition, rule in rules.items()})
+        self._kind = kind
+
+    def __missing__(self, name: str) -> Rule:
+        raise InternalError(f"no {self._kind} does {name!r}")
+
+
+def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) -> Rule:
+    """Return the rule of an op that never waits; `act` returns its results."""
+
+    def start(resource: Any, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        on_results(tuple(act(resource, op, operands)))
+        return _nothing_to_cancel
+
+    return start
+
+
+def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
+    """Return a callback that passes `made(answer)` to `on_results`, or the error of the answer or of `made`."""
+
+    def results_of(answer: Answer) -> Results:
+        if isinstance(answer, BaseException):
+            return answer
+        try:
+            return tuple(made(answer))
+        except Exception as error:
+            return error
+
+    def on_done(answer: Answer) -> None:
+        try:
+            results = results_of(answer)
+        except BaseException:
+            # An interrupt of this thread must not leave the op unanswered.
+            on_results(results_of(answer))
+            raise
+        on_results(results)
+
+    return on_done
+
+
+def copied(array: Any) -> Sent:
+    """Return a copy, which a later change or donation of the caller's array does not affect."""
+    if stays_on_host(array):
+        return np.array(array)
+    copy: jax.Array = _copy(array) if isinstance(array, jax.Array) else jnp.array(array, copy=True)
+    return copy
+
+
+#: For a small array it takes a quarter of the time of `jnp.array`.
+_copy = jax_jit(jnp.copy)
+
+
+def _nothing_to_cancel(error: BaseException) -> None:
+    """Do nothing: the op has ended already."""

@@ -1,0 +1,405 @@
+"""`dflow.data.feed`: an iterable's elements into a queue by threads that end with it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.data import batches, feed
+from dflow.input import feeding
+
+WAIT_S = 60.0
+I32 = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+def _queue(capacity: int = 4, spec: Any = I32) -> dflow.FIFOQueue:
+    return dflow.FIFOQueue(capacity, spec, name="q")
+
+
+def _rest(queue: Any) -> list[Any]:
+    """Take elements until the queue is closed."""
+    taken = []
+    while True:
+        try:
+            taken.append(jax.tree.map(np.asarray, queue.dequeue(timeout_s=WAIT_S)))
+        except dflow.QueueClosed:
+            return taken
+
+
+def _until(condition: Any) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.001)
+
+
+def test_all_of_an_iterable_comes_out_in_order_and_then_the_queue_is_closed() -> None:
+    queue = _queue()
+    running = feed(range(50), queue)
+    assert [int(number) for number in _rest(queue)] == list(range(50))
+    running.join(WAIT_S)
+    assert (running.count, running.error, running.is_running()) == (50, None, False)
+    assert repr(running) == "<Feed of queue 'q': ended, 50 elements put in>"
+
+
+def test_a_full_queue_holds_the_iterable_back() -> None:
+    given = []
+
+    def numbers() -> Iterator[int]:
+        for number in itertools.count():
+            given.append(number)
+            yield number
+
+    queue = _queue(3)
+    with feed(numbers(), queue) as running:
+        _until(lambda: running.count == 3 and len(given) == 4)
+        queue.dequeue()
+        _until(lambda: running.count == 4 and len(given) == 5)
+    assert len(given) == 5
+    assert [int(number) for number in _rest(queue)] == [1, 2, 3]
+
+
+def test_a_traced_function_takes_what_is_fed() -> None:
+    queue = _queue(8, {"x": jax.ShapeDtypeStruct((2,), jnp.float32), "n": I32})
+    total = dflow.Variable(jnp.zeros(2), name="fed_total")
+
+    @dflow.jit
+    def step() -> jax.Array:
+        element = queue.dequeue()
+        total.assign_add(element["x"])
+        return element["n"]
+
+    with feed(({"x": np.full(2, n), "n": n} for n in range(10)), queue, map=_halved):
+        assert [int(step()) for _ in range(10)] == list(range(10))
+        with pytest.raises(dflow.QueueClosed):
+            step()
+    assert total.read().tolist() == [22.5] * 2
+
+
+def _halved(element: Any) -> Any:
+    return {**element, "x": element["x"] / 2}
+
+
+def _failing(count: int) -> Iterator[int]:
+    yield from range(count)
+    raise ValueError("no such file")
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_error_of_the_iterable_is_raised_at_the_dequeue(compiled: bool) -> None:
+    queue = _queue(8)
+    running = feed(_failing(3), queue)
+
+    def taken() -> Any:
+        return queue.dequeue()
+
+    take = dflow.jit(taken) if compiled else taken
+    assert [int(take()) for _ in range(3)] == [0, 1, 2]
+    line = _failing.__code__.co_firstlineno + 2
+    says = (
+        r"(?s)queue 'q' cannot give 1 element, because what feeds it failed; it holds 0 of at most 8\n  at .*\n"
+        rf"  it raised ValueError: no such file\n  at .*test_feeding.py:{line}\n  it is fed\n  at .*test_feeding.py:\d+"
+    )
+    with pytest.raises(dflow.FeedError, match=says) as caught:
+        take()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(dflow.FeedError):
+        queue.enqueue(1)
+    running.join(WAIT_S)
+    assert isinstance(running.error, ValueError)
+    assert "failed, 3 elements put in" in repr(running)
+
+
+def test_who_waits_for_an_element_is_told_of_the_error() -> None:
+    queue, go_on = _queue(), threading.Event()
+
+    def late() -> Iterator[int]:
+        assert go_on.wait(WAIT_S)
+        raise OSError("disk gone")
+        yield 1
+
+    feed(late(), queue)
+    threading.Timer(0.01, go_on.set).start()
+    with pytest.raises(dflow.FeedError, match="it raised OSError: disk gone"):
+        queue.dequeue(timeout_s=WAIT_S)
+
+
+def test_an_element_of_another_type_is_an_error_at_the_dequeue() -> None:
+    queue = _queue()
+    feed([1, np.ones(3)], queue)
+    assert int(queue.dequeue()) == 1
+    with pytest.raises(dflow.FeedError, match=r"queue 'q' holds i32\[\] but feed was given f64\[3\]"):
+        queue.dequeue()
+
+
+def test_several_threads_map_at_the_same_time_and_lose_nothing() -> None:
+    queue, together = _queue(200), threading.Barrier(4, timeout=WAIT_S)
+
+    def squared(number: int) -> int:
+        if number < 4:
+            together.wait()
+        return number * number
+
+    def numbers() -> Iterator[int]:
+        # A generator raises ValueError when two threads use it.
+        yield from range(100)
+
+    running = feed(numbers(), queue, threads=4, map=squared)
+    assert sorted(int(number) for number in _rest(queue)) == [number * number for number in range(100)]
+    running.join(WAIT_S)
+
+
+def test_what_came_before_an_error_of_one_of_several_threads_is_put_in() -> None:
+    queue = _queue(200)
+
+    def odd(number: int) -> int:
+        if number == 50:
+            raise KeyError("fifty")
+        return number
+
+    running = feed(range(100), queue, threads=3, map=odd)
+    running.join(WAIT_S)
+    taken = [int(queue.dequeue()) for _ in range(running.count)]
+    assert set(range(50)) <= set(taken)
+    with pytest.raises(dflow.FeedError, match="it raised KeyError: 'fifty'"):
+        queue.dequeue()
+
+
+def test_stopping_ends_the_threads_and_runs_the_generators_finally() -> None:
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    queue = _queue(2)
+    running = feed(numbers(), queue, threads=3)
+    _until(lambda: running.count == 2)
+    running.stop()
+    running.join(WAIT_S)
+    assert ended == [True]
+    assert len(_rest(queue)) == 2
+    assert not running.is_running()
+
+
+def test_an_interrupt_of_who_consumes_ends_the_threads() -> None:
+    queue = _queue()
+    running = feed(itertools.count(), queue)
+    with pytest.raises(KeyboardInterrupt), running:
+        raise KeyboardInterrupt
+    assert not running.is_running()
+
+
+def _closing(queue: dflow.FIFOQueue) -> None:
+    queue.close(cancel_pending=True)
+
+
+def _resetting(queue: dflow.FIFOQueue) -> None:
+    dflow.reset_container("input")
+
+
+@pytest.mark.parametrize("end", [_closing, _resetting])
+def test_ending_the_queue_ends_the_feed_and_runs_the_generators_finally(end: Any) -> None:
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    with dflow.container("input"):
+        queue = _queue()
+    running = feed(numbers(), queue)
+    _until(lambda: running.count == 4)
+    end(queue)
+    running.join(WAIT_S)
+    assert ended == [True]
+    assert running.error is None or isinstance(running.error, dflow.DflowError)
+
+
+def test_an_error_of_map_runs_the_generators_finally() -> None:
+    ended = []
+
+    def numbers() -> Iterator[int]:
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    queue = _queue()
+    running = feed(numbers(), queue, map=lambda number: [].pop())
+    running.join(WAIT_S)
+    with pytest.raises(dflow.FeedError):
+        queue.dequeue()
+    assert ended == [True]
+    assert isinstance(running.error, IndexError)
+
+
+def test_a_queue_that_nobody_has_any_more_ends_its_feed() -> None:
+    queue = _queue()
+    gone = weakref.ref(queue)
+    running = feed(itertools.count(), queue)
+    _until(lambda: running.count == 4)
+    del queue
+    gc.collect()
+    _until(lambda: gone() is None)  # the feed's thread holds the queue while it converts an element
+    running.join(WAIT_S)
+
+
+def test_resetting_the_container_of_a_queue_ends_its_feed() -> None:
+    with dflow.container("input"):
+        queue = _queue()
+    running = feed(itertools.count(), queue)
+    dflow.reset_container("input")
+    running.join(WAIT_S)
+    with pytest.raises(dflow.QueueError, match="container 'input' was reset"):
+        queue.dequeue()
+
+
+def test_several_feeds_share_a_queue_that_none_of_them_closes() -> None:
+    queue = _queue(20)
+    for first in (0, 10):
+        feed(range(first, first + 5), queue, close=False).join(WAIT_S)
+    assert [int(queue.dequeue()) for _ in range(10)] == [*range(5), *range(10, 15)]
+    queue.enqueue(1)
+
+
+def test_join_says_what_the_threads_wait_for() -> None:
+    queue = _queue()
+    with feed(itertools.count(), queue) as running:
+        _until(lambda: running.count == 4 and running._waiting)
+        says = r"(?s)1 of 1 threads of the feed of queue 'q' have not ended within 0\.01 s; they wait for room.*stop"
+        with pytest.raises(dflow.DeadlineExceeded, match=says):
+            running.join(0.01)
+
+
+def test_the_end_may_be_waited_for_without_end() -> None:
+    queue = _queue()
+    running = feed(range(3), queue)
+    running.join(math.inf)
+    assert running.count == queue.size() == 3
+
+
+def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
+    class Tensor:
+        """A tensor with the interface of PyTorch's and TensorFlow's."""
+
+        def __init__(self, values: Any) -> None:
+            self.values = values
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+            return np.asarray(self.values, dtype=dtype)
+
+    class Loader:
+        """A DataLoader that yields lists of tensors."""
+
+        def __iter__(self) -> Iterator[Any]:
+            return ([Tensor(np.full((2, 3), n, np.float64)), Tensor(np.arange(2))] for n in range(3))
+
+    spec = (jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32))
+    queue = _queue(4, spec)
+    feed(Loader(), queue)
+    assert [(float(x[0, 0]), y.tolist()) for x, y in _rest(queue)] == [(0.0, [0, 1]), (1.0, [0, 1]), (2.0, [0, 1])]
+
+
+def test_a_torch_data_loader_is_fed() -> None:
+    torch = pytest.importorskip("torch")
+    loader = torch.utils.data.DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6)), batch_size=3
+    )
+    queue = _queue(4, (jax.ShapeDtypeStruct((3, 2), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)))
+    feed(loader, queue)
+    assert [y.tolist() for _, y in _rest(queue)] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_grain_dataset_is_fed() -> None:
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.range(10).map(lambda number: {"n": number}).batch(4).to_iter_dataset()
+    queue = _queue(4, {"n": jax.ShapeDtypeStruct((4,), jnp.int32)})
+    with feed(itertools.islice(dataset, 2), queue):
+        assert [element["n"].tolist() for element in _rest(queue)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_arrays_are_put_on_the_device_that_is_given() -> None:
+    device, queue = jax.devices()[-1], _queue()
+    feed(range(3), queue, device=device)
+    assert queue.dequeue().devices() == {device}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: feed([1], [2]), r"feed was given a list\n  at .*\n  give it a queue"),  # type: ignore[arg-type]
+        (lambda: feed(3, _queue()), "feed was given a int, which is no iterable"),  # type: ignore[arg-type]
+        (lambda: feed([3], _queue(), threads=0), "threads=0"),
+        (lambda: batches([1], 0), "the size 0"),
+        (lambda: batches([1], 2, epochs=0), "epochs=0"),
+        (lambda: batches([1], 2, shuffle=-1), "shuffle=-1"),
+        (lambda: batches([1], 2, shuffle=True), "shuffle=True for a list, whose elements come one by one"),
+        (lambda: batches(iter([1]), 2, epochs=2), "epochs=2 for a list_iterator, which can be gone through once"),
+        (lambda: batches(3, 2), "a int, which is no array and no iterable"),
+        (lambda: batches((np.ones(3), np.ones(4)), 2), "different numbers of rows: 3, 4"),
+        (lambda: batches(np.ones(()), 2), r"none \(a scalar\)"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(call: Any, says: str) -> None:
+    with pytest.raises(dflow.InputError, match=says):
+        call()
+
+
+def test_a_process_ends_though_a_feed_runs() -> None:
+    script = """
+import itertools, jax, jax.numpy as jnp, dflow
+queue = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32))
+running = dflow.data.feed(itertools.count(), queue)
+print(int(queue.dequeue()))
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S, check=False)
+    assert (ran.returncode, ran.stdout) == (0, "0\n"), ran.stderr
+
+
+def test_a_process_that_ends_waits_no_longer_for_many_slow_feeds_than_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, now = threading.Event(), 0.0
+
+    def slow() -> Iterator[int]:
+        release.wait(WAIT_S)
+        yield 0
+
+    def join(thread: threading.Thread, timeout: float) -> None:
+        nonlocal now
+        now += timeout
+
+    queues = [_queue() for _ in range(3)]
+    feeds = [feed(slow(), queue, threads=2) for queue in queues]
+    with monkeypatch.context() as patched:
+        patched.setattr(feeding, "time", SimpleNamespace(monotonic=lambda: now))
+        patched.setattr(threading.Thread, "join", join)
+        feeding._stop_all()
+    release.set()
+    for running in feeds:
+        running.join(WAIT_S)
+    assert now == pytest.approx(feeding._EXIT_S)
+
+
+def test_batches_are_fed() -> None:
+    queue = _queue(4, {"x": jax.ShapeDtypeStruct((4, 2), jnp.float32)})
+    feed(batches({"x": np.arange(20.0).reshape(10, 2)}, 4, epochs=2, drop_remainder=True), queue)
+    assert len(_rest(queue)) == 4

@@ -1,0 +1,211 @@
+"""Queue ops in traced code: in program order in loops, branches and nested functions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from tests.dflow.number_queues import F32, WAIT_S, drained, numbers
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda queue: jax.lax.scan(lambda c, x: (c + queue.dequeue() * x, c), 0.0, jnp.arange(1.0, 4))[0],
+        lambda queue: jax.lax.fori_loop(1, 4, lambda i, c: c + queue.dequeue() * i, 0.0),
+        lambda queue: (
+            jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + queue.dequeue() * c[0]), (0, 0.0))[1] + 6
+        ),
+        lambda queue: jax.lax.while_loop(lambda c: queue.dequeue() < 3, lambda c: c + 7.0, 0.0),
+        lambda queue: jax.jit(lambda: queue.dequeue() + queue.dequeue() * 2 + queue.dequeue() * 3)(),
+        lambda queue: jax.checkpoint(lambda: queue.dequeue() + queue.dequeue() * 2 + queue.dequeue() * 3)(),
+        lambda queue: (queue.dequeue_many(3) * jnp.arange(1.0, 4)).sum(),
+    ],
+)
+def test_program_order_holds_wherever_the_ops_stand(loop: Callable[[Any], Any]) -> None:
+    queue = numbers(1, 2, 3)
+    assert float(dflow.jit(lambda: loop(queue))()) == 14
+    assert drained(queue) == []
+
+
+def test_a_loop_of_no_turns_and_constants_of_bodies() -> None:
+    queue, table = numbers(1, 2), np.arange(3.0, dtype=np.float32)
+
+    @dflow.jit
+    def step(n: Any) -> Any:
+        zero = jax.lax.scan(lambda c, x: (queue.dequeue(), queue.dequeue() * x), 5.0, jnp.zeros((0, 2)))
+        one = jax.lax.switch(n, [lambda: queue.dequeue() + jnp.asarray(table)[n], lambda: jnp.float32(-1)])
+        two = jax.lax.cond(n > 0, lambda: -queue.dequeue(), lambda: queue.dequeue() + jnp.asarray(table).sum())
+        return zero[0], zero[1].shape[0], one, two
+
+    assert [float(value) for value in step(0)] == [5, 0, 1, 5]
+
+
+def test_what_a_loop_and_its_condition_close_over() -> None:
+    queue = numbers(1, 2, 3, 4)
+
+    @dflow.jit
+    def step(limit: Any, factor: Any) -> Any:
+        return jax.lax.while_loop(lambda c: c < limit, lambda c: c + factor * queue.dequeue(), 0.0)
+
+    assert float(step(50.0, 10.0)) == 60
+    assert drained(queue) == [4]
+
+
+def test_an_array_that_a_nested_function_closes_over() -> None:
+    queue, table = numbers(1, 2), jnp.arange(100_000.0)
+
+    @jax.jit
+    def looked_up(index: Any) -> Any:
+        return table[index.astype(jnp.int32)] + queue.dequeue()
+
+    @dflow.jit
+    def step(which: Any) -> Any:
+        arms = [lambda: looked_up(jnp.float32(7)), lambda: jnp.asarray(table).sum() * 0 + looked_up(queue.dequeue())]
+        return jax.lax.switch(which, arms)
+
+    assert float(step(0)) == 8
+    queue.enqueue(3.0)
+    assert float(step(1)) == 5
+
+
+def test_keys_pass_through_loops() -> None:
+    queue = numbers(1, 2)
+
+    @dflow.jit
+    def step(key: Any) -> Any:
+        def turn(key: Any, _: Any) -> Any:
+            queue.dequeue()
+            return jax.random.split(key)[0], key
+
+        return jax.random.key_data(jax.lax.scan(turn, key, None, length=2)[1])
+
+    first = jax.random.key(0)
+    assert step(first).tolist() == jax.random.key_data(jnp.stack([first, jax.random.split(first)[0]])).tolist()
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("shape", [(), (2, 3)], ids=str)
+def test_a_loop_of_no_turns_stacks_no_keys(impl: str, shape: tuple[int, ...]) -> None:
+    queue = dflow.FIFOQueue(1, F32)
+    keys = jnp.broadcast_to(jax.random.key(0, impl=impl), shape)
+
+    @dflow.jit
+    def step(xs: Any) -> Any:
+        def turn(carry: Any, x: Any) -> Any:
+            queue.enqueue(x)
+            return carry + x, (keys, x)
+
+        return jax.lax.scan(turn, 0.0, xs)
+
+    last, (stacked, rows) = step(jnp.zeros(0))
+    assert (last, rows.shape) == (0, (0,))
+    assert (stacked.shape, stacked.dtype) == ((0, *shape), keys.dtype)
+
+
+def test_variables_and_queues_share_a_body() -> None:
+    queue, total = numbers(1, 2, 3), dflow.Variable(0.0, name="total")
+
+    @dflow.jit
+    def step() -> Any:
+        def turn(_: Any, c: Any) -> Any:
+            total.assign_add(queue.dequeue())
+            queue.enqueue(total.read())
+            return c + total.read()
+
+        before = total.read()
+        return before, jax.lax.fori_loop(0, 3, turn, 0.0), total.read()
+
+    assert [float(value) for value in step()] == [0, 10, 6]
+    assert drained(queue) == [1, 3, 6]
+
+
+def test_a_gradient_flows_past_queues_and_not_through_them() -> None:
+    queue = numbers(3)
+
+    def loss(x: Any) -> Any:
+        taken = queue.dequeue()
+        queue.enqueue(x * taken)
+        return jax.lax.cond(x > 0, lambda: x * x * queue.dequeue(), lambda: x)
+
+    assert float(dflow.jit(dflow.grad(loss))(2.0)) == 24
+    queue.enqueue(5.0)
+    assert float(jax.grad(lambda x: x * queue.dequeue())(1.0)) == 5
+
+
+def test_two_queues_never_order_each_other() -> None:
+    first, second, third, fourth = (numbers(name=name) for name in ("first", "second", "third", "fourth"))
+
+    @dflow.jit
+    def step() -> None:
+        third_value = third.dequeue(timeout_s=WAIT_S)
+        fourth.enqueue(third_value + 1)
+        second.enqueue(first.dequeue(timeout_s=WAIT_S) + 1)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(step)
+        first.enqueue(1.0)
+        # The third queue can be filled only with results of the second.
+        third.enqueue(second.dequeue(timeout_s=WAIT_S))
+        running.result(WAIT_S)
+    assert drained(fourth) == [3]
+
+
+def test_what_is_written_before_a_dequeue_does_not_wait_for_it() -> None:
+    queue, variable = numbers(), dflow.Variable(0.0, name="v")
+    done = threading.Event()
+
+    @dflow.jit
+    def step() -> Any:
+        variable.assign(1.0)
+        return queue.dequeue(timeout_s=WAIT_S)
+
+    def feed() -> None:
+        while float(variable.read()) != 1.0 and not done.is_set():
+            pass
+        queue.enqueue(2.0)
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    try:
+        assert float(step()) == 2
+    finally:
+        done.set()
+        feeder.join(WAIT_S)
+
+
+def test_who_takes_an_element_sees_what_was_written_before_it_was_put_in() -> None:
+    asked, told = numbers(name="asked"), numbers(name="told")
+    shared, seen = dflow.Variable(0.0, name="shared"), dflow.Variable(0.0, name="seen")
+
+    @dflow.jit
+    def write() -> None:
+        def turn(i: Any, _: Any) -> Any:
+            shared.assign(asked.dequeue(timeout_s=WAIT_S))
+            told.enqueue(0.0, timeout_s=WAIT_S)
+            return 0
+
+        jax.lax.fori_loop(0, 50, turn, 0)
+
+    @dflow.jit
+    def ask() -> Any:
+        def turn(i: Any, wrong: Any) -> Any:
+            asked.enqueue(i.astype(jnp.float32), timeout_s=WAIT_S)
+            told.dequeue(timeout_s=WAIT_S)
+            seen.assign(shared.read())
+            return wrong + (seen.read() != i)
+
+        return jax.lax.fori_loop(0, 50, turn, 0)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(write)
+        assert int(ask()) == 0
+        running.result(WAIT_S)

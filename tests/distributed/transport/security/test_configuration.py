@@ -1,0 +1,44 @@
+"""The policy of a process, from arguments or the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dflow.cli.certs import init_authority, issue_to, make_secret
+from dflow.distributed.transport.security.configuration import choose_security
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import SameMachine
+from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.tracing.errors import ConfigError
+
+
+def test_nothing_said_is_this_machine_alone() -> None:
+    assert isinstance(choose_security({}), SameMachine)
+    assert isinstance(choose_security({"DFLOW_SECRET_FILE": "", "DFLOW_TLS_KEY": ""}), SameMachine)
+
+
+def test_the_environment_or_an_argument_names_the_secret(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    make_secret(path)
+    assert isinstance(choose_security({"DFLOW_SECRET_FILE": str(path)}), SharedSecret)
+    given = choose_security({"DFLOW_SECRET_FILE": os.devnull}, secret_file=path)
+    assert isinstance(given, SharedSecret)
+
+
+def test_the_environment_or_an_argument_names_the_certificates(tmp_path: Path) -> None:
+    init_authority(tmp_path / "ca", days=30)
+    issue_to(tmp_path / "ca", ["ps"], [], days=7)
+    folder = tmp_path / "ca" / "ps"
+    names = {"DFLOW_TLS_CERT": "cert.pem", "DFLOW_TLS_KEY": "key.pem", "DFLOW_TLS_CA": "ca.pem"}
+    environment = {name: str(folder / file) for name, file in names.items()}
+    assert isinstance(choose_security(environment), MutualTls)
+    assert isinstance(choose_security({}, certificates=folder), MutualTls)
+    with pytest.raises(ConfigError, match="DFLOW_TLS_KEY and DFLOW_TLS_CA is not set, and certificates take DFLOW_TLS"):
+        choose_security({"DFLOW_TLS_CERT": "x"})
+    with pytest.raises(ConfigError, match="DFLOW_SECRET_FILE and DFLOW_TLS_CERT are both set; unset one of them"):
+        choose_security(environment | {"DFLOW_SECRET_FILE": "x"})
+    with pytest.raises(ConfigError, match="are both given; give one of them"):
+        choose_security({}, certificates=folder, secret_file=folder)

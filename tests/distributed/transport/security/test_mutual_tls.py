@@ -1,0 +1,168 @@
+"""Certificates over real sockets: which are accepted, and which are refused."""
+
+from __future__ import annotations
+
+import ssl
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from dflow.distributed.transport.addresses import TcpAddress
+from dflow.distributed.transport.security.certificates import KeyPair, issue_certificate
+from dflow.distributed.transport.security.identity import parse_identity
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import Secured
+from dflow.tracing.errors import ConfigError, SecurityError
+from tests.distributed.transport.security.secured_pairs import (
+    NOW,
+    YEAR,
+    Connect,
+    Sockets,
+    authority,
+    in_thread,
+    outcome,
+    policy,
+    receive,
+    send_all,
+    serve,
+)
+
+
+def test_each_learns_for_whom_the_others_certificate_is(tmp_path: Path, connect: Connect) -> None:
+    client, server = connect(policy(tmp_path, "worker:3", "status"), policy(tmp_path, "ps")).secured()
+    assert server.identity == "dflow://job/worker/task/3 dflow://job/status"
+    assert client.identity == "dflow://job/ps"
+    send_all(client, b"hello")
+    assert receive(server, 5) == b"hello"
+
+
+def test_a_side_may_be_called_what_its_certificate_says_and_nothing_else(tmp_path: Path) -> None:
+    ours = policy(tmp_path, "ps")
+    ours.may_be_called("dflow://job/worker/task/3", "/job:worker/task:3")
+    with pytest.raises(SecurityError, match=r"calls itself '/job:worker/task:2', but its certificate is for worker:3"):
+        ours.may_be_called("dflow://job/worker/task/3", "/job:worker/task:2")
+
+
+@pytest.mark.parametrize(
+    ("client", "server"), [("ours", "theirs"), ("theirs", "ours")], ids=["their listener", "their connector"]
+)
+def test_certificates_of_another_authority_are_refused(
+    tmp_path: Path, connect: Connect, client: str, server: str
+) -> None:
+    ends = connect(policy(tmp_path, "a", by=client, trusts="ours"), policy(tmp_path, "b", by=server, trusts="ours"))
+    refusing, refused = (ends.client, ends.server) if server == "theirs" else (ends.server, ends.client)
+    assert isinstance(refusing, SecurityError)
+    assert "certificate is refused: " in str(refusing)
+    assert "that one authority issued by `dflow certs issue`" in str(refusing)
+    if isinstance(refused, Secured):  # a connector hears of the refusal when it first receives
+        with pytest.raises(SecurityError, match=r"refused this one during TLS: .*alert unknown ca; see its log"):
+            receive(refused, 1)
+    else:
+        assert isinstance(refused, SecurityError)
+
+
+def test_an_expired_certificate_is_refused(tmp_path: Path, connect: Connect) -> None:
+    ends = connect(policy(tmp_path, "old", now=NOW - YEAR - timedelta(hours=2)), policy(tmp_path, "ps"))
+    assert isinstance(ends.server, SecurityError)
+    assert "certificate has expired" in str(ends.server)
+
+
+def test_a_certificate_of_a_task_signs_for_no_one(tmp_path: Path, connect: Connect) -> None:
+    """A worker that was broken into cannot issue certificates of its own."""
+    broken = issue_certificate(authority("ours"), [parse_identity("worker:3")], (), NOW, YEAR)
+    forged = issue_certificate(broken, [parse_identity("coordinator")], (), NOW, timedelta(days=1))
+    for name, data in (("cert", forged.certificate + broken.certificate), ("key", forged.key)):
+        (tmp_path / name).write_bytes(data)
+        (tmp_path / name).chmod(0o600)
+    (tmp_path / "ca").write_bytes(authority("ours").certificate)
+    forger = MutualTls(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")
+    ends = connect(forger, policy(tmp_path, "ps"))
+    assert isinstance(ends.server, SecurityError)
+    assert "certificate is refused" in str(ends.server)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.7", "node8.example.org", "::1"])
+def test_a_certificate_for_another_host_is_refused(tmp_path: Path, connect: Connect, host: str) -> None:
+    server = policy(tmp_path, "ps", hosts=("node7.example.org", "127.0.0.1"))
+    ends = connect(policy(tmp_path, "worker"), server, TcpAddress(host, 80))
+    assert isinstance(ends.client, SecurityError)
+    assert "is for node7.example.org, 127.0.0.1; issue one by" in str(ends.client)
+    assert f"--host {host}`" in str(ends.client)
+
+
+@pytest.mark.parametrize("host", ["Node7.Example.ORG.", "127.0.0.1", "0:0:0:0:0:0:0:1"])
+def test_a_certificate_for_the_host_is_taken(tmp_path: Path, connect: Connect, host: str) -> None:
+    server = policy(tmp_path, "ps", hosts=("node7.example.org", "127.0.0.1", "::1"))
+    connect(policy(tmp_path, "worker"), server, TcpAddress(host, 80)).secured()
+
+
+def test_a_certificate_for_no_task_is_refused(tmp_path: Path, connect: Connect) -> None:
+    stranger = policy(tmp_path, "x")
+    pair = _without_names(authority("ours"))
+    (tmp_path / "cert").write_bytes(pair.certificate)
+    (tmp_path / "key").write_bytes(pair.key)
+    for context in (stranger._client, stranger._server):
+        context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
+    ends = connect(stranger, policy(tmp_path, "ps"))
+    assert isinstance(ends.server, SecurityError)
+    assert "certificate is for no task; issue one by" in str(ends.server)
+
+
+def _without_names(issuer: KeyPair) -> KeyPair:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
+
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    signer = load_pem_private_key(issuer.key, None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    issued_by = x509.load_pem_x509_certificate(issuer.certificate).subject
+    builder = x509.CertificateBuilder(issued_by, name, key.public_key(), 1, NOW - YEAR, NOW + YEAR)
+    data = builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM)
+    return KeyPair(data, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+
+
+def test_a_connector_without_a_certificate_is_refused(tmp_path: Path, sockets: Sockets) -> None:
+    one, two = sockets()
+    server = policy(tmp_path, "ps")
+    serving = in_thread(lambda: serve(server, two))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with context.wrap_socket(one):
+        error = outcome(serving)
+    assert isinstance(error, SecurityError)
+    assert "peer did not return a certificate" in str(error)
+
+
+def test_older_tls_is_refused(tmp_path: Path, sockets: Sockets) -> None:
+    one, two = sockets()
+    server = policy(tmp_path, "ps")
+    serving = in_thread(lambda: serve(server, two))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.maximum_version = ssl.TLSVersion.TLSv1_2
+    with pytest.raises(ssl.SSLError, match="alert protocol version"):
+        context.wrap_socket(one)
+    assert isinstance(outcome(serving), SecurityError)
+
+
+def test_plain_bytes_are_refused_and_the_remedy_is_said(tmp_path: Path, sockets: Sockets) -> None:
+    one, two = sockets()
+    server = policy(tmp_path, "ps")
+    serving = in_thread(lambda: serve(server, two))
+    one.sendall(b"DFLW" + bytes(28))
+    error = outcome(serving)
+    assert isinstance(error, SecurityError)
+    assert "are both set up with the same kind of security, certificates or a shared secret?" in str(error)
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    ours = issue_certificate(authority("ours"), [parse_identity("a")], (), NOW, YEAR)
+    (tmp_path / "cert").write_bytes(ours.certificate)
+    (tmp_path / "key").write_bytes(authority("ours").key)
+    (tmp_path / "key").chmod(0o600)
+    (tmp_path / "ca").write_bytes(authority("ours").certificate)
+    with pytest.raises(ConfigError, match="cannot be used: KEY_VALUES_MISMATCH\n  give the three files"):
+        MutualTls(tmp_path / "cert", tmp_path / "key", tmp_path / "ca")

@@ -1,0 +1,155 @@
+"""TLS streams: every byte arrives in order, and every wait ends at its deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import ssl
+import struct
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.transport.deadline import Deadline
+from dflow.distributed.transport.security.certificates import self_signed
+from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
+from dflow.distributed.transport.security.tls_stream import CHUNK_BYTES, MAX_HANDSHAKE_BYTES, TlsStream
+from dflow.distributed.transport.stream import without
+from dflow.tracing.errors import DeadlineExceeded, SecurityError
+from tests.distributed.transport.security.secured_pairs import (
+    NOW,
+    YEAR,
+    Connect,
+    Sockets,
+    in_thread,
+    outcome,
+    policy,
+    receive,
+    send_all,
+    serve,
+    two_sockets,
+)
+from tests.distributed.transports import DEADLINE_S
+from tests.effort import examples
+
+
+@pytest.mark.parametrize("head", [b"", b"\x16", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+def test_a_handshake_that_stalls_ends_at_its_deadline(both: SecurityPolicy, sockets: Sockets, head: bytes) -> None:
+    one, two = sockets()
+    one.sendall(head)
+    with pytest.raises(DeadlineExceeded, match="the TLS handshake did not end in time"):
+        serve(both, two, timeout_s=0.05)
+
+
+def test_a_tls_record_that_drips_is_not_waited_for_longer_than_a_byte(tmp_path: Path, connect: Connect) -> None:
+    """Each byte comes in time, and the record never."""
+    client, server = connect(policy(tmp_path, "a"), policy(tmp_path, "b")).secured()
+    server.stream.set_timeout(0.05)
+    assert isinstance(client.stream, TlsStream)
+    raw, stop = client.stream._sock, threading.Event()
+
+    def drip() -> None:
+        raw.sendall(b"\x17\x03\x03\x40\x00")
+        while not stop.wait(0.01):
+            with contextlib.suppress(OSError):
+                raw.send(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    with pytest.raises(BlockingIOError):
+        receive(server, 1)
+    stop.set()
+    thread.join(DEADLINE_S)
+
+
+def test_a_handshake_takes_no_more_bytes_than_it_may(tmp_path: Path, sockets: Sockets) -> None:
+    one, two = sockets()
+    server = policy(tmp_path, "ps")
+    serving = in_thread(lambda: serve(server, two))
+    # One message that says it has 64 KiB, in records of one byte.
+    record = b"\x16\x03\x01" + struct.pack(">H", 1)
+    message = b"\x01" + (1 << 16).to_bytes(3, "big") + bytes(1 << 16)
+    with contextlib.suppress(OSError):
+        one.sendall(b"".join(record + bytes([byte]) for byte in message))
+    error = outcome(serving)
+    assert isinstance(error, SecurityError)
+    assert f"takes more than {MAX_HANDSHAKE_BYTES} bytes" in str(error)
+
+
+def test_a_flipped_bit_is_noticed(tmp_path: Path, sockets: Sockets, connect: Connect) -> None:
+    client, server = connect(policy(tmp_path, "a"), policy(tmp_path, "b")).secured()
+    assert isinstance(client.stream, TlsStream)
+    client.stream._sock.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+    with pytest.raises(SecurityError, match="bad record mac"):
+        receive(server, 1)
+
+
+def test_bytes_go_both_ways_at_once(tmp_path: Path, connect: Connect) -> None:
+    client, server = connect(policy(tmp_path, "a"), policy(tmp_path, "b")).secured()
+    data = np.random.default_rng(0).integers(0, 256, 8 << 20, dtype=np.uint8).tobytes()
+    senders = [threading.Thread(target=send_all, args=(end, data)) for end in (client, server)]
+    received: dict[int, bytes] = {}
+
+    def take(number: int, end: Secured) -> None:
+        received[number] = receive(end, len(data))
+
+    readers = [threading.Thread(target=take, args=pair) for pair in enumerate((client, server))]
+    for thread in (*senders, *readers):
+        thread.start()
+    for thread in (*senders, *readers):
+        thread.join(DEADLINE_S)
+    assert received == {0: data, 1: data}
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(
+    sizes=st.lists(st.sampled_from([0, 1, 5, 16_384, 16_385, CHUNK_BYTES, CHUNK_BYTES + 1, 700_000]), max_size=6),
+    now=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_what_is_sent_without_waiting_and_with_comes_whole_and_in_order(sizes: list[int], now: list[bool]) -> None:
+    """A socket that is full takes a record in part; what is left of it goes first the next time."""
+    (one, two), contexts = two_sockets(), _anonymous_contexts()
+    for sock in (one, two):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 14)
+    with one, two:
+        client, server = TlsStream(one, contexts[0], is_server=False), TlsStream(two, contexts[1], is_server=True)
+        deadline = Deadline.after(DEADLINE_S)
+        serving = threading.Thread(target=server.shake_hands, args=(deadline,))
+        serving.start()
+        client.shake_hands(deadline)
+        serving.join(DEADLINE_S)
+        for stream in (client, server):
+            stream.set_timeout(DEADLINE_S)
+        parts = [bytes([number + 1]) * size for number, size in enumerate(sizes)]
+        wanted = b"".join(parts)
+        received: list[bytes] = []
+        reading = threading.Thread(
+            target=lambda: received.append(receive(Secured(server, ""), len(wanted))), daemon=True
+        )
+        rest = [memoryview(part) for part in parts]
+        for waits in now:
+            rest = without(rest, 0 if waits else client.send(rest, waits=False))
+        reading.start()
+        while rest:
+            rest = without(rest, client.send(rest))
+        reading.join(DEADLINE_S)
+        assert received == [wanted]
+
+
+@functools.cache
+def _anonymous_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    import tempfile
+
+    pair = self_signed(NOW, YEAR)
+    client, server = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "c").write_bytes(pair.certificate)
+        Path(folder, "k").write_bytes(pair.key)
+        server.load_cert_chain(Path(folder, "c"), Path(folder, "k"))
+    return client, server

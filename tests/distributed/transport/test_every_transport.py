@@ -1,0 +1,353 @@
+"""The contract of a transport, tested over each of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from dflow.distributed.transport.base import (
+    MIN_ALIGNED_BYTES,
+    Handler,
+    Limits,
+    Listener,
+    Peer,
+    RefuseAll,
+    Reply,
+    Responder,
+)
+from dflow.distributed.wire.codec import ALIGNMENT_BYTES
+from dflow.distributed.wire.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariables, Registered
+from dflow.tracing import errors
+from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, echo, hold, reach
+
+
+@pytest.fixture(params=sorted(KINDS))
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+Serve = Callable[..., tuple[Peer, Recorder]]
+
+
+@pytest.fixture
+def serve(kind: Kind) -> Iterator[Serve]:
+    """Start a server with the given handler, and connect a client to it."""
+    listeners: list[Listener] = []
+
+    def start(server: Handler, limits: Limits | None = None) -> tuple[Peer, Recorder]:
+        transport = kind.make(limits)
+        listeners.append(transport.listen(kind.free, name="server", handler=server))
+        client = Recorder()
+        return reach(transport, listeners[-1].address, client), client
+
+    yield start
+    for listener in listeners:
+        listener.close()
+
+
+def test_both_ends_learn_each_others_names(serve: Serve) -> None:
+    def name_of_peer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Placed(peer.name))
+
+    peer, _ = serve(Recorder(name_of_peer))
+    assert peer.name == "server"
+    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("client")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 4095, MIN_ALIGNED_BYTES, 65_537, 64 << 20])
+def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_bytes: int) -> None:
+    peer, _ = serve(Recorder(echo))
+    sent = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
+    message, payload = peer.call(ReadVariables(("w",)), sent.data, timeout_s=DEADLINE_S)
+    received = np.frombuffer(payload, np.uint8)
+    assert message == ReadVariables(("w",))
+    assert np.array_equal(received, sent)
+    assert received.flags.writeable
+    assert size_bytes < MIN_ALIGNED_BYTES or received.ctypes.data % ALIGNMENT_BYTES == 0
+
+
+def test_notifications_arrive_in_order(serve: Serve) -> None:
+    server = Recorder()
+    peer, _ = serve(server)
+    for number in range(200):
+        peer.notify(Registered(number), bytes([number]))
+    assert [server.notice() for _ in range(200)] == [(Registered(n), bytes([n])) for n in range(200)]
+
+
+def test_replies_and_notices_of_a_handler_keep_their_order(serve: Serve) -> None:
+    def announce(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        for number in range(50):
+            peer.notify(Registered(number), bytes(100_000))
+        responder.reply(Ok())
+
+    peer, client = serve(Recorder(announce))
+    peer.call(Ok(), timeout_s=DEADLINE_S)
+    assert [client.notices.get_nowait()[0] for _ in range(50)] == [Registered(n) for n in range(50)]
+
+
+def test_each_reply_reaches_its_own_call(serve: Serve) -> None:
+    peer, _ = serve(Recorder(echo))
+
+    def ask(number: int) -> bool:
+        reply = peer.call(Registered(number), str(number).encode(), timeout_s=DEADLINE_S)
+        return reply.message == Registered(number) and bytes(reply.payload) == str(number).encode()
+
+    with ThreadPoolExecutor(16) as pool:
+        assert all(pool.map(ask, range(500)))
+
+
+def test_replies_may_come_later_from_another_thread_in_any_order(serve: Serve) -> None:
+    held: list[tuple[AnyMessage, Responder]] = []
+
+    def answer_in_reverse(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        held.append((message, responder))
+        if len(held) == 5:
+            threading.Thread(target=lambda: [r.reply(m) for m, r in reversed(held)]).start()
+
+    peer, _ = serve(Recorder(answer_in_reverse))
+    pending = [peer.start(Registered(number)) for number in range(5)]
+    assert [p.wait(DEADLINE_S).message for p in pending] == [Registered(number) for number in range(5)]
+
+
+def test_the_server_may_call_the_client(serve: Serve) -> None:
+    server_side: list[Peer] = []
+
+    def keep(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        server_side.append(peer)
+        responder.reply(Ok())
+
+    peer, _ = serve(Recorder(keep))
+    peer.call(Ok(), timeout_s=DEADLINE_S)
+    assert server_side[0].call(Ok(), timeout_s=DEADLINE_S).message == Ok()
+
+
+def test_a_failure_is_raised_as_its_class_and_names_the_peer(serve: Serve) -> None:
+    def fail(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        error = errors.VariableError("there is no variable 'w'")
+        error.add_note("create it first")
+        raise error
+
+    peer, _ = serve(Recorder(fail))
+    with pytest.raises(errors.VariableError, match="server: there is no variable 'w'\ncreate it first"):
+        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+
+
+@pytest.mark.parametrize("name", ["SystemExit", "DflowErrors", "ValueError", "annotations"])
+def test_a_failure_of_another_class_is_a_remote_error(serve: Serve, name: str) -> None:
+    peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Failure(name, "why"))))
+    with pytest.raises(errors.RemoteError, match=f"server failed: {name}: why"):
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+
+
+def test_a_handler_that_fails_leaves_the_connection_open(serve: Serve) -> None:
+    server = Recorder(echo)
+    peer, _ = serve(server)
+    peer.notify(Failure("ValueError", "raise this"))
+    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Ok()
+
+
+def test_an_enormous_failure_text_is_cut(serve: Serve) -> None:
+    def fail(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        raise ValueError("x" * 5_000_000)
+
+    peer, _ = serve(Recorder(fail))
+    with pytest.raises(errors.RemoteError, match=r"xxx \.\.\. \(\d+ more characters\)"):
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+
+
+def test_a_side_that_only_asks_refuses_requests(serve: Serve) -> None:
+    peer, _ = serve(RefuseAll())
+    with pytest.raises(errors.RemoteError, match="NotImplementedError: ReadVariables is not answered here"):
+        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    peer.notify(Ok())
+
+
+def test_a_second_answer_is_a_fault_of_the_handler(serve: Serve) -> None:
+    faults: list[BaseException] = []
+
+    def twice(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Ok())
+        try:
+            responder.reply(Ok())
+        except errors.InternalError as error:
+            faults.append(error)
+
+    peer, _ = serve(Recorder(twice))
+    peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+    assert "ReadVariables from client was answered twice" in str(faults[0])
+
+
+def test_a_handler_may_not_wait_for_a_reply(serve: Serve) -> None:
+    def ask_back(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+
+    peer, _ = serve(Recorder(ask_back))
+    with pytest.raises(errors.InternalError, match="a handler waits for client to answer Ok"):
+        peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
+
+
+def test_a_call_without_an_answer_ends_at_its_deadline(serve: Serve) -> None:
+    peer, _ = serve(Recorder(hold(threading.Event())))
+    with pytest.raises(errors.DeadlineExceeded, match=r"server did not answer ReadVariables of client within 0\.05 s"):
+        peer.call(ReadVariables(("w",)), timeout_s=0.05)
+
+
+def test_a_late_reply_is_dropped(serve: Serve) -> None:
+    held: list[Responder] = []
+
+    def late(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        held.append(responder)
+        if len(held) == 2:
+            held[0].reply(Placed("late"))
+            responder.reply(Placed("in time"))
+
+    peer, _ = serve(Recorder(late))
+    with pytest.raises(errors.DeadlineExceeded):
+        peer.call(Ok(), timeout_s=0.05)
+    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("in time")
+
+
+def test_callbacks_get_the_reply_or_the_error(serve: Serve) -> None:
+    peer, _ = serve(Recorder(echo))
+    outcomes: list[Reply | BaseException] = []
+    done = threading.Semaphore(0)
+    for message in (Ok(), Failure("TaskLost", "gone")):
+        peer.start(message).when_done(lambda outcome: (outcomes.append(outcome), done.release()))
+        assert done.acquire(timeout=DEADLINE_S)
+    assert isinstance(outcomes[0], Reply)
+    assert outcomes[0].message == Ok()
+    assert isinstance(outcomes[1], errors.TaskLost)
+
+
+def test_closing_ends_the_waiting_calls(serve: Serve) -> None:
+    asked = threading.Event()
+    server = Recorder(hold(asked))
+    peer, client = serve(server)
+    pending = peer.start(ReadVariables(("w",)))
+    assert asked.wait(DEADLINE_S)
+    peer.close("no longer needed")
+    with pytest.raises(errors.TransportClosed, match=r"client to server has ended while .* ReadVariables: no longer"):
+        pending.wait(DEADLINE_S)
+    assert client.close_reason() == "no longer needed"
+    assert server.close_reason() == "the other side closed the connection"
+    with pytest.raises(errors.TransportClosed, match="no longer needed"):
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+    peer.close("again")
+    assert peer.closed == "no longer needed"
+    assert client.closed.empty()
+
+
+def test_a_listener_that_closes_ends_its_connections(kind: Kind) -> None:
+    transport, server, client, asked = kind.make(None), Recorder(), Recorder(), threading.Event()
+    server._answer = hold(asked)
+    listener = transport.listen(kind.free, name="server", handler=server)
+    peer = reach(transport, listener.address, client)
+    pending = peer.start(ReadVariables(("w",)))
+    assert asked.wait(DEADLINE_S)
+    listener.close()
+    listener.close()
+    with pytest.raises(errors.TransportClosed, match="the other side closed the connection"):
+        pending.wait(DEADLINE_S)
+    assert server.close_reason() == "server stopped listening"
+    with pytest.raises(errors.DeadlineExceeded):
+        transport.connect(listener.address, name="client", handler=client, who="server", timeout_s=0.05)
+
+
+def test_connecting_to_no_one_names_who_where_and_how_long(kind: Kind) -> None:
+    expected = rf"coordinator at {kind.nobody} could not be reached within 0\.1 s: .*check that it runs"
+    with pytest.raises(errors.DeadlineExceeded, match=expected):
+        kind.make(None).connect(kind.nobody, name="me", handler=Recorder(), who="coordinator", timeout_s=0.1)
+
+
+def test_an_address_is_listened_on_once(kind: Kind) -> None:
+    transport = kind.make(None)
+    listener = transport.listen(kind.free, name="one", handler=Recorder())
+    with pytest.raises(OSError, match="already"):
+        transport.listen(listener.address, name="two", handler=Recorder())
+    listener.close()
+
+
+def test_what_is_over_the_senders_limits_is_refused_at_the_sender(serve: Serve) -> None:
+    peer, _ = serve(Recorder(echo), Limits(max_meta_bytes=100, max_payload_bytes=10))
+    with pytest.raises(errors.WireError, match=r"ReadVariables takes \d+ bytes, over the limit of 100; move"):
+        peer.call(ReadVariables(("w" * 200,)), timeout_s=DEADLINE_S)
+    with pytest.raises(errors.WireError, match="payload of Ok has 11 bytes, over the limit of 10; send it in parts"):
+        peer.notify(Ok(), bytes(11))
+    assert peer.call(Ok(), bytes(10), timeout_s=DEADLINE_S).message == Ok()
+
+
+def test_a_reply_over_the_limits_is_a_failure_at_the_asker(serve: Serve) -> None:
+    def too_large(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Ok(), bytes(11))
+
+    peer, _ = serve(Recorder(too_large), Limits(max_payload_bytes=10))
+    with pytest.raises(errors.WireError, match="server: the payload of Ok has 11 bytes"):
+        peer.call(Ok(), timeout_s=DEADLINE_S)
+
+
+def test_both_sides_may_flood_each_other(serve: Serve) -> None:
+    """Handlers whose answers exceed the sockets' buffers do not deadlock when both sides send requests concurrently."""
+    server_side: list[Peer] = []
+
+    def large(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        server_side.append(peer)
+        responder.reply(Ok(), payload)
+
+    peer, client = serve(Recorder(large))
+    client._answer = large
+    peer.call(Ok(), timeout_s=DEADLINE_S)
+
+    def ask(end: Peer) -> int:
+        return sum(len(end.call(Ok(), bytes(8 << 20), timeout_s=DEADLINE_S).payload) for _ in range(4))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, [peer, server_side[0]] * 4)) == [32 << 20] * 8
+
+
+def test_the_last_words_before_a_close_arrive(serve: Serve) -> None:
+    server = Recorder()
+    peer, _ = serve(server)
+    peer.notify(Heartbeat("/job:worker/task:0"))
+    peer.close()
+    assert server.notice()[0] == Heartbeat("/job:worker/task:0")
+
+
+@pytest.mark.parametrize("size_bytes", [0, 10, 1 << 20])
+def test_a_sender_is_told_once_when_the_memory_of_a_payload_is_free(serve: Serve, size_bytes: int) -> None:
+    server = Recorder(echo)
+    peer, _ = serve(server)
+    released = threading.Semaphore(0)
+    peer.notify(Ok(), bytes(size_bytes), released.release)
+    assert server.notice() == (Ok(), bytes(size_bytes))
+    assert peer.call(Ok(), timeout_s=DEADLINE_S)
+    assert released.acquire(timeout=DEADLINE_S)
+    peer.close()
+    assert not released.acquire(blocking=False)
+
+
+def test_a_reply_is_told_before_what_comes_after_it(kind: Kind) -> None:
+    told: list[str] = []
+
+    class Handler(Recorder):
+        def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+            told.append("notice")
+            super().on_notify(peer, message, payload)
+
+    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Ok())
+        peer.notify(Ok())
+
+    transport = kind.make(None)
+    listener = transport.listen(kind.free, name="server", handler=Recorder(answer))
+    handler = Handler()
+    peer = reach(transport, listener.address, handler)
+    for _ in range(100):
+        peer.start(Ok(), on_reply=lambda reply: told.append("reply"))
+        handler.notice()
+    listener.close()
+    assert told == ["reply", "notice"] * 100

@@ -1,0 +1,225 @@
+"""A store used by several threads: no torn reads, no lost updates, and waits that name the step."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import pytest
+
+from dflow.lowering.programs.program import lower_program
+from dflow.lowering.state import variable_table
+from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state.store import Store
+from dflow.tracing.errors import DeadlineExceeded, VariableError
+from tests.lowering.flat_programs import flat_program, run_flat
+from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_store, pointer
+
+
+def test_variables_written_together_are_never_seen_apart() -> None:
+    store = new_store(a=0, b=0)
+    both = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
+    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
+    everyone = threading.Barrier(8)
+
+    def write(_: int) -> None:
+        everyone.wait()
+        for _ in range(50):
+            store.call(both, ["a", "b"], [], [])
+
+    def read(_: int) -> list[tuple[float, float]]:
+        everyone.wait()
+        pairs = [store.call(look, [], ["a", "b"], []) for _ in range(50)]
+        return [(a.tolist()[0], b.tolist()[0]) for a, b in pairs]
+
+    with ThreadPoolExecutor(8) as pool:
+        writers = [pool.submit(write, index) for index in range(4)]
+        readers = [pool.submit(read, index) for index in range(4)]
+        seen = [pair for reader in readers for pair in reader.result()]
+        for writer in writers:
+            writer.result()
+    assert all(a == b for a, b in seen)
+    assert store.read("a").tolist() == store.read("b").tolist() == [200.0] * 3
+
+
+def test_adds_from_many_threads_all_count() -> None:
+    store = new_store(w=0)
+    everyone = threading.Barrier(8)
+
+    def work(index: int) -> None:
+        everyone.wait()
+        for _ in range(25):
+            if index % 2:
+                store.call(ADD, ["w"], [], [ONES])
+            else:
+                store.update("w", "assign_add", ONES)
+            assert store.read("w").tolist()[0] >= 1
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert store.read("w").tolist() == [200.0] * 3
+
+
+def test_a_program_that_fails_leaves_the_values() -> None:
+    store = new_store(w=1)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.call(flat_program(fail), ["w"], [], [ONES])
+    with pytest.raises(VariableError, match="no variable 'v' is held here"):
+        store.call(ADD, ["w"], ["v"], [ONES])
+    assert store.read("w").tolist() == [1.0] * 3
+
+
+def test_a_program_that_fails_as_it_runs_is_named_as_the_reason_why_a_value_is_lost() -> None:
+    def fails(w: jax.Array) -> list[jax.Array]:
+        w.delete()
+        raise RuntimeError("out of memory")
+
+    store = new_store(w=1.0, v=2.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.call(flat_program(fails), ["w"], [], [])
+    for use in (lambda: store.read("w"), lambda: store.update("w", "assign_add", ONES)):
+        with pytest.raises(
+            VariableError, match=r"value of variable 'w' was lost, since a step .* failed[\s\S]*assign it"
+        ):
+            use()
+    assert store.read("v").tolist() == [2.0] * 3
+    store.write("w", ONES)
+    assert store.read("w").tolist() == [1.0] * 3
+
+
+class Held:
+    """A program over one variable that runs on a thread until the test releases it."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.begun, self.let_go = threading.Event(), threading.Event()
+
+        def run(value: jax.Array) -> list[jax.Array]:
+            self.begun.set()
+            assert self.let_go.wait(WAIT_S)
+            return [value + 1]
+
+        self.pool = ThreadPoolExecutor(1)
+        self.done = self.pool.submit(store.call, flat_program(run, 1), [key], [], [])
+        assert self.begun.wait(WAIT_S)
+
+    def end(self) -> None:
+        self.let_go.set()
+        self.done.result(WAIT_S)
+        self.pool.shutdown()
+
+
+def test_nobody_waits_for_a_step_but_who_asks_for_its_variables() -> None:
+    store = new_store(w=1.0, v=2.0, u=3.0)
+    held = Held(store, "w")
+    assert store.read("v").tolist() == [2.0] * 3
+    store.call(ADD, ["v"], [], [ONES])
+    store.update("u", "assign_add", ONES)
+    assert store.snapshot(["u", "v"])["v"].tolist() == [3.0] * 3
+    with ThreadPoolExecutor(2) as pool:
+        asking = [pool.submit(store.read, "w"), pool.submit(store.snapshot, ["v", "w"])]
+        held.end()
+        read, snapshot = (future.result(WAIT_S) for future in asking)
+    assert read.tolist() == snapshot["w"].tolist() == [2.0] * 3
+
+
+def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = new_store(w=1.0)
+    state = StepState(["w"], [], "train")
+    held, busy = Held(store, "w"), threading.Barrier(2)
+
+    def program(written: Any, read: Any) -> Any:
+        busy.wait(WAIT_S)
+        busy.wait(WAIT_S)
+        return written, None
+
+    def call() -> None:
+        store.table.run(state, program, ())
+
+    monkeypatch.setattr(variable_table, "STEP_S", 0.0)
+    with pytest.raises(DeadlineExceeded, match=r"'w' is asked for, but a call of part of a function, .* within 0 s"):
+        store.read("w")
+    held.end()
+    assert store.read("w").tolist() == [2.0] * 3
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(call)
+        busy.wait(WAIT_S)
+        for use in (lambda: store.read("w"), lambda: store.snapshot(["w"]), lambda: store.write("w", ONES)):
+            with pytest.raises(
+                DeadlineExceeded, match=r"'w' .* a call of train, [\s\S]*does a callback of that call wait"
+            ):
+                use()
+        with pytest.raises(DeadlineExceeded, match=r"train has been in a call on another thread for 0 s"):
+            call()
+        busy.wait(WAIT_S)
+        called.result(WAIT_S)
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept between calls", "taken for each call"])
+def test_who_wants_many_variables_gets_them_between_steps_that_never_rest(keeps: bool) -> None:
+    store, stop = new_store(w=0.0, v=0.0), threading.Event()
+
+    def renewed(written: Any, read: Any) -> Any:
+        return run_flat(ADD, 1, *written, ONES), None
+
+    def train(key: str) -> int:
+        state, calls = StepState([key], [], "train"), 0
+        while not stop.is_set():
+            if keeps:
+                store.table.run(state, renewed, ())
+            else:
+                store.call(ADD, [key], [], [ONES])
+            calls += 1
+        return calls
+
+    with ThreadPoolExecutor(2) as pool:
+        training = [pool.submit(train, key) for key in ("w", "v")]
+        try:
+            seen = [store.snapshot(["w", "v"]) for _ in range(20)]
+        finally:
+            stop.set()
+        calls = [future.result(WAIT_S) for future in training]
+    assert [store.read(key).tolist() for key in ("w", "v")] == [[float(count)] * 3 for count in calls]
+    assert all(len(set(snapshot[key].tolist())) == 1 for snapshot in seen for key in ("w", "v"))
+
+
+def test_steps_that_take_each_others_variables_all_come_to_their_end() -> None:
+    store = new_store(a=0.0, b=0.0, c=0.0)
+    both = lower_program(lambda one, two: [one + 1, two + 1], [F32] * 2, 2).compile()
+    pairs = [("a", "b"), ("b", "c"), ("c", "a"), ("b", "a")]
+
+    def work(keys: tuple[str, str]) -> None:
+        for _ in range(50):
+            store.call(both, keys, [], [])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, pairs))
+    assert [store.read(key).tolist()[0] for key in "abc"] == [150.0, 150.0, 100.0]
+
+
+def test_what_is_dropped_while_a_step_has_it_goes_after_the_step() -> None:
+    store = new_store(w=1.0, v=2.0)
+    held = Held(store, "w")
+    store.drop("w")
+    assert "w" in store
+    held.end()
+    store.read("v")
+    assert "w" not in store
+
+
+def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
+    store = new_store(w=1.0)
+    given, taken = store.snapshot(["w"])["w"], list[jax.Array]()
+
+    def program(written: Any, read: Any) -> Any:
+        taken.extend(written)
+        return written, None
+
+    store.table.run(StepState(["w"], [], "step"), program, ())
+    assert pointer(taken[0]) != pointer(given)
+    assert store.read("w").tolist() == [1.0] * 3

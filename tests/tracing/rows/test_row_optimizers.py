@@ -1,0 +1,250 @@
+"""Optimizers over gradients of lookups: optax's results, by rows where the rule allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.state.resources import Variable
+from tests.tracing.rows.lookup_table import IDS, SCALE, SHAPE, TABLE, grown, loss_of
+
+
+@pytest.fixture
+def table() -> Variable:
+    return dflow.Variable(TABLE, name="table")
+
+
+@pytest.fixture
+def scale() -> Variable:
+    return dflow.Variable(SCALE, name="scale")
+
+
+BY_ROWS = {
+    "sgd": optax.sgd(0.1),
+    "schedule": optax.sgd(optax.linear_schedule(0.1, 0.01, 3)),
+    "hyperparameters": optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+    "chain": optax.chain(optax.scale(3.0), optax.scale_by_learning_rate(0.1)),
+    "one of two": optax.multi_transform({"a": optax.sgd(0.1), "b": optax.adam(0.1)}, ["a", "b"]),
+    "adagrad": optax.adagrad(0.1),
+    "global norm": optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1)),
+    "clipped adagrad": optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)),
+    "clip": optax.chain(optax.clip(0.1), optax.sgd(0.1)),
+    "block": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
+    "sign": optax.sign_sgd(0.1),
+    "normalized": optax.chain(optax.normalize_by_update_norm(), optax.sgd(0.1)),
+    "no nans": optax.chain(optax.zero_nans(), optax.adagrad(0.1)),
+    "frozen": optax.set_to_zero(),
+    "finite sgd": optax.apply_if_finite(optax.sgd(0.1), 2),
+    "finite adagrad": optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1)), 2),
+    "for two steps": optax.conditionally_transform(optax.scale(-0.1), lambda step: step < 2),
+}
+DENSE = {
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam": optax.adam(1e-2),
+    "rmsprop": optax.rmsprop(1e-2),
+    "adafactor": optax.adafactor(1e-2),
+    "decay": optax.chain(optax.add_decayed_weights(0.1), optax.sgd(0.1)),
+    "lars": optax.lars(0.1),
+    "finite adam": optax.apply_if_finite(optax.adam(1e-2), 2),
+    "every second step": optax.MultiSteps(optax.sgd(0.1), 2),
+    "clipped by the parameters": optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", [*BY_ROWS, *DENSE])
+def test_an_optimizer_does_what_optax_does(name: str, table: Variable, scale: Variable) -> None:
+    transformation = BY_ROWS.get(name) or DENSE[name]
+    optimizer = dflow.Optimizer(transformation, [table, scale])
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: jnp.sum(jnp.sin(table[i] * scale.read())), [table, scale])())
+
+    assert (grown(step, IDS) == []) == (name in BY_ROWS)
+
+    @jax.jit
+    def plain_step(params: Any, state: Any, i: Any) -> Any:
+        grads = jax.grad(lambda p: jnp.sin(p[0][i] * p[1]).sum())(params)
+        updates, state = transformation.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = [TABLE, SCALE]
+    state = transformation.init(params)
+    for turn in range(3):
+        step(IDS + turn)
+        params, state = plain_step(params, state, IDS + turn)
+    np.testing.assert_allclose(table.read(), params[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(scale.read(), params[1], rtol=1e-5, atol=1e-6)
+    kept = jax.tree.leaves(dflow.read(optimizer.slots))
+    for got, wanted in zip(kept, jax.tree.leaves(state), strict=True):
+        if not jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(table: Variable) -> None:
+    transformation = optax.apply_if_finite(optax.adagrad(0.1), 2)
+    optimizer = dflow.Optimizer(transformation, [table])
+
+    @dflow.jit
+    def step(ids: Any, factor: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: loss_of(table, ids) * factor, [table])())
+
+    values = [TABLE]
+    state = transformation.init(values)
+    for factor in (1.0, np.nan, np.inf, 2.0):
+        assert grown(step, IDS, factor) == []
+        step(IDS, factor)
+        gradient = jax.grad(lambda v, factor=factor: loss_of(v, IDS) * factor)(values[0])
+        updates, state = transformation.update([gradient], state, values)
+        values = [optax.apply_updates(values, updates)[0]]
+        np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+#: Branches over a gradient, a gradient of other rows, the table and a slot; each gives an update and a new slot.
+BRANCHES: dict[str, tuple[bool, Callable[[Any, Any, Any, Any], Any]]] = {
+    "one of two": (True, lambda g, h, t, s: (g, s)),
+    "both": (True, lambda g, h, t, s: (g + 0 * g**2, s + g * t)),
+    "none": (True, lambda g, h, t, s: (jnp.zeros_like(t), s)),
+    "the other": (False, lambda g, h, t, s: (h, s)),
+    "every row": (False, lambda g, h, t, s: (g, 2 * s)),
+    "dense": (False, lambda g, h, t, s: (g - jnp.flip(g), s)),
+    "nested": (True, lambda g, h, t, s: jax.lax.cond(jnp.sum(g) > 0, lambda: (-g, s * 1.0), lambda: (g, s + g))),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("first", [True, False])
+def test_branches_of_rows(name: str, first: bool, table: Variable) -> None:
+    is_rows, made = BRANCHES[name]
+    slot = dflow.Variable(TABLE + 1, name="slot")
+
+    def otherwise(g: Any, h: Any, t: Any, s: Any) -> Any:
+        return g * 0.5, s + g * g
+
+    @dflow.jit
+    def step(ids: Any, which: Any) -> Any:
+        g = dflow.grad(lambda: loss_of(table, ids), table)()
+        h = dflow.grad(lambda: loss_of(table, ids[:2] + 4), table)()
+        t, s = table.read(), slot.read()
+        update, new = jax.lax.cond(which, lambda: made(g, h, t, s), lambda: otherwise(g, h, t, s))
+        table.assign_add(update)
+        slot.assign(new)
+        return update, new, optax.tree.norm(update)
+
+    g, h = jax.grad(loss_of)(TABLE, IDS), jax.grad(loss_of)(TABLE, IDS[:2] + 4)
+    update, new = (made if first else otherwise)(g, h, TABLE, TABLE + 1)
+    got = step(IDS, first)
+    for one, wanted in zip(got, (update, new, optax.tree.norm(update)), strict=True):
+        np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(table.read(), TABLE + update, rtol=1e-5)
+    np.testing.assert_allclose(slot.read(), new, rtol=1e-5)
+    quiet = dflow.jit(lambda ids, which: step(ids, which) and None)
+    assert (grown(quiet, IDS, first) == []) == is_rows
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "adam"])
+def test_row_gradients_that_were_asked_for_are_applied_as_rows(name: str, table: Variable) -> None:
+    """Outside of traced code too."""
+    transformation = BY_ROWS.get(name) or DENSE[name]
+    optimizer = dflow.Optimizer(transformation, [table])
+    gradient = RowGradient(jnp.array([2, 2, -1]), jnp.ones((3, 2)), SHAPE)
+    dense = jnp.zeros(SHAPE).at[jnp.array([2, 2, 12])].add(1.0)
+    optimizer.apply([gradient])
+    updates, _ = transformation.update([dense], transformation.init([TABLE]), [TABLE])
+    np.testing.assert_allclose(table.read(), TABLE + updates[0], rtol=1e-6)
+    assert (grown(lambda: optimizer.apply([gradient])) == []) == (name in BY_ROWS)
+
+
+def test_steps_in_a_loop_update_rows(table: Variable) -> None:
+    optimizer = dflow.Optimizer(optax.adagrad(0.1), [table])
+
+    def one(carry: Any, ids: Any) -> tuple[Any, Any]:
+        value, gradients = dflow.value_and_grad(lambda: loss_of(table, ids), [table])()
+        optimizer.apply(gradients)
+        return carry, value
+
+    train = dflow.jit(lambda batches: jax.lax.scan(one, 0, batches)[1])
+    batches = jnp.array([[3, 3], [4, 1], [3, 1]])
+    assert "rows_to_dense" not in str(dflow.graph(train, batches))
+    train(batches)
+    values, transformation = TABLE, optax.adagrad(0.1)
+    state = transformation.init(values)
+    for ids in batches:
+        updates, state = transformation.update(jax.grad(loss_of)(values, ids), state)
+        values += updates
+    np.testing.assert_allclose(table.read(), values, rtol=1e-5)
+
+
+LAZY = {
+    "adam": optax.adam(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "rmsprop": optax.rmsprop(0.1),
+    "adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1)),
+}
+
+
+@pytest.mark.parametrize("name", LAZY)
+@pytest.mark.parametrize("as_rows", [True, False], ids=["rows", "dense"])
+def test_lazy_rows_are_left_as_they_are(name: str, as_rows: bool, table: Variable) -> None:
+    """Rows without a gradient keep their values and slots, for every form of the gradient."""
+    transformation = LAZY[name]
+    optimizer = dflow.Optimizer(transformation, [table], lazy_rows=True)
+
+    @dflow.jit
+    def step(i: Any) -> None:
+        gradient = dflow.grad(lambda: loss_of(table, i), table)()
+        optimizer.apply([gradient if as_rows else jnp.flip(jnp.flip(gradient))])
+
+    assert (grown(step, IDS) == []) == as_rows
+    values = [TABLE]
+    state = transformation.init(values)
+    for turn in range(3):
+        step(IDS + turn)
+        gradient = jax.grad(loss_of)(values[0], IDS + turn)
+        updates, after = transformation.update([gradient], state, values)
+        touched = (gradient != 0).any(axis=1, keepdims=True)
+
+        def kept(new: Any, old: Any, touched: Any = touched) -> Any:
+            return jnp.where(touched, new, old) if new.shape == SHAPE else new
+
+        values = [kept(values[0] + updates[0], values[0])]
+        state = jax.tree.map(kept, after, state)
+    np.testing.assert_allclose(table.read(), values[0], rtol=1e-5)
+    for got, wanted in zip(jax.tree.leaves(dflow.read(optimizer.slots)), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad", "clipped adagrad"])
+def test_over_a_cluster_rows_travel(name: str) -> None:
+    transformation = BY_ROWS[name]
+    with memory_cluster(ps=1, workers=1) as cluster:
+        worker = cluster.worker()
+        with worker.parameter_servers():
+            table = dflow.Variable(lambda: jnp.ones((1000, 2)), name="table")
+            optimizer = dflow.Optimizer(transformation, [table], name="opt")
+
+        @dflow.jit
+        def step(i: Any) -> None:
+            optimizer.apply(dflow.grad(lambda: loss_of(table, i), [table])())
+
+        step(jnp.array([1, 2, 2]))
+        sent = cluster.tasks["ps:0"].server.traffic() + worker.traffic()
+        assert max(edge.size_bytes for edge in sent) == 24
+        values = [jnp.ones((1000, 2))]
+        gradients = [jax.grad(loss_of)(values[0], jnp.array([1, 2, 2]))]
+        updates, _ = transformation.update(gradients, transformation.init(values), values)
+        np.testing.assert_allclose(table.read(), values[0] + updates[0], rtol=1e-5)
+        worker.close()
