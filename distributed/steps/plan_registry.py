@@ -70,7 +70,7 @@ class PlanRegistry:
         """Return the plan of a handle; raises TaskLost if it was not registered with this process of the task."""
         found = self._plans.get(handle)
         if found is None and self._first <= handle < self._next:
-            raise InternalError(f"{self._task} was asked for plan {handle} after that had been released")
+            raise InternalError(f"{self._task} was asked to run plan {handle}, which was released")
         if found is None:
             raise TaskLost(
                 f"{short_task_name(self._task)} was asked for plan {handle}, which is none of its {len(self._plans)}: "
@@ -173,7 +173,7 @@ class PlanRegistry:
             loading = self._programs.get(key)
             is_first = loading is None
             if loading is None and not blob:
-                raise WireError(f"a program was named by its fingerprint, {key[0].hex()}, and is not on {self._task}")
+                raise WireError(f"the program with the SHA-256 {key[0].hex()} was not sent, and is not on {self._task}")
             if loading is None:
                 loading = self._programs[key] = concurrent.futures.Future()
         if is_first:
@@ -196,7 +196,7 @@ def _decode(data: bytes) -> Plan:
 def _check_named(message: RegisterPlan) -> None:
     count = len(message.program_sizes)
     if len(message.programs) != count or any(len(name) != hashlib.sha256().digest_size for name in message.programs):
-        raise WireError(f"a plan of {count} programs that are not all sent has {len(message.programs)} fingerprints")
+        raise WireError(f"fingerprints of a plan's programs: expected {count}, got {len(message.programs)}")
 
 
 def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[bytes]:
@@ -204,9 +204,11 @@ def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[by
     if message.programs or not all(message.program_sizes):
         _check_named(message)
     found = [hashlib.sha256(blob).digest() if blob else message.programs[n] for n, blob in enumerate(blobs)]
-    for place, (said, is_so) in enumerate(zip(message.programs, found, strict=False)):
-        if said != is_so:
-            raise WireError(f"program {place} has the fingerprint {is_so.hex()} and was said to have {said.hex()}")
+    for place, (declared, computed) in enumerate(zip(message.programs, found, strict=False)):
+        if declared != computed:
+            raise WireError(
+                f"program {place}: SHA-256 mismatch: declared {declared.hex()}, payload has {computed.hex()}"
+            )
     return found
 
 
