@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
 from dflow.tracing.ir import ops

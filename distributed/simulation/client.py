@@ -169,7 +169,7 @@ class Client:
         if peer is None:
             return
         try:
-            peer.start(message).when_done(partial(self._reply_came, link, ask))
+            peer.start(message, on_reply=partial(self._reply_came, link, ask))
         except TransportClosed as error:
             self.link_ended(link, str(error))
 

@@ -17,7 +17,7 @@ from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource
-from dflow.lowering.queues.resource_rules import Held, Results
+from dflow.lowering.queues.resource_rules import HeldResource, Results
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.op import OpDef
@@ -114,7 +114,7 @@ class QueueChecks:
         self._require(len(missing) <= unknown, "none lost", text)
 
 
-def contents(queue: Held) -> list[int]:
+def contents(queue: HeldResource) -> list[int]:
     """Empty a queue and return its numbers, including those of pending puts."""
     found: list[int] = []
 

@@ -28,7 +28,7 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages import AnyMessage, Join, Leave, Roster
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_rules import Held
+from dflow.lowering.queues.resource_rules import HeldResource
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DflowError, TaskLost
 
@@ -100,7 +100,7 @@ class Member:
                     on_reply(reply)
                     resolve(reply)
 
-            self.server.peer(name_of(host)).start(message, payload).when_done(replied)
+            self.server.peer(name_of(host)).start(message, payload, replied)
 
         return Wait(f"the answer of {host} to {type(message).__name__}", timeout_s, start)
 
@@ -234,7 +234,7 @@ class Tasks:
         """Return the number of the present life of the host's process."""
         return self.network.process(host).life
 
-    def resource(self, host: str, name: str) -> Held | None:
+    def resource(self, host: str, name: str) -> HeldResource | None:
         """Return the queue or accumulator of this name on a host, or None."""
         member = self._members.get(host)
         with contextlib.suppress(DflowError):

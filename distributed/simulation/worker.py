@@ -125,8 +125,7 @@ class Worker:
 
         for host, peer in zip(self._ps, others, strict=True):
             handle = self._tasks.ps_plan(host, self._member.process.host)
-            reply = peer.start(RunPlan(handle, id.origin, id.number))
-            reply.when_done(partial(ended, host))
+            peer.start(RunPlan(handle, id.origin, id.number), on_reply=partial(ended, host))
 
         def own(outcome: Outcome) -> None:
             ended(self._member.process.host, outcome)

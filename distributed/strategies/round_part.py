@@ -58,7 +58,7 @@ LOGGER = logging.getLogger("dflow")
 NOTICE_AFTER_S = 10.0
 
 
-class Tasks(Protocol):
+class RoundTasks(Protocol):
     """The part of a cluster that is needed here; see `Cluster`."""
 
     task: str
@@ -98,10 +98,10 @@ class Tasks(Protocol):
         ...
 
 
-class Part:
+class RoundPart:
     """This worker's messages to the host of a run."""
 
-    def __init__(self, cluster: Tasks, run: str, job: str) -> None:
+    def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
         self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="").task
 

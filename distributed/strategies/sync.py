@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import msgspec
 
 from dflow.distributed.strategies.async_ import Async, StepSource
-from dflow.distributed.strategies.round_part import Part
+from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import Strategy
 from dflow.distributed.wire.messages import RoundsDone
@@ -37,7 +37,7 @@ class Workers(StepSource, Protocol):
         """Return this job's tasks that are alive or expected, and the number of these and the departed ones."""
         ...
 
-    def take_part(self, run: str, job: str) -> Part | None:
+    def take_part(self, run: str, job: str) -> RoundPart | None:
         """Return this worker's part in a run of synchronous training; None if there is no other worker."""
         ...
 
@@ -81,7 +81,7 @@ class Sync(Strategy):
             yield outcome
 
     def _rounds(
-        self, part: Part, run: str, step: Callable[..., Any], supply: Iterator[Any], steps: int
+        self, part: RoundPart, run: str, step: Callable[..., Any], supply: Iterator[Any], steps: int
     ) -> Iterator[Any]:
         progress, done = _Progress(self._cluster, run, steps), -1
         try:

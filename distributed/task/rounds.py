@@ -14,8 +14,8 @@ Invariants:
   theirs, from workers that died and may have given one. So a dead worker's gradient never displaces a live worker's;
 - after a failed update each worker that took part gets the error once, and the run resumes when it is opened again;
 - after the last round every request is answered immediately;
-- the run holds nothing but numbers from each Rest to the next Began; a Rest comes as soon as no worker takes part and
-  no gradient is left to apply.
+- the run holds nothing but numbers from each FreeRun to the next Began; a FreeRun comes as soon as no worker takes
+  part and no gradient is left to apply.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Began:
 
 
 @dataclass(frozen=True)
-class Opened:
+class RunOpened:
     """A run of `rounds` rounds of `wanted` gradients is open; `workers` take part, except any that left before."""
 
     rounds: int
@@ -41,23 +41,23 @@ class Opened:
 
 
 @dataclass(frozen=True)
-class Came:
+class Ready:
     """A worker is done with the opening `done` (-1: none yet), and requests the next one."""
 
-    ask: int
+    request: int
     worker: str
     done: int
 
 
 @dataclass(frozen=True)
-class GaveUp:
-    """The request `ask` has timed out."""
+class TimedOut:
+    """The request has timed out."""
 
-    ask: int
+    request: int
 
 
 @dataclass(frozen=True)
-class Left:
+class WorkerLeft:
     """A worker stops taking part. It gave its gradients for the openings up to `done`; None: unknown, since it died."""
 
     worker: str
@@ -65,7 +65,7 @@ class Left:
 
 
 @dataclass(frozen=True)
-class Taken:
+class MeanTaken:
     """The accumulator returned the average of enough gradients, which will be applied next."""
 
 
@@ -77,7 +77,7 @@ class Updated:
     kind: str = "RemoteError"
 
 
-Event = Began | Opened | Came | GaveUp | Left | Taken | Updated
+RoundEvent = Began | RunOpened | Ready | TimedOut | WorkerLeft | MeanTaken | Updated
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class SetEnough:
 
 
 @dataclass(frozen=True)
-class Tell:
+class Announce:
     """Answer the request: opening `number`, after `done` rounds. If all rounds are done, the run is over."""
 
-    ask: int
+    request: int
     number: int
     done: int
 
@@ -107,18 +107,18 @@ class Tell:
 class Refuse:
     """Answer the request with an error."""
 
-    ask: int
+    request: int
     text: str
     #: Name of the error's class in `dflow.tracing.errors`.
     kind: str = "RemoteError"
 
 
 @dataclass(frozen=True)
-class Rest:
+class FreeRun:
     """Free all that the run holds but its numbers, and cancel its waiting accumulator take."""
 
 
-Command = OpenRound | SetEnough | Tell | Refuse | Rest
+RoundCommand = OpenRound | SetEnough | Announce | Refuse | FreeRun
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Rounds:
     wanted: int = 0
     is_open: bool = False
     is_updating: bool = False
-    #: Whether a Rest would free anything.
+    #: Whether a FreeRun would free anything.
     is_held: bool = False
     #: Workers that may still give gradients.
     workers: set[str] = field(default_factory=set)
@@ -148,26 +148,26 @@ class Rounds:
     #: Workers that have yet to get the error of the failed update.
     untold: set[str] = field(default_factory=set)
     #: By worker: its waiting request.
-    asks: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)
     #: The last failed update.
     failure: Updated = Updated()
     #: The count of the last SetEnough.
     enough: int = 0
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: RoundEvent) -> list[RoundCommand]:
         """Apply the event and return the commands, in order."""
         match event:
             case Began(worker):
                 return self._began(worker)
-            case Opened():
+            case RunOpened():
                 return self._open(event)
-            case Came(ask, worker, done):
-                return self._came(ask, worker, done)
-            case GaveUp(ask):
-                return self._give_up(ask)
-            case Left(worker, done):
+            case Ready(request, worker, done):
+                return self._came(request, worker, done)
+            case TimedOut(request):
+                return self._give_up(request)
+            case WorkerLeft(worker, done):
                 return [*self._left(worker, done), *self._rest()]
-            case Taken():
+            case MeanTaken():
                 self.is_updating = True
                 return []
             case Updated():
@@ -187,14 +187,14 @@ class Rounds:
         """Workers not known to have given a gradient for the opening."""
         return sorted(self.workers - self.given)
 
-    def _began(self, worker: str) -> list[Command]:
+    def _began(self, worker: str) -> list[RoundCommand]:
         if not self.is_over:
             self.taking_part.add(worker)
             self.is_held = True
         self.untold.discard(worker)
         return []
 
-    def _open(self, event: Opened) -> list[Command]:
+    def _open(self, event: RunOpened) -> list[RoundCommand]:
         if self.rounds is None:
             self.rounds, self.wanted = event.rounds, event.wanted
         if self.is_open or self.is_over:
@@ -203,46 +203,46 @@ class Rounds:
         self.workers |= {*event.workers} - self.left
         return [OpenRound(self.number), *self._enough()]
 
-    def _came(self, ask: int, worker: str, done: int) -> list[Command]:
-        before: list[Command] = []
-        if worker in self.asks:
-            before = [Refuse(self.asks.pop(worker), f"a later ask of {worker} has taken the place of this one")]
+    def _came(self, request: int, worker: str, done: int) -> list[RoundCommand]:
+        before: list[RoundCommand] = []
+        if worker in self.requests:
+            before = [Refuse(self.requests.pop(worker), f"a later request of {worker} has taken the place of this one")]
         if self.is_over:
-            return [*before, Tell(ask, self.number, self.done)]
+            return [*before, Announce(request, self.number, self.done)]
         if worker in self.untold or not self.is_open:
             self.untold.discard(worker)
-            return [*before, self._refusal(ask)]
+            return [*before, self._refusal(request)]
         self.workers.add(worker)
         self.taking_part.add(worker)
         self.left.discard(worker)
         if done < self.number:
             # A worker that is new here, or was declared dead, has given nothing for this opening.
             self.given.discard(worker)
-            return [*before, Tell(ask, self.number, self.done), *self._enough()]
-        self.asks[worker] = ask
+            return [*before, Announce(request, self.number, self.done), *self._enough()]
+        self.requests[worker] = request
         self.given.add(worker)
         return [*before, *self._enough()]
 
-    def _refusal(self, ask: int) -> Refuse:
+    def _refusal(self, request: int) -> Refuse:
         error = self.failure.error or f"{self.name!r} is not open; run it again"
-        return Refuse(ask, error, self.failure.kind)
+        return Refuse(request, error, self.failure.kind)
 
-    def _give_up(self, ask: int) -> list[Command]:
-        worker = next((worker for worker, waiting in self.asks.items() if waiting == ask), None)
+    def _give_up(self, request: int) -> list[RoundCommand]:
+        worker = next((worker for worker, waiting in self.requests.items() if waiting == request), None)
         if worker is None:
             return []
-        del self.asks[worker]
+        del self.requests[worker]
         missing = ", ".join(self.missing()) or "none"
         return [
             Refuse(
-                ask,
+                request,
                 f"round {self.done} of {self.name!r} has not ended: {self.enough} gradients are enough for it, "
                 f"{', '.join(sorted(self.given)) or 'nobody'} gave one and {missing} did not",
                 "DeadlineExceeded",
             )
         ]
 
-    def _left(self, worker: str, done: int | None) -> list[Command]:
+    def _left(self, worker: str, done: int | None) -> list[RoundCommand]:
         self.taking_part.discard(worker)
         self.untold.discard(worker)
         if self.is_open and done is None:
@@ -253,25 +253,25 @@ class Rounds:
             # A worker that leaves because an update failed is expected back, so it is not added then.
             self.left.add(worker)
         self.workers.discard(worker)
-        ask = self.asks.pop(worker, None)
-        told = [] if ask is None else [Refuse(ask, f"{worker} has left {self.name!r}")]
+        request = self.requests.pop(worker, None)
+        told = [] if request is None else [Refuse(request, f"{worker} has left {self.name!r}")]
         return [*told, *self._enough()]
 
-    def _updated(self, event: Updated) -> list[Command]:
+    def _updated(self, event: Updated) -> list[RoundCommand]:
         self.is_updating = False
-        asks, self.asks = self.asks, {}
+        requests, self.requests = self.requests, {}
         self.number += 1
         self.given.clear()
         self.lost.clear()
         self.enough = 0
         if event.error:
-            return self._fail(event, asks)
-        told: list[Command] = [Tell(ask, self.number, self.done) for ask in asks.values()]
+            return self._fail(event, requests)
+        told: list[RoundCommand] = [Announce(request, self.number, self.done) for request in requests.values()]
         self.is_open = not self.is_over
         # Open the round before any worker is notified of it.
         return told if self.is_over else [OpenRound(self.number), *self._enough(), *told]
 
-    def _fail(self, event: Updated, asks: Mapping[str, int]) -> list[Command]:
+    def _fail(self, event: Updated, requests: Mapping[str, int]) -> list[RoundCommand]:
         self.failed += 1
         error = (
             f"the update of round {self.done} of {self.name!r} failed: {event.error}\n"
@@ -279,10 +279,10 @@ class Rounds:
         )
         self.failure = Updated(error, event.kind)
         self.is_open = False
-        self.untold = self.taking_part - {*asks}
-        return [self._refusal(ask) for ask in asks.values()]
+        self.untold = self.taking_part - {*requests}
+        return [self._refusal(request) for request in requests.values()]
 
-    def _rest(self) -> list[Command]:
+    def _rest(self) -> list[RoundCommand]:
         if self.taking_part or self.is_updating or self.given or not self.is_held:
             return []
         self.is_open = self.is_held = False
@@ -291,9 +291,9 @@ class Rounds:
         if self.is_over:
             self.workers.clear()
             self.left.clear()
-        return [Rest()]
+        return [FreeRun()]
 
-    def _enough(self) -> list[Command]:
+    def _enough(self) -> list[RoundCommand]:
         if self.is_over or not self.is_open:
             return []
         # Once every live worker has given a gradient, those of dead workers are no longer waited for.

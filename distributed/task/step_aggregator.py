@@ -62,7 +62,7 @@ class StepAggregator:
         self._has_left = has_left
         self._accumulators = _Accumulators(resources)
         self._lock = threading.Lock()
-        self._runs: dict[str, _Run] = {}
+        self._runs: dict[str, _AggregatedRun] = {}
 
     def agree(self, message: ProposeRounds) -> RoundsAgreed:
         """Add a worker to a run; the answer has the numbers that the first worker proposed.
@@ -81,7 +81,7 @@ class StepAggregator:
         if self._task not in message.handles:
             raise WireError(f"run {message.name[:64]!r}: expected a plan for {self._task}, got {[*message.handles]}")
         arrays = decode_arrays((*message.before, *message.after), payload)
-        update = _Update(
+        update = _MeanUpdate(
             message.accumulator,
             self._resources.accumulator(message.accumulator),
             message.wanted,
@@ -91,7 +91,7 @@ class StepAggregator:
         )
         # The sender may not know yet of all workers that have left.
         workers = tuple(worker for worker in message.workers if not self._has_left(worker))
-        self._run(message.name).open(update, rounds.Opened(message.rounds, message.wanted, workers))
+        self._run(message.name).open(update, rounds.RunOpened(message.rounds, message.wanted, workers))
 
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Answer when a round is open that the worker is not done with."""
@@ -99,14 +99,14 @@ class StepAggregator:
 
     def leave(self, message: LeaveRounds) -> None:
         """Remove a worker that stops taking part."""
-        self._run(message.name).handle(rounds.Left(message.worker, message.done))
+        self._run(message.name).handle(rounds.WorkerLeft(message.worker, message.done))
 
     def task_left(self, task: str) -> None:
         """Remove a task that left the cluster, and gives no more gradients."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
-            run.handle(rounds.Left(task))
+            run.handle(rounds.WorkerLeft(task))
 
     def close(self, error: DflowError) -> None:
         """Answer all waiting requests with `error`."""
@@ -115,10 +115,10 @@ class StepAggregator:
         for run in runs:
             run.close(error)
 
-    def _run(self, name: str) -> _Run:
+    def _run(self, name: str) -> _AggregatedRun:
         with self._lock:
             if name not in self._runs:
-                self._runs[name] = _Run(name, self._start, self._submit, self._accumulators)
+                self._runs[name] = _AggregatedRun(name, self._start, self._submit, self._accumulators)
             return self._runs[name]
 
 
@@ -151,7 +151,7 @@ class _Accumulators:
 
 
 @dataclass(frozen=True)
-class _Update:
+class _MeanUpdate:
     """How a run takes and applies its averages."""
 
     key: str
@@ -163,12 +163,12 @@ class _Update:
 
 
 @dataclass
-class _Run:
+class _AggregatedRun:
     name: str
     start: StartStep
     submit: Callable[..., object]
     accumulators: _Accumulators
-    update: _Update | None = None
+    update: _MeanUpdate | None = None
     #: Name of the accumulator, and the key under which it is held.
     accumulator: str = ""
     key: str = ""
@@ -176,7 +176,7 @@ class _Run:
     _cancel_take: Cancel | None = None
     _asks: dict[int, tuple[Responder, Stoppable]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _arrived: deque[rounds.Event] = field(default_factory=deque)
+    _arrived: deque[rounds.RoundEvent] = field(default_factory=deque)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _is_handling: bool = False
 
@@ -193,7 +193,7 @@ class _Run:
                 self.handle(rounds.Began(message.worker))
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
-    def open(self, update: _Update, opened: rounds.Opened) -> None:
+    def open(self, update: _MeanUpdate, opened: rounds.RunOpened) -> None:
         """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
             self._refuse_other(opened.rounds)
@@ -214,8 +214,8 @@ class _Run:
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
             ask = next(self._numbers)
-            self._asks[ask] = responder, start_timer(wait_s, lambda: self.handle(rounds.GaveUp(ask)))
-            self.handle(rounds.Came(ask, message.worker, message.done))
+            self._asks[ask] = responder, start_timer(wait_s, lambda: self.handle(rounds.TimedOut(ask)))
+            self.handle(rounds.Ready(ask, message.worker, message.done))
 
     def close(self, error: DflowError) -> None:
         """Answer all waiting requests with `error`; later answers to them are ignored."""
@@ -225,7 +225,7 @@ class _Run:
             if responder is not None:
                 responder.fail(error)
 
-    def handle(self, event: rounds.Event) -> None:
+    def handle(self, event: rounds.RoundEvent) -> None:
         """Handle the event now, or after the current one if a command of that one caused it."""
         with self._lock:
             self._arrived.append(event)
@@ -242,20 +242,20 @@ class _Run:
                 # Free the feeds of its updates, which may be large.
                 self.update = None
 
-    def _carry_out(self, command: rounds.Command) -> None:
+    def _carry_out(self, command: rounds.RoundCommand) -> None:
         match command:
             case rounds.OpenRound(number):
                 self._take(number)
             case rounds.SetEnough(count):
                 assert self.update is not None
                 self.update.accumulator.set_enough(count)
-            case rounds.Tell(ask, number, done):
+            case rounds.Announce(ask, number, done):
                 if (responder := self._answered(ask)) is not None:
                     self.submit(responder.reply, RoundOpen(number, done))
             case rounds.Refuse(ask, text, kind):
                 if (responder := self._answered(ask)) is not None:
                     self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
-            case rounds.Rest():
+            case rounds.FreeRun():
                 self._rest()
 
     def _answered(self, ask: int) -> Responder | None:
@@ -287,12 +287,12 @@ class _Run:
             if isinstance(mean, BaseException):
                 self._updated(mean)
                 return
-            self.handle(rounds.Taken())
+            self.handle(rounds.MeanTaken())
             update = self.update
         assert update is not None
         self.submit(self._apply, update, mean)
 
-    def _apply(self, update: _Update, mean: Sequence[Any]) -> None:
+    def _apply(self, update: _MeanUpdate, mean: Sequence[Any]) -> None:
         try:
             self.start(update.handles, [*update.before, *mean, *update.after], self._updated)
         except Exception as error:

@@ -19,8 +19,9 @@ from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages import CallResource, CreateResource, ResourceDepth
 from dflow.lowering.queues.accumulators import HeldAccumulator
-from dflow.lowering.queues.held_resources import HeldResource, make_resource
+from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
@@ -108,7 +109,7 @@ class _Checked:
     `said` describes its type and settings; `fitting` remembers ops that passed, with the types of their operands.
     """
 
-    held: HeldResource
+    held: HeldQueue | HeldAccumulator
     type: HostType
     said: str
     fitting: set[tuple[Any, ...]] = field(default_factory=set)

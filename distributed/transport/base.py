@@ -51,7 +51,7 @@ class Limits:
     `max_meta_bytes`     size of a message without its payload
     `max_payload_bytes`  size of a payload
     `max_connections`    concurrent peers of a listener; fewer if the process's limit of open files is lower
-    `max_strangers`      concurrent unauthenticated connections of a listener; a new one evicts the oldest
+    `max_unauthenticated`      concurrent unauthenticated connections of a listener; a new one evicts the oldest
     `max_from_source`    unauthenticated connections from one IP address
     `max_hello_bytes`    size of a `Hello`
     `hello_timeout_s`    time from the connection to the end of the peer's `Hello`
@@ -66,7 +66,7 @@ class Limits:
     max_meta_bytes: int = 1 << 20
     max_payload_bytes: int = 4 << 30
     max_connections: int = 1 << 14
-    max_strangers: int = 256
+    max_unauthenticated: int = 256
     max_from_source: int = 64
     max_hello_bytes: int = 4096
     hello_timeout_s: float = 10.0
@@ -89,10 +89,6 @@ class PendingReply(Protocol):
         """
         ...
 
-    def when_done(self, on_reply: OnReply) -> None:
-        """Call `on_reply` once, from the reader thread, or now if the reply has arrived. It must not wait."""
-        ...
-
 
 class Peer(Protocol):
     """The other end of a connection."""
@@ -110,7 +106,7 @@ class Peer(Protocol):
     def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> PendingReply:
         """Send a request and return without waiting for its reply.
 
-        on_reply  called as by `PendingReply.when_done`, but before the handling of any message after the reply
+        on_reply  called once, from any thread, before the handling of any message after the reply. It must not wait
         raises    TransportClosed, with which `on_reply` may be called too; WireError if message or payload exceeds this
                   side's limits
         """

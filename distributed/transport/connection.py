@@ -2,7 +2,7 @@
 
 Why: a sent message must reach the other process once, even when sockets break.
 
-Who holds whom: an `Exchange` or a listener holds a connection; the connection holds its send queue, session, reader and
+Ownership: an `Exchange` or a listener holds a connection; the connection holds its send queue, session, reader and
 reactor. It knows the code above it as functions.
 
 Invariants:
@@ -42,7 +42,7 @@ _ACK = Frame(Kind.ACK, 0, b"", b"")
 _LAST = Frame(Kind.LAST, 0, b"", b"")
 _CLOSED = "the other side closed the connection"
 
-#: Called on a thread of its own with a connection, its stream that broke, and the reason. It returns "" after a call of
+#: Called on a new thread with a connection, its stream that broke, and the reason. It returns "" after a call of
 #: `Connection.resume`, or why the connection ends, which begins with the given reason.
 Recover = Callable[["Connection", Stream, str], str]
 
@@ -216,10 +216,10 @@ class Connection:
         with self._lock:
             return [kept.parts for kept in self._session.resume(peer_received).again]
 
-    # Reading; see `reactor.Source`.
+    # Reading.
 
-    def read(self) -> bool:
-        """Handle the frames that have arrived; see `Source.read`."""
+    def _read_available(self) -> bool:
+        """Handle the frames that have arrived; return whether the data ends in the middle of a frame."""
         gather()
         breaks = False
         try:
@@ -239,13 +239,12 @@ class Connection:
             self._stream_ended(ahead, breaks=breaks)
         return ahead is Ahead.PART
 
-    def stalled(self) -> None:
-        """Treat the stream as broken; see `Source.stalled`."""
+    def _stalled(self) -> None:
         self._stream_ended(str(stalled(self._limits)), breaks=True)
 
     def _read_from(self, stream: Stream) -> None:
         self._reader = FrameReader(stream, self._limits, self._memory and self._memory.view)
-        self._reactor.add(stream.file, self)
+        self._reactor.add(stream.file, self._read_available, self._stalled)
 
     def _read(self) -> Ahead | str:
         """Handle the frames that have arrived; return the state of the buffer, or why the other side closed.

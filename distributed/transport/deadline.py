@@ -1,4 +1,4 @@
-"""The time by which a wait of the transport ends."""
+"""Deadlines of the transport's waits."""
 
 from __future__ import annotations
 

@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflow.distributed.transport.addresses import Address, UnixAddress
+from dflow.distributed.transport.addresses import Address
 from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.bind_and_dial import dial
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.families import dial
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.security.policy import SecurityPolicy
@@ -48,7 +48,7 @@ class Dialler:
         self._place = place
         self._limits = limits
         self._security = security
-        shares = isinstance(place, UnixAddress) and limits.shared_bytes > 0
+        shares = may_share(place, limits)
         self._hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
         #: Number of frames received by both sides at the last recovery, and number of recoveries since it changed.
         self._received = (0, 0)
@@ -93,7 +93,7 @@ class Dialler:
             say_hello(stream, hello, deadline)
             answer = hear_hello(secured, self._security, self._limits, deadline)
             check_version(answer)
-            shares = hello.shares and answer.shares and may_share(self._place, stream, self._limits)
+            shares = hello.shares and answer.shares
             memory = SharedMemory.agree(sock, self._limits.shared_bytes) if shares else None
             stream.set_timeout(self._limits.stall_timeout_s)
         except BaseException:

@@ -246,25 +246,26 @@ class _Pending:
     `_unresolved` is a lock held until there is an outcome: cheaper than a future, and each call makes one.
     """
 
-    __slots__ = ("_callbacks", "_exchange", "_number", "_outcome", "_unresolved", "asked")
+    __slots__ = ("_exchange", "_number", "_on_reply", "_outcome", "_unresolved", "asked")
 
     def __init__(self, exchange: Exchange, number: int, asked: str, on_reply: OnReply | None) -> None:
         self._exchange = exchange
         self._number = number
         self.asked = asked
         self._outcome: Reply | BaseException | None = None
-        self._callbacks = [] if on_reply is None else [on_reply]
+        self._on_reply = on_reply
         self._unresolved = threading.Lock()
         self._unresolved.acquire()
 
     def resolve(self, outcome: Reply | BaseException) -> None:
-        """Set the outcome, wake the waiter and run the callbacks; called once, after removal from `_waiting`."""
-        with _CALLBACKS:
-            self._outcome = outcome
-            callbacks = self._callbacks
+        """Set the outcome, wake the waiter and call `on_reply`; called once, after removal from `_waiting`."""
+        self._outcome = outcome
         self._unresolved.release()
-        for on_reply in callbacks:
-            self._call(on_reply, outcome)
+        if self._on_reply is not None:
+            try:
+                self._on_reply(outcome)
+            except Exception:
+                LOGGER.exception("what was to be done with the answer of %s failed", self._exchange.name)
 
     def wait(self, timeout_s: float) -> Reply:
         """Wait for the reply; see `base.PendingReply.wait`."""
@@ -278,25 +279,6 @@ class _Pending:
             return outcome
         assert outcome is not None
         raise outcome
-
-    def when_done(self, on_reply: OnReply) -> None:
-        """Call `on_reply` once; see `base.PendingReply.when_done`."""
-        with _CALLBACKS:
-            outcome = self._outcome
-            if outcome is None:
-                self._callbacks.append(on_reply)
-                return
-        self._call(on_reply, outcome)
-
-    def _call(self, on_reply: OnReply, outcome: Reply | BaseException) -> None:
-        try:
-            on_reply(outcome)
-        except Exception:
-            LOGGER.exception("what was to be done with the answer of %s failed", self._exchange.name)
-
-
-#: Guards the callbacks of all pending replies; held briefly.
-_CALLBACKS = threading.Lock()
 
 
 class _Responder:

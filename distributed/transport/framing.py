@@ -30,7 +30,7 @@ import struct
 import msgspec
 
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
-from dflow.distributed.transport.buffers import RECEIVED
+from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
@@ -149,7 +149,7 @@ class FrameReader:
 
     def _shared_payload(self, place: Payload) -> memoryview:
         if self._shared is None or len(place) != PLACE_BYTES:
-            raise WireError(f"a payload of {len(place)} bytes is said to be in shared memory, but is not")
+            raise WireError(f"a payload of {len(place)} bytes is marked as shared memory, but is no location there")
         return self._shared.take(place, self._limits.max_payload_bytes)
 
     def _take(self, size_bytes: int) -> bytearray:

@@ -44,9 +44,7 @@ def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadl
     if not isinstance(hello, Hello):
         raise WireError(f"the first message is a {type(hello).__name__}; a connection starts with a Hello")
     if not (0 < len(hello.name) <= _LONGEST_NAME and hello.name.isprintable()):
-        raise WireError(
-            f"a name of {len(hello.name)} characters, not all of which can be printed; 1 to {_LONGEST_NAME} may"
-        )
+        raise WireError(f"a name of {len(hello.name)} characters; expected 1 to {_LONGEST_NAME} printable ones")
     security.may_be_called(secured.identity, hello.name)
     return hello
 

@@ -1,4 +1,4 @@
-"""A listening socket, its unauthenticated connections (strangers), and the sessions that began over it.
+"""A listening socket, its unauthenticated connections, and the sessions that began over it.
 
 Invariants: the security policy secures a connection before any frame is read from it, and only a `Hello` of this
 protocol version is accepted before the connection becomes a peer. Both take at most `Limits.hello_timeout_s` together.
@@ -17,11 +17,11 @@ from functools import partial
 
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
 from dflow.distributed.transport.base import Handler, Limits
+from dflow.distributed.transport.bind_and_dial import Bound
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.descriptors import raise_descriptor_limit
+from dflow.distributed.transport.descriptor_limit import raise_descriptor_limit
 from dflow.distributed.transport.exchange import LOGGER, Exchange
-from dflow.distributed.transport.families import Bound
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
 from dflow.distributed.transport.process_identity import has_ended, host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor
@@ -29,10 +29,10 @@ from dflow.distributed.transport.security.admission import Admission, Belief
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import SocketStream, Stream, reason_of
+from dflow.distributed.transport.stream import Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages import PROTOCOL_VERSION, Hello
-from dflow.tracing.errors import SecurityError, TransportClosed, WireError
+from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
 
@@ -88,7 +88,7 @@ class SocketListener:
         self._is_closed = False
         room, self._is_full = _room(limits)
         self._admission: Admission[_Arrival] = Admission(
-            connections=room, strangers=limits.max_strangers, per_source=limits.max_from_source
+            connections=room, unauthenticated=limits.max_unauthenticated, per_source=limits.max_from_source
         )
         self._throttle = Throttle()
         self._sessions: set[_Session] = set()
@@ -109,13 +109,13 @@ class SocketListener:
             if self._is_closed:
                 return
             self._is_closed = True
-            strangers, sessions = self._admission.strangers, list(self._sessions)
+            arrivals, sessions = self._admission.unauthenticated, list(self._sessions)
         for bound in self._bounds:
-            SocketStream(bound.sock).shut_down()
+            Stream(bound.sock).shut_down()
             bound.sock.close()
             bound.clean_up()
-        for arrival in strangers:
-            SocketStream(arrival.sock).shut_down()
+        for arrival in arrivals:
+            Stream(arrival.sock).shut_down()
         for session in sessions:
             session.exchange.close(f"{self._name} stopped listening")
 
@@ -132,13 +132,13 @@ class SocketListener:
             self._admit(_Arrival(sock, bound.address, source[0] if source else "", str(source or bound.address)))
 
     def _admit(self, arrival: _Arrival) -> None:
-        """Serve a connection on a thread of its own, as a stranger for which another may be evicted."""
+        """Serve a connection on a new thread; another unauthenticated one may be evicted for it."""
         with self._lock:
             evicted = self._admission.arrive(arrival, arrival.host)
         if evicted is not None:
-            stranger, why = evicted
-            self._warn("a connection was given up for one from %s: %s", arrival.source, why)
-            SocketStream(stranger.sock).shut_down()
+            other, why = evicted
+            self._warn("a connection was ended for one from %s: %s", arrival.source, why)
+            Stream(other.sock).shut_down()
         try:
             threading.Thread(target=self._serve, args=(arrival,), name=f"dflow greet {self._name}", daemon=True).start()
         except RuntimeError as error:  # no more threads for now
@@ -147,7 +147,7 @@ class SocketListener:
             arrival.sock.close()
 
     def _warn(self, text: str, *values: object) -> None:
-        """Log an event that strangers cause, throttled, since they can cause any number of them."""
+        """Log an event that unauthenticated peers cause, throttled, since they can cause any number."""
         more = self._throttle.ask()
         if more is not None:
             LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
@@ -175,7 +175,7 @@ class SocketListener:
         self._forget(arrival, session)
 
     def _hear(self, secured: Secured, deadline: Deadline) -> Hello:
-        """Receive the stranger's `Hello`. If it is refused, answer first, so that the other side does not retry."""
+        """Receive the peer's `Hello`. If it is refused, answer first, so that the other side does not retry."""
         try:
             hello = hear_hello(secured, self._security, self._limits, deadline)
         except SecurityError as error:
@@ -189,7 +189,7 @@ class SocketListener:
         return hello
 
     def _believe(self, arrival: _Arrival, secured: Secured, deadline: Deadline) -> None:
-        """Count a stranger as a peer; raises TransportClosed if it was evicted, or there is no room for more peers."""
+        """Count the connection as a peer; raises TransportClosed if it was evicted, or there is no room."""
         with self._lock:
             belief = self._admission.believe(arrival)
         if belief is Belief.EVICTED:
@@ -221,7 +221,7 @@ class SocketListener:
 
     def _answer(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
         """Answer the first `Hello` of a session, and agree on shared memory if both sides can."""
-        shares = hello.shares and may_share(arrival.at, secured.stream, self._limits)
+        shares = hello.shares and may_share(arrival.at, self._limits)
         answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
         say_hello(secured.stream, answer, deadline)
         memory = SharedMemory.agree(arrival.sock, self._limits.shared_bytes) if shares else None
@@ -242,13 +242,17 @@ class SocketListener:
         """Give a stream to the session that it resumes; if there is none, answer so and close the stream."""
         session = self._find(hello, secured.identity)
         if session is not None:
-            with session.resuming:
+            if not session.resuming.acquire(timeout=deadline.left_s):
+                raise DeadlineExceeded(f"another connection of {hello.name} is resuming the session")
+            try:
                 if session.connection.abandon_stream(deadline):
                     self._resume_over(secured.stream, session, hello, deadline)
                     return
+            finally:
+                session.resuming.release()
         say_hello(secured.stream, Hello(self._name), deadline)
         secured.stream.close()
-        LOGGER.info("%s: %s wants to go on with a session that has ended here", self._name, hello.name)
+        LOGGER.info("%s: %s wants to resume a session that has ended here", self._name, hello.name)
 
     def _resume_over(self, stream: Stream, session: _Session, hello: Hello, deadline: Deadline) -> None:
         connection = session.connection
@@ -268,9 +272,9 @@ class SocketListener:
         if session is None:
             return None
         if session.identity != identity or session.hello.name != hello.name:
-            raise SecurityError(f"{hello.name} is not {session.hello.name}, whose session it wants to go on with")
+            raise SecurityError(f"{hello.name} is not {session.hello.name}, whose session it wants to resume")
         if session.hello.process != hello.process:
-            raise WireError(f"{hello.name} has started anew, but wants to go on with the session it had before")
+            raise WireError(f"{hello.name} has restarted, but wants to resume a session of its earlier process")
         return session
 
     def _await_redial(self, process: str, connection: Connection, broken: Stream, reason: str) -> str:
@@ -289,7 +293,7 @@ class SocketListener:
 def _room(limits: Limits) -> tuple[int, str]:
     """Return the number of peers that `limits` and the system allow, and why there are no more."""
     files = raise_descriptor_limit()
-    room = min(limits.max_connections, max(files - limits.max_strangers - _OTHER_FILES, files // 2))
+    room = min(limits.max_connections, max(files - limits.max_unauthenticated - _OTHER_FILES, files // 2))
     cause = "which is its limit; start fewer tasks"
     if room < limits.max_connections:
         cause = f"since its process may open only {files} files; raise that limit (ulimit -n) where it starts"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Handler, Limits, always_wanted
-from dflow.distributed.transport.buffers import RECEIVED
+from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 

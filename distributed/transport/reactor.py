@@ -19,8 +19,8 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from dflow.distributed.transport.exchange import LOGGER, become_reader
 from dflow.distributed.transport.send_queue import flush
@@ -29,27 +29,13 @@ from dflow.lowering.values.computed import before_waiting
 _EVENTS_AT_A_TIME = 64
 
 
-class Source(Protocol):
-    """A connection to read."""
-
-    def read(self) -> bool:
-        """Read the available data; return whether it ends in the middle of a frame.
-
-        It may wait only after a call of `give_way`. An exception is logged, and ends the reading of this source.
-        """
-        ...
-
-    def stalled(self) -> None:
-        """Handle a time-out: no byte of a begun frame has arrived for the reactor's `stall_timeout_s`."""
-        ...
-
-
 @dataclass(eq=False)
-class _Place:
-    """A registered source; `is_waited_for` while a thread that handed over the lead is reading it."""
+class _Source:
+    """A connection to read; `is_waited_for` while a thread that handed over the lead is reading it."""
 
     file: int
-    source: Source
+    read: Callable[[], bool]
+    stalled: Callable[[], None]
     is_waited_for: bool = False
 
 
@@ -74,23 +60,28 @@ class Reactor:
         self._stall_timeout_s = stall_timeout_s
         self._leading = threading.Lock()
         self._lock = threading.Lock()
-        self._places: dict[int, _Place] = {}
+        self._sources: dict[int, _Source] = {}
         self._epoll: select.epoll | None = None
         self._wake = -1
         self._threads = 0
         self._waiting = 0
         #: The source that the leader is reading.
-        self._at: _Place | None = None
+        self._at: _Source | None = None
         #: For each source in the middle of a frame, the monotonic time at which it counts as stalled.
-        self._stalls_at: dict[_Place, float] = {}
+        self._stalls_at: dict[_Source, float] = {}
 
     @property
     def threads(self) -> int:
         """Number of reader threads."""
         return self._threads
 
-    def add(self, file: int, source: Source) -> None:
-        """Read `source` whenever `file` has data, until `remove`; raises RuntimeError if no thread can be started."""
+    def add(self, file: int, read: Callable[[], bool], stalled: Callable[[], None]) -> None:
+        """Read a source until `remove`; raises RuntimeError if no thread can be started.
+
+        read     called when `file` has data, to read all of it; returns whether that ends in the middle of a frame. It
+                 may wait only after a call of `give_way`. An exception is logged, and ends the reading of this source
+        stalled  called when no byte of a begun frame has arrived for `stall_timeout_s`
+        """
         with self._lock:
             if self._epoll is None:
                 self._epoll = select.epoll()
@@ -98,19 +89,19 @@ class Reactor:
                 self._epoll.register(self._wake, select.EPOLLIN)
             if not self._threads:
                 self._start()
-            self._places[file] = _Place(file, source)
+            self._sources[file] = _Source(file, read, stalled)
             self._epoll.register(file, select.EPOLLIN)
 
     def remove(self, file: int) -> None:
         """Stop reading a source; called by the thread that is reading it, before its file is closed."""
         with self._lock:
-            place = self._places.pop(file, None)
-            if place is None:
+            source = self._sources.pop(file, None)
+            if source is None:
                 return
             assert self._epoll is not None
-            if not place.is_waited_for:
+            if not source.is_waited_for:
                 self._epoll.unregister(file)
-            if not self._places and _LEADS.reactor is not self:
+            if not self._sources and _LEADS.reactor is not self:
                 os.eventfd_write(self._wake, 1)
 
     def hand_over(self) -> None:
@@ -121,11 +112,11 @@ class Reactor:
                     self._start()
                 except RuntimeError:  # no more threads for now: the other sources have to wait too
                     return
-            place = self._at
-            if place is not None and self._places.get(place.file) is place:
+            source = self._at
+            if source is not None and self._sources.get(source.file) is source:
                 assert self._epoll is not None
-                self._epoll.unregister(place.file)
-                place.is_waited_for = True
+                self._epoll.unregister(source.file)
+                source.is_waited_for = True
         _LEADS.reactor = None
         self._leading.release()
 
@@ -151,7 +142,7 @@ class Reactor:
 
     def _ends(self) -> bool:
         """Return whether a thread that has handed over the lead should end; the last thread closes the epoll."""
-        if self._places and not self._waiting:
+        if self._sources and not self._waiting:
             return False
         self._threads -= 1
         if not self._threads and self._epoll is not None:
@@ -163,11 +154,11 @@ class Reactor:
     def _lead(self) -> None:
         """Poll and read the sources, until another thread leads or no source is left."""
         epoll = self._epoll
-        while self._places and epoll is not None:
+        while self._sources and epoll is not None:
             for file, _ in epoll.poll(self._patience_s(), _EVENTS_AT_A_TIME):
-                place = self._places.get(file)
-                if place is not None:
-                    self._read(place)
+                source = self._sources.get(file)
+                if source is not None:
+                    self._read(source)
                 elif file == self._wake:
                     os.eventfd_read(file)
                 if _LEADS.reactor is not self:
@@ -177,29 +168,29 @@ class Reactor:
         _LEADS.reactor = None
         self._leading.release()
 
-    def _read(self, place: _Place) -> None:
-        self._at = place
+    def _read(self, source: _Source) -> None:
+        self._at = source
         if self._stalls_at:
-            self._stalls_at.pop(place, None)
+            self._stalls_at.pop(source, None)
         try:
-            is_in_frame = place.source.read()
+            is_in_frame = source.read()
         except Exception:
             LOGGER.exception("a connection is read no longer, since reading it failed")
-            self.remove(place.file)
+            self.remove(source.file)
             return
         if is_in_frame:
-            self._stalls_at[place] = time.monotonic() + self._stall_timeout_s
-        if place.is_waited_for:
-            self._take_back(place)
+            self._stalls_at[source] = time.monotonic() + self._stall_timeout_s
+        if source.is_waited_for:
+            self._take_back(source)
 
-    def _take_back(self, place: _Place) -> None:
+    def _take_back(self, source: _Source) -> None:
         """Return a source to the leader, and wake the leader if the source may stall."""
         with self._lock:
-            if self._places.get(place.file) is place:
+            if self._sources.get(source.file) is source:
                 assert self._epoll is not None
-                place.is_waited_for = False
-                self._epoll.register(place.file, select.EPOLLIN)
-                if place in self._stalls_at:
+                source.is_waited_for = False
+                self._epoll.register(source.file, select.EPOLLIN)
+                if source in self._stalls_at:
                     os.eventfd_write(self._wake, 1)
 
     def _patience_s(self) -> float | None:
@@ -210,9 +201,9 @@ class Reactor:
     def _end_stalled(self) -> None:
         """Call `stalled` on each source whose time is over, and drop the deadlines of removed sources."""
         now = time.monotonic()
-        for place, ends in list(self._stalls_at.items()):
+        for source, ends in list(self._stalls_at.items()):
             if ends <= now:
-                del self._stalls_at[place]
-                if self._places.get(place.file) is place:
-                    self._at = place
-                    place.source.stalled()
+                del self._stalls_at[source]
+                if self._sources.get(source.file) is source:
+                    self._at = source
+                    source.stalled()

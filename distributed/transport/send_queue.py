@@ -33,7 +33,7 @@ _MOST_GATHERED = 64
 
 
 class _Gathering(threading.local):
-    outlets: set[SendQueue] | None = None
+    queues: set[SendQueue] | None = None
 
 
 _GATHERING = _Gathering()
@@ -41,20 +41,20 @@ _GATHERING = _Gathering()
 
 def gather() -> None:
     """From now until `send_gathered`, gather the frames that this thread sends, to send them together by connection."""
-    _GATHERING.outlets = set()
+    _GATHERING.queues = set()
 
 
 def send_gathered() -> None:
     """Send the frames that this thread has gathered, and stop gathering."""
     flush()
-    _GATHERING.outlets = None
+    _GATHERING.queues = None
 
 
 def flush() -> None:
     """Send the frames that this thread has gathered, and continue gathering."""
-    outlets = _GATHERING.outlets
-    while outlets:
-        outlets.pop().flush()
+    queues = _GATHERING.queues
+    while queues:
+        queues.pop().flush()
 
 
 class SendQueue:
@@ -117,14 +117,14 @@ class SendQueue:
 
     def _gathers(self, frame: Frame) -> bool:
         """Queue `frame` if it is small and this thread is gathering; return whether it was queued."""
-        outlets = _GATHERING.outlets
-        if outlets is None or len(frame.payload) > GATHERED_BYTES:
+        queues = _GATHERING.queues
+        if queues is None or len(frame.payload) > GATHERED_BYTES:
             return False
         with self._queue_lock:
             if self._is_draining or len(self._queue) >= _MOST_GATHERED:
                 return False
             self._queue.append(frame)
-        outlets.add(self)
+        queues.add(self)
         return True
 
     def _take_gathered(self) -> list[Frame]:

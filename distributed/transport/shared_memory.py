@@ -30,7 +30,6 @@ import numpy.typing as npt
 from dflow.distributed.transport.addresses import Address, UnixAddress
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.blocks import GRAIN_BYTES, Blocks
-from dflow.distributed.transport.stream import SocketStream, Stream
 from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import TransportClosed, WireError
 
@@ -42,11 +41,6 @@ _PLACE = struct.Struct("<QQQ")
 PLACE_BYTES = _PLACE.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MARK = b"M"
-
-
-class _Lent(NamedTuple):
-    slot: int
-    offset: int
 
 
 class SharedPool:
@@ -64,7 +58,8 @@ class SharedPool:
         self._lock = threading.Lock()
         self._blocks = Blocks(size_bytes)
         self._free_slots = deque(range(_SLOTS))
-        self._lent: list[_Lent] = []
+        #: Slot and offset of each value that the other side may still use.
+        self._lent: list[tuple[int, int]] = []
 
     @property
     def lent_bytes(self) -> int:
@@ -88,22 +83,18 @@ class SharedPool:
         np.copyto(self._bytes[start : start + size_bytes], np.frombuffer(payload, np.uint8))
         self._bytes[slot] = 1
         with self._lock:
-            self._lent.append(_Lent(slot, offset))
+            self._lent.append((slot, offset))
         return _PLACE.pack(slot, offset, size_bytes)
-
-    def close_descriptor(self) -> None:
-        """Close the descriptor after sending it; the memory stays mapped here."""
-        os.close(self.descriptor)
 
     def _collect(self) -> None:
         """Free the blocks and slots that the other side has released."""
-        still: list[_Lent] = []
-        for lent in self._lent:
-            if self._bytes[lent.slot]:
-                still.append(lent)
+        still: list[tuple[int, int]] = []
+        for slot, offset in self._lent:
+            if self._bytes[slot]:
+                still.append((slot, offset))
             else:
-                self._blocks.give_back(lent.offset)
-                self._free_slots.append(lent.slot)
+                self._blocks.give_back(offset)
+                self._free_slots.append(slot)
         self._lent = still
 
 
@@ -153,12 +144,12 @@ class SharedMemory(NamedTuple):
         try:
             return cls(pool, SharedView(_swap_descriptors(sock, pool.descriptor)))
         finally:
-            pool.close_descriptor()
+            os.close(pool.descriptor)  # the memory stays mapped here
 
 
-def may_share(address: Address, stream: Stream, limits: Limits) -> bool:
-    """Whether a connection at `address` can share memory: over a plain Unix socket, if `limits` allow."""
-    return isinstance(address, UnixAddress) and isinstance(stream, SocketStream) and limits.shared_bytes > 0
+def may_share(address: Address, limits: Limits) -> bool:
+    """Whether a connection at `address` can share memory: over a Unix socket, if `limits` allow."""
+    return isinstance(address, UnixAddress) and limits.shared_bytes > 0
 
 
 def _swap_descriptors(sock: socket.socket, descriptor: int) -> int:

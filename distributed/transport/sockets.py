@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 from dflow.distributed.transport.addresses import Address, Endpoints, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
+from dflow.distributed.transport.bind_and_dial import Bound, bind
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
 from dflow.distributed.transport.exchange import Exchange
-from dflow.distributed.transport.families import Bound, bind
 from dflow.distributed.transport.handshake import Refused
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity
@@ -76,7 +76,7 @@ class SocketTransport:
             try:
                 return self._connect_once(places, name, handler, left_s)
             except (WireError, SecurityError) as error:
-                raise type(error)(f"{who} at {address} cannot be spoken to: {error}") from error
+                raise type(error)(f"cannot connect to {who} at {address}: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
                 if time.monotonic() + retry_s >= deadline or not is_wanted():
                     raise DeadlineExceeded(

@@ -1,7 +1,4 @@
-"""The byte stream that carries frames, and its implementation by a plain socket.
-
-Why: frames are sent and read in the same way over plain and encrypted sockets, so both implement one interface.
-"""
+"""The byte stream that carries frames: a plain socket here, an encrypted one in `security.tls_stream`."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ import itertools
 import socket
 import struct
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from dflow.distributed.transport.deadline import Deadline
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
@@ -22,75 +18,44 @@ _TIMEVAL = struct.Struct("@ll")
 _MOST_PARTS = 1024
 
 
-class Stream(Protocol):
-    """One end of a connection. One thread may read while another sends; any thread may call `shut_down`."""
+class Stream:
+    """A plain socket as a stream. One thread may read while another sends; any thread may call `shut_down`.
 
-    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
-        """Send some of `parts`, waiting for room if `waits`; return the number of bytes sent, maybe 0. Raises OSError.
+    `may_hold_back`  whether data may be buffered where polling `file` does not see it: read until `receive` raises
+    """
 
-        0 means that there was no room, with `waits` until the time-out.
-        """
-        ...
+    may_hold_back = False
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
 
     @property
     def file(self) -> int:
         """The file descriptor to poll for data."""
-        ...
+        return self._sock.fileno()
 
-    @property
-    def may_hold_back(self) -> bool:
-        """Whether data may be buffered here, where polling `file` does not see it: read until `receive` raises."""
-        ...
+    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
+        """Send some of `parts`, waiting for room if `waits`; return the number of bytes sent.
+
+        0 means that there was no room, with `waits` within the time-out. Raises OSError.
+        """
+        try:
+            return self._sock.sendmsg(parts[:_MOST_PARTS], (), 0 if waits else socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
 
     def receive(self, view: memoryview, *, waits: bool = True) -> int:
         """Receive some bytes, waiting for them if `waits`; return their number, 0 at the end of the stream.
 
         raises  BlockingIOError if there are none, with `waits` within the time-out; OSError
         """
-        ...
-
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the time that `send` and `receive` may wait."""
-        ...
-
-    def shut_down(self) -> None:
-        """End both directions and wake the threads that wait on them; a second call does nothing."""
-        ...
-
-    def close(self) -> None:
-        """Close the file descriptor; called by the thread that reads."""
-        ...
-
-
-class SocketStream:
-    """A plain socket as a `Stream`."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
-        """Send some of `parts`; see `Stream.send`."""
-        try:
-            return self._sock.sendmsg(parts[:_MOST_PARTS], (), 0 if waits else socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-
-    @property
-    def file(self) -> int:
-        """The socket's descriptor."""
-        return self._sock.fileno()
-
-    @property
-    def may_hold_back(self) -> bool:
-        """False: nothing is buffered outside the kernel."""
-        return False
-
-    def receive(self, view: memoryview, *, waits: bool = True) -> int:
-        """Receive some bytes; see `Stream.receive`."""
         return self._sock.recv_into(view, 0, 0 if waits else socket.MSG_DONTWAIT)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the time-outs in the kernel, which saves the `poll` that Python would do in each call."""
+        """Set the time that `send` and `receive` may wait.
+
+        This is done in the kernel, which saves the `poll` that Python would do in each call.
+        """
         whole_s = int(timeout_s)
         value = _TIMEVAL.pack(whole_s, max(int((timeout_s - whole_s) * 1e6), 1 if whole_s == 0 else 0))
         self._sock.settimeout(None)
@@ -98,12 +63,12 @@ class SocketStream:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
     def shut_down(self) -> None:
-        """Wake the threads that wait on the socket."""
+        """End both directions and wake the threads that wait on them; a second call does nothing."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the socket."""
+        """Close the file descriptor; called by the thread that reads."""
         self._sock.close()
 
 

@@ -37,7 +37,7 @@ from dflow.distributed.steps.step_numbers import first_of_a_life
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.steps.unused_plans import UnusedPlans
 from dflow.distributed.strategies.applying import shared_step
-from dflow.distributed.strategies.round_part import Part
+from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
@@ -237,9 +237,9 @@ class Cluster:
         """Run a step inside that other workers run too; see `applying.shared_step`."""
         return shared_step()
 
-    def take_part(self, run: str, job: str) -> Part:
+    def take_part(self, run: str, job: str) -> RoundPart:
         """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
-        return Part(self, run, job)
+        return RoundPart(self, run, job)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""

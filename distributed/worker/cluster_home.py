@@ -34,7 +34,7 @@ from dflow.distributed.wire.messages import (
     SaveVariables,
     WriteVariable,
 )
-from dflow.distributed.worker.cluster_resources import ClusterResources, Tasks, task_of_resource
+from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_of_resource
 from dflow.distributed.worker.variable_batch import CreatingTasks, Wanted, create, created_together, settle
 from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
@@ -43,14 +43,11 @@ from dflow.lowering.state_backend import Runner
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, DflowError, VariableError
-from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at
-from dflow.tracing.state.context import Slot
-from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial, TypedInitial
 from dflow.tracing.state.resources import Variable
 
@@ -58,7 +55,7 @@ from dflow.tracing.state.resources import Variable
 _restores = itertools.count()
 
 
-class HomeTasks(Tasks, CreatingTasks, Protocol):
+class HomeTasks(ResourceTasks, CreatingTasks, Protocol):
     """What is needed of a cluster."""
 
     #: The name of this task.
@@ -69,15 +66,14 @@ class HomeTasks(Tasks, CreatingTasks, Protocol):
         ...
 
 
-class ClusterHome:
+class ClusterHome(ClusterResources):
     """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
 
     shares_names = True
 
     def __init__(self, cluster: HomeTasks, job: str = "ps") -> None:
+        super().__init__(cluster, job)
         self._cluster = cluster
-        self._job = job
-        self._resources = ClusterResources(cluster, job)
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -189,19 +185,9 @@ class ClusterHome:
             step = self._ops[key] = self.runner(traced, check=False, observe=None)
         return step(operands)
 
-    def create_resource(self, resource: HostResource) -> Slot:
-        return self._resources.create(resource)
-
-    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        return self._resources.use(resource, op, operands)
-
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
-        self._resources.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
-
-    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
-        self._resources.forget(resource, reason, remedy)
+        self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)

@@ -41,7 +41,7 @@ from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable
 
 
-class Tasks(Protocol):
+class ResourceTasks(Protocol):
     """The methods of a cluster that this file needs."""
 
     def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
@@ -64,10 +64,10 @@ class Tasks(Protocol):
 class ClusterResources:
     """The queues and accumulators on the tasks of one job."""
 
-    def __init__(self, tasks: Tasks, job: str) -> None:
+    def __init__(self, tasks: ResourceTasks, job: str) -> None:
         self._tasks, self._job = tasks, job
 
-    def create(self, resource: HostResource) -> Slot:
+    def create_resource(self, resource: HostResource) -> Slot:
         """Create the resource on its task, or find it there; return its location.
 
         raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
@@ -86,15 +86,13 @@ class ClusterResources:
                 resource.name, resource.kind, said, _size_bytes(type, settings), job=self._job, on=_stated(resource)
             )
             self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
-        except DeviceError as error:
-            raise DeviceError(f"{error}{at(resource.loc)}") from None
-        except TaskLost as error:
-            raise TaskLost(f"{error}{at(resource.loc)}") from None
+        except (DeviceError, TaskLost) as error:
+            raise error.__class__(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
             raise resource.error(f"{error}{at(resource.loc)}") from None
         return Slot(placed.task, resource.name)
 
-    def use(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op now and wait for it; see `Home.use_resource`."""
         task = task_of_resource(resource)
         infos, payload = encode_arrays([jnp.asarray(operand) for operand in operands])
@@ -106,8 +104,8 @@ class ClusterResources:
         arrays = expect(answer, Arrays, short_task_name(task)).arrays
         return [jax.device_put(array) for array in decode_arrays(arrays, data)]
 
-    def forget(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Free the contents of a queue or an accumulator, and its name."""
+    def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
+        """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""
         self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
 
     def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:

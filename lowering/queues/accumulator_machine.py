@@ -78,8 +78,8 @@ class WarnOfStepBack:
     now: int
 
 
-Event = GradientApplied | TakeAsked | TakeGivenUp | StepSet | EnoughSet
-Command = Add | Drop | Give | WarnOfStepBack
+AccumulatorEvent = GradientApplied | TakeAsked | TakeGivenUp | StepSet | EnoughSet
+AccumulatorCommand = Add | Drop | Give | WarnOfStepBack
 
 
 class AccumulatorMachine:
@@ -98,7 +98,7 @@ class AccumulatorMachine:
         """Whether a gradient of `step` would be added."""
         return step >= self.step and (self._limit is None or self.count < self._limit)
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: AccumulatorEvent) -> list[AccumulatorCommand]:
         """Apply an event and return the commands to execute, in order."""
         match event:
             case GradientApplied(step) if not self.is_fresh(step):
@@ -120,7 +120,7 @@ class AccumulatorMachine:
                 before, self.step = self.step, step
                 return [WarnOfStepBack(before, step)] if step < before else []
 
-    def _served(self) -> list[Command]:
+    def _served(self) -> list[AccumulatorCommand]:
         """Serve the first pending take, if there are enough gradients. None are left then for a second one."""
         ticket, wanted = next(iter(self._waiting.items()), (None, 0))
         if ticket is None or self.count < min(wanted, wanted if self._enough is None else self._enough):

@@ -6,7 +6,7 @@ Dense components are summed on their device. Rows are summed by index in host me
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues.accumulator_machine import (
+    AccumulatorEvent,
     AccumulatorMachine,
     EnoughSet,
-    Event,
     Give,
     GradientApplied,
     StepSet,
@@ -25,7 +25,7 @@ from dflow.lowering.queues.accumulator_machine import (
     WarnOfStepBack,
 )
 from dflow.lowering.queues.pending_operations import Answer, Cancel, Shared, Waiter
-from dflow.lowering.queues.resource_rules import OnResults, Rule, Rules, copied, giving, immediate
+from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate, property_of
 from dflow.tracing.errors import AccumulatorError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
@@ -38,10 +38,11 @@ Sum = list[tuple[Any, ...]]
 _add = jax.jit(jnp.add)
 
 
-class HeldAccumulator(Shared[Event]):
+class HeldAccumulator(Shared[AccumulatorEvent]):
     """An accumulator of gradients. Every method may be called from any thread."""
 
     error = AccumulatorError
+    machine: AccumulatorMachine
 
     def __init__(self, name: str, settings: AccumulatorSettings, type: AccumulatorType) -> None:
         super().__init__()
@@ -147,7 +148,7 @@ class HeldAccumulator(Shared[Event]):
             results.append(values if divisor is None else (values / divisor).astype(values.dtype))
         return results
 
-    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+    def _decide(self, event: AccumulatorEvent) -> Iterable[tuple[int, Answer]]:
         for command in self.machine.handle(event):
             match command:
                 case Give(ticket, count):
@@ -156,7 +157,7 @@ class HeldAccumulator(Shared[Event]):
                 case WarnOfStepBack(before, now):
                     self._set_back = before, now
 
-    def _give_up(self, ticket: int) -> Event:
+    def _give_up(self, ticket: int) -> AccumulatorEvent:
         return TakeGivenUp(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
@@ -179,21 +180,14 @@ def _padded(rows: Any, count: int) -> Any:
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
-def _number(read: Callable[[AccumulatorMachine], int]) -> Rule:
-    def act(held: HeldAccumulator, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
-        return (jnp.asarray(held.number(lambda: read(held.machine), op.line), jnp.int32),)
-
-    return immediate(act)
-
-
 _RULES = Rules(
     "accumulator",
     {
         ops.accumulator_apply: immediate(HeldAccumulator.apply),
         ops.accumulator_take: HeldAccumulator.take,
         ops.accumulator_set_step: immediate(HeldAccumulator.set_step),
-        ops.accumulator_step: _number(lambda machine: machine.step),
-        ops.accumulator_count: _number(lambda machine: machine.count),
-        ops.accumulator_dropped: _number(lambda machine: machine.dropped),
+        ops.accumulator_step: property_of(lambda machine: machine.step, jnp.int32),
+        ops.accumulator_count: property_of(lambda machine: machine.count, jnp.int32),
+        ops.accumulator_dropped: property_of(lambda machine: machine.dropped, jnp.int32),
     },
 )

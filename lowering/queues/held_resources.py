@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dflow.lowering.queues.accumulators import HeldAccumulator
-from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.types import AccumulatorType, HostType, QueueType
 
-HeldResource = HeldQueue | HeldAccumulator
 
-
-def make_resource(name: str, type: HostType, settings: QueueSettings | AccumulatorSettings) -> HeldResource:
+def make_resource(
+    name: str, type: HostType, settings: QueueSettings | AccumulatorSettings
+) -> HeldQueue | HeldAccumulator:
     """Return a new, empty queue or accumulator; `name` is for messages."""
     match type, settings:
         case QueueType(), QueueSettings():

@@ -66,6 +66,8 @@ class Shared(ABC, Generic[Event]):
 
     #: The error of each use after `forget`.
     error: type[DflowError]
+    #: The state machine. Its methods are called with the lock held.
+    machine: Any
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -142,11 +144,11 @@ class Shared(ABC, Generic[Event]):
 
         self._answering(decide)
 
-    def number(self, read: Callable[[], int], where: str) -> int:
-        """Return `read()`, a number of the resource as it is now. Raises its error after `forget`."""
+    def inspected(self, read: Callable[[Any], Any], where: str) -> Any:
+        """Return `read(machine)`, as it is now. Raises the resource's error after `forget`."""
         with self._lock:
             self._check_there(where)
-            return read()
+            return read(self.machine)
 
     def _check_there(self, where: str) -> None:
         if self._gone is not None:

@@ -58,7 +58,7 @@ class WaitEnded:
     ticket: int
 
 
-Event = EnqueueAsked | DequeueAsked | CloseAsked | WaitEnded
+QueueEvent = EnqueueAsked | DequeueAsked | CloseAsked | WaitEnded
 
 
 class Why(Enum):
@@ -86,10 +86,10 @@ class Fail:
     left: int = field(default=0, compare=False)
 
 
-Command = Serve | Fail
+QueueCommand = Serve | Fail
 
 
-class Order(ABC):
+class ElementOrder(ABC):
     """The elements of a queue, in the order of their dequeues. `held_back` of them stay until it is closed."""
 
     held_back = 0
@@ -113,7 +113,7 @@ class Order(ABC):
         return list(self._elements)
 
 
-class FifoOrder(Order):
+class FifoOrder(ElementOrder):
     """First in, first out."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class FifoOrder(Order):
         return self._elements.popleft()
 
 
-class ShuffleOrder(Order):
+class ShuffleOrder(ElementOrder):
     """A random element next. The same `seed` with the same pushes and pops gives the same elements."""
 
     def __init__(self, seed: int, min_after_dequeue: int) -> None:
@@ -141,7 +141,7 @@ class ShuffleOrder(Order):
         return taken
 
 
-class PriorityOrder(Order):
+class PriorityOrder(ElementOrder):
     """The element with the lowest priority number next; of equal ones, the first that was put in."""
 
     def __init__(self, priority_of: Callable[[Element], int]) -> None:
@@ -168,14 +168,14 @@ class _Enqueuing:
 class QueueMachine:
     """One queue of at most `capacity` elements."""
 
-    def __init__(self, capacity: int, order: Order) -> None:
+    def __init__(self, capacity: int, order: ElementOrder) -> None:
         self.capacity = capacity
         self.order = order
         self.is_closed = False
         self._enqueuing: deque[_Enqueuing] = deque()
         self._dequeuing: deque[DequeueAsked] = deque()
 
-    def handle(self, event: Event) -> list[Command]:
+    def handle(self, event: QueueEvent) -> list[QueueCommand]:
         """Apply an event and return the commands to execute, in order."""
         match event:
             case EnqueueAsked(ticket, elements) if self.is_closed:
@@ -196,26 +196,26 @@ class QueueMachine:
         """Return the number of elements of a pending enqueue that are not in."""
         return sum(len(waiter.rest) for waiter in self._enqueuing if waiter.ticket == ticket)
 
-    def _fail_enqueues(self) -> Iterable[Command]:
+    def _fail_enqueues(self) -> Iterable[QueueCommand]:
         failed = [Fail(waiter.ticket, Why.CLOSED, len(waiter.rest)) for waiter in self._enqueuing]
         self._enqueuing.clear()
         return failed
 
-    def _drop(self, ticket: int) -> list[Command]:
+    def _drop(self, ticket: int) -> list[QueueCommand]:
         waiting = len(self._enqueuing) + len(self._dequeuing)
         self._enqueuing = deque(waiter for waiter in self._enqueuing if waiter.ticket != ticket)
         self._dequeuing = deque(waiter for waiter in self._dequeuing if waiter.ticket != ticket)
         is_dropped = len(self._enqueuing) + len(self._dequeuing) < waiting
         return [Fail(ticket, Why.ENDED)] if is_dropped else []
 
-    def _advance(self) -> list[Command]:
+    def _advance(self) -> list[QueueCommand]:
         """Serve waiters until the first one of each kind has to wait."""
-        commands: list[Command] = []
+        commands: list[QueueCommand] = []
         while (command := self._let_in() or self._give_out()) is not None:
             commands.append(command)
         return commands
 
-    def _let_in(self) -> Command | None:
+    def _let_in(self) -> QueueCommand | None:
         if not self._enqueuing:
             return None
         first = self._enqueuing[0]
@@ -227,7 +227,7 @@ class QueueMachine:
         wanted = self._dequeuing[0].count + self.order.held_back if self._dequeuing else 0
         return max(self.capacity, wanted)
 
-    def _give_out(self) -> Command | None:
+    def _give_out(self) -> QueueCommand | None:
         if not self._dequeuing:
             return None
         first = self._dequeuing[0]

@@ -1,30 +1,41 @@
-"""Queues shared by threads: a `QueueMachine` with a callback and a deadline for each pending operation."""
+"""Queues shared by threads: a `QueueMachine` with a callback and a deadline for each pending operation.
+
+The elements in a queue are copies of the arrays that they were made of.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
+from dflow.lowering.queues.channel import Sent
 from dflow.lowering.queues.pending_operations import Answer, Cancel, OnDone, Shared, Waiter
+from dflow.lowering.queues.queue_elements import batch_of, given, rows_of
 from dflow.lowering.queues.queue_machine import (
     CloseAsked,
     DequeueAsked,
     Element,
+    ElementOrder,
     EnqueueAsked,
-    Event,
     Fail,
     FifoOrder,
-    Order,
     PriorityOrder,
+    QueueEvent,
     QueueMachine,
     Serve,
     ShuffleOrder,
     WaitEnded,
     Why,
 )
+from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate, property_of
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.types import QueueType
 from dflow.tracing.source import at, raised_at
 
 #: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
@@ -38,18 +49,23 @@ _CLOSED = {
 }
 
 
-class SharedQueue(Shared[Event]):
+class HeldQueue(Shared[QueueEvent]):
     """A queue of elements, each a tuple of arrays. Every method may be called from any thread."""
 
     error = QueueError
+    machine: QueueMachine
 
-    def __init__(self, name: str, settings: QueueSettings) -> None:
+    def __init__(self, name: str, settings: QueueSettings, type: QueueType) -> None:
         super().__init__()
         self.name = name
-        self._settings = settings
-        self._machine = QueueMachine(settings.capacity, order_of(settings))
+        self._settings, self._type = settings, type
+        self.machine = QueueMachine(settings.capacity, order_of(settings))
         #: The error of the queue's feed, if it was closed by `fail`, and the line where it is fed.
         self._failure: tuple[BaseException, str] | None = None
+
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
+        return _RULES[op.name](self, op, operands, on_results)
 
     def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:
         """Put the elements in, in order; return the function that cancels this.
@@ -85,26 +101,23 @@ class SharedQueue(Shared[Event]):
     def _note(self, failure: BaseException, fed: str) -> None:
         self._failure = self._failure or (failure, fed)
 
-    def size(self, where: str = "") -> int:
-        """Return the number of elements that it holds now."""
-        return self.number(lambda: len(self._machine.order), where)
-
-    def is_closed(self, where: str = "") -> bool:
-        """Whether it is closed now."""
-        return bool(self.number(lambda: self._machine.is_closed, where))
+    def stacked(self, elements: Sequence[Element], count: int) -> list[Sent]:
+        """Return the elements row by row; of fewer than `count`, the missing rows are zeros."""
+        components = list(zip(*elements, strict=True)) or [()] * len(self._type.components)
+        return [batch_of(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
 
     def depth(self) -> tuple[int, int]:
         """Return the number of elements and the capacity; for a queue that was forgotten, 0 and the capacity."""
         with self._lock:
-            return len(self._machine.order), self._machine.capacity
+            return len(self.machine.order), self.machine.capacity
 
     def contents(self) -> list[Element]:
         """Return the elements, for inspection."""
         with self._lock:
-            return self._machine.order.contents()
+            return self.machine.order.contents()
 
-    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
-        for command in self._machine.handle(event):
+    def _decide(self, event: QueueEvent) -> Iterable[tuple[int, Answer]]:
+        for command in self.machine.handle(event):
             match command:
                 case Serve(ticket, elements):
                     yield ticket, elements
@@ -126,19 +139,19 @@ class SharedQueue(Shared[Event]):
         error.__cause__ = failure
         return error
 
-    def _give_up(self, ticket: int) -> Event:
+    def _give_up(self, ticket: int) -> QueueEvent:
         return WaitEnded(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
-        part = _part(waiter, self._machine.left(ticket))
+        part = _part(waiter, self.machine.left(ticket))
         fact = f"queue {self.name!r} could not {waiter.what} within {waiter.timeout_s:g} s{part}; {self._held()}"
         return f"{fact}{waiter.where}\n  {_LATE[waiter.what.split()[0]]}"
 
     def _clear(self) -> None:
-        self._machine = QueueMachine(self._settings.capacity, order_of(self._settings))
+        self.machine = QueueMachine(self._settings.capacity, order_of(self._settings))
 
     def _held(self) -> str:
-        return f"it holds {len(self._machine.order)} of at most {self._machine.capacity}"
+        return f"it holds {len(self.machine.order)} of at most {self.machine.capacity}"
 
 
 def _part(waiter: Waiter, left: int) -> str:
@@ -150,7 +163,7 @@ def _elements(count: int) -> str:
     return f"{count} element{'s' if count != 1 else ''}"
 
 
-def order_of(settings: QueueSettings) -> Order:
+def order_of(settings: QueueSettings) -> ElementOrder:
     """Return a new, empty order for a queue of these settings."""
     match settings.kind:
         case QueueKind.FIFO:
@@ -159,3 +172,48 @@ def order_of(settings: QueueSettings) -> Order:
             return ShuffleOrder(settings.seed, settings.min_after_dequeue)
         case QueueKind.PRIORITY:
             return PriorityOrder(lambda element: int(np.asarray(element[0])))
+
+
+def _enqueue(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    return queue.enqueue([tuple(map(copied, operands))], on_results, op.timeout_s, op.line)
+
+
+def _enqueue_many(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    return queue.enqueue(rows_of(operands), on_results, op.timeout_s, op.line)
+
+
+def _dequeue(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    give = giving(on_results, lambda elements: [given(array) for array in elements[0]])
+    return queue.dequeue(1, give, op.timeout_s, op.line)
+
+
+def _dequeue_many(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    give = giving(on_results, lambda elements: queue.stacked(elements, op.count))
+    return queue.dequeue(op.count, give, op.timeout_s, op.line)
+
+
+def _dequeue_up_to(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+    def made(elements: Sequence[tuple[Any, ...]]) -> list[Sent]:
+        return [*queue.stacked(elements, op.count), jnp.asarray(len(elements), jnp.int32)]
+
+    return queue.dequeue(op.count, giving(on_results, made), op.timeout_s, op.line, or_fewer=True)
+
+
+def _close(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
+    queue.close(cancel_pending=op.cancel_pending, where=op.line)
+    return ()
+
+
+_RULES = Rules(
+    "queue",
+    {
+        ops.queue_enqueue: _enqueue,
+        ops.queue_enqueue_many: _enqueue_many,
+        ops.queue_dequeue: _dequeue,
+        ops.queue_dequeue_many: _dequeue_many,
+        ops.queue_dequeue_up_to: _dequeue_up_to,
+        ops.queue_size: property_of(lambda machine: len(machine.order), jnp.int32),
+        ops.queue_is_closed: property_of(lambda machine: machine.is_closed, bool),
+        ops.queue_close: immediate(_close),
+    },
+)

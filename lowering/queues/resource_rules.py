@@ -25,7 +25,7 @@ Results = tuple[Sent, ...] | BaseException
 OnResults = Callable[[Results], None]
 
 
-class Held(Protocol):
+class HeldResource(Protocol):
     """A queue or an accumulator, as its store uses it."""
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
@@ -60,6 +60,15 @@ def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) ->
         return _nothing_to_cancel
 
     return start
+
+
+def property_of(read: Callable[[Any], Any], dtype: Any) -> Rule:
+    """Return the rule of an op that gives a number of the resource's state machine, as it is now."""
+
+    def act(resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Any]:
+        return (jnp.asarray(resource.inspected(read, op.line), dtype),)
+
+    return immediate(act)
 
 
 def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:

@@ -19,7 +19,7 @@ from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_rules import Held
+from dflow.lowering.queues.resource_rules import HeldResource
 from dflow.lowering.state.held_value import READ, HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
@@ -43,7 +43,7 @@ class Store:
         self.table = VariableTable()
         #: The values being created, each by one thread.
         self._making: dict[str, Making] = {}
-        self._resources: dict[str, Held] = {}
+        self._resources: dict[str, HeldResource] = {}
 
     def create(self, key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None = None) -> bool:
         """Create the value `make()` under `key`, with sharding `place` if given. Return False if `key` exists.
@@ -213,7 +213,7 @@ class Store:
         )
         return results
 
-    def create_resource(self, key: str, resource: Held) -> None:
+    def create_resource(self, key: str, resource: HeldResource) -> None:
         """Hold a queue or an accumulator under `key`."""
         with self.table.lock:
             self._resources[key] = resource
@@ -222,7 +222,7 @@ class Store:
         """Remove a queue or an accumulator, which may still serve its waiters."""
         self._resources.pop(key, None)  # without the lock: finalizers call this
 
-    def resource(self, key: str) -> Held:
+    def resource(self, key: str) -> HeldResource:
         """Return the queue or accumulator under `key`. Raises DflowError when there is none."""
         held = self._resources.get(key)
         if held is None:

@@ -111,7 +111,7 @@ def secured(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Secured]
 def test_a_step_runs_among_those_who_know_each_other_and_no_one_else_takes_part(secured: Secured) -> None:
     of_another = [secured.environment("ps-0")] if secured.kind == "certificates" else []
     output = secured.work({}, *of_another, secured.environment("worker-0"))
-    assert output.count("is not a loopback address, and nothing says who may be spoken to there") == 1
+    assert output.count("is not a loopback address, and no certificates or secret are configured") == 1
     refused = "calls itself '/job:worker/task:0', but its certificate is for ps:0; issue one for that name"
     assert output.count(refused) == len(of_another)
     assert output.endswith("\nw is [3.0, 3.0, 3.0]\n")

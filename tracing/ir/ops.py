@@ -6,6 +6,7 @@ An op that gives no array gives one `token`, so that each node has a value to be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -226,10 +227,19 @@ def _stacked(type: Type, length: int) -> Type:
     return ArrayType(type.dtype, (length, *type.shape))
 
 
+_Resource = TypeVar("_Resource", QueueType, AccumulatorType)
+_NOUNS = {QueueType: "a queue", AccumulatorType: "an accumulator"}
+
+
+def _resource(name: str, operand: Type, kind: type[_Resource]) -> _Resource:
+    if not isinstance(operand, kind):
+        raise GraphTypeError(f"{name}: the first operand is {operand}, not {_NOUNS[kind]}")
+    return operand
+
+
 def _check_components(name: str, queue: Type, given: Sequence[Type], before: tuple[int, ...] = ()) -> None:
-    _check_resource(name, queue, QueueType)
-    assert isinstance(queue, QueueType)
-    wanted = [ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components]
+    components = _resource(name, queue, QueueType).components
+    wanted = [ArrayType(type.dtype, (*before, *type.shape)) for type in components]
     if len(given) != len(wanted) or not all(map(fits, given, wanted)):
         raise GraphTypeError(f"{name}: the element is {_listed(given)} but the queue holds {_listed(wanted)}")
 
@@ -242,11 +252,10 @@ def fits(given: Type, wanted: ArrayType) -> bool:
 
 
 def _given_by(name: str, queue: Type, before: tuple[int, ...] = ()) -> tuple[Type, ...]:
-    _check_resource(name, queue, QueueType)
-    assert isinstance(queue, QueueType)
-    if any(None in type.shape for type in queue.components):
+    components = _resource(name, queue, QueueType).components
+    if any(None in type.shape for type in components):
         raise GraphTypeError(f"{name}: the elements of {queue} have no one shape")
-    return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in queue.components)
+    return tuple(ArrayType(type.dtype, (*before, *type.shape)) for type in components)
 
 
 @op("queue.enqueue", (Effect.RELEASE, 0))
@@ -283,20 +292,14 @@ def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = D
     return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
 
 
-def _property(name: str, resource: type[QueueType] | type[AccumulatorType], dtype: str = "int32") -> OpDef:
+def _property(name: str, kind: type[_Resource], dtype: str = "int32") -> OpDef:
     """An op that gives a number of a queue or an accumulator, as it is then."""
 
     def rule(operand: Type, /) -> tuple[Type, ...]:
-        _check_resource(name, operand, resource)
+        _resource(name, operand, kind)
         return (ArrayType(np.dtype(dtype), ()),)
 
     return op(name, (Effect.ACQUIRE, 0))(rule)
-
-
-def _check_resource(name: str, operand: Type, resource: type[QueueType] | type[AccumulatorType]) -> None:
-    if not isinstance(operand, resource):
-        noun = "a queue" if resource is QueueType else "an accumulator"
-        raise GraphTypeError(f"{name}: the first operand is {operand}, not {noun}")
 
 
 #: How many elements a queue holds, and whether it is closed.
@@ -306,14 +309,8 @@ queue_size, queue_is_closed = _property("queue.size", QueueType), _property("que
 @op("queue.close", (Effect.RELEASE, 0))
 def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
     """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
-    _check_resource("queue.close", queue, QueueType)
+    _resource("queue.close", queue, QueueType)
     return (TokenType(),)
-
-
-def _parts(name: str, accumulator: Type) -> tuple[ArrayType | RowsType, ...]:
-    _check_resource(name, accumulator, AccumulatorType)
-    assert isinstance(accumulator, AccumulatorType)
-    return accumulator.components
 
 
 def _check_step(name: str, step: Type) -> None:
@@ -327,7 +324,7 @@ def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> 
 
     Of a row-sparse component it takes the indices and the rows, as many as there are.
     """
-    parts = _parts("accumulator.apply", accumulator)
+    parts = _resource("accumulator.apply", accumulator, AccumulatorType).components
     *given, step = [strong(operand) for operand in operands] or [TokenType()]
     _check_step("accumulator.apply", step)
     if given != _gradient(parts, given):
@@ -352,14 +349,13 @@ def accumulator_take(
     accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
     """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
-    _check_resource("accumulator.take", accumulator, AccumulatorType)
-    return accumulator.arrays
+    return _resource("accumulator.take", accumulator, AccumulatorType).arrays
 
 
 @op("accumulator.set_step", (Effect.RELEASE, 0))
 def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tuple[Type, ...]:
     """Set the step; gradients of earlier ones are stale."""
-    _parts("accumulator.set_step", accumulator)
+    _resource("accumulator.set_step", accumulator, AccumulatorType)
     _check_step("accumulator.set_step", strong(step))
     return (TokenType(),)
 

@@ -55,9 +55,13 @@ class QueueModel:
             raise DeadlineExceeded(f"a dequeue of {count} waits for ever: {self}")
         return [self._next() for _ in range(count)]
 
+    def close(self) -> None:
+        """Let nothing more in."""
+        self.is_closed = True
+
     def use(self, node: Node, operands: Sequence[Any]) -> list[Any]:
         """Do the op of a node: its results. Raises as the methods."""
-        return _MEANINGS[node.op](self, node, operands)
+        return _MEANINGS[node.op](self, node, operands) or []
 
     def _next(self) -> Any:
         match self.settings.kind:
@@ -91,14 +95,8 @@ def _stacked_elements(node: Node, elements: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _enqueue(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
-    queue.enqueue([tuple(operands)])
-    return []
-
-
-def _enqueue_many(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
-    queue.enqueue([tuple(operand[row] for operand in operands) for row in range(len(operands[0]))])
-    return []
+def _rows(arrays: Sequence[Any]) -> list[tuple[Any, ...]]:
+    return [tuple(array[row] for array in arrays) for row in range(len(arrays[0]))]
 
 
 def _dequeue_up_to(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
@@ -106,18 +104,13 @@ def _dequeue_up_to(queue: QueueModel, node: Node, operands: Sequence[Any]) -> li
     return [*_stacked_elements(node, taken), jnp.int32(len(taken))]
 
 
-def _close(queue: QueueModel, node: Node, operands: Sequence[Any]) -> list[Any]:
-    queue.is_closed = True
-    return []
-
-
-_MEANINGS: Mapping[OpDef, Callable[[QueueModel, Node, Sequence[Any]], list[Any]]] = {
-    ops.queue_enqueue: _enqueue,
-    ops.queue_enqueue_many: _enqueue_many,
+_MEANINGS: Mapping[OpDef, Callable[[QueueModel, Node, Sequence[Any]], list[Any] | None]] = {
+    ops.queue_enqueue: lambda queue, node, operands: queue.enqueue([tuple(operands)]),
+    ops.queue_enqueue_many: lambda queue, node, operands: queue.enqueue(_rows(operands)),
     ops.queue_dequeue: lambda queue, node, _: list(queue.dequeue(1)[0]),
     ops.queue_dequeue_many: lambda queue, node, _: _stacked_elements(node, queue.dequeue(node.attributes["count"])),
     ops.queue_dequeue_up_to: _dequeue_up_to,
     ops.queue_size: lambda queue, node, _: [jnp.int32(len(queue.elements))],
     ops.queue_is_closed: lambda queue, node, _: [jnp.asarray(queue.is_closed)],
-    ops.queue_close: _close,
+    ops.queue_close: lambda queue, node, _: queue.close(),
 }

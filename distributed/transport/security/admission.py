@@ -1,12 +1,12 @@
-"""Admission of connections to a listener while they are unauthenticated (strangers).
+"""Admission of connections to a listener while they are unauthenticated.
 
-Why: a stranger costs a thread and some memory until it is authenticated or its deadline passes. If a full listener
-refused new connections, one attacker could lock out all tasks by connecting often. So a new connection evicts an old
-one instead: the oldest from the source that has the most. A stranger is admitted even at the limit of peers, so that
-the listener can answer with the reason for the refusal.
+Why: such a connection costs a thread and some memory until it is authenticated or its deadline passes. If a full
+listener refused new connections, one attacker could lock out all tasks by connecting often. So a new connection evicts
+an old one instead: the oldest from the source that has the most. A connection is admitted even at the limit of peers,
+so that the listener can answer with the reason for the refusal.
 
-Invariants: no I/O and no clock. There are never more strangers than `strangers`, never more from one source than
-`per_source`, and never more peers than `connections`; a peer is never evicted.
+Invariants: no I/O and no clock. At most `unauthenticated` connections are unauthenticated, at most `per_source` of one
+source, and at most `connections` are peers; a peer is never evicted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Belief(Enum):
-    """The result of a stranger's authentication."""
+    """The result of an authentication."""
 
     PEER = auto()
     EVICTED = auto()
@@ -30,18 +30,18 @@ class Belief(Enum):
 class Admission(Generic[Key]):
     """The connections of one listener."""
 
-    def __init__(self, *, connections: int, strangers: int, per_source: int) -> None:
+    def __init__(self, *, connections: int, unauthenticated: int, per_source: int) -> None:
         self._connections = connections
-        self._most_strangers = strangers
+        self._most_unauthenticated = unauthenticated
         self._per_source = per_source
-        # Each stranger's source, in order of arrival.
-        self._strangers: dict[Key, str] = {}
+        #: The source of each unauthenticated connection, in order of arrival.
+        self._unauthenticated: dict[Key, str] = {}
         self._peers: set[Key] = set()
 
     @property
-    def strangers(self) -> list[Key]:
+    def unauthenticated(self) -> list[Key]:
         """The unauthenticated connections, oldest first."""
-        return list(self._strangers)
+        return list(self._unauthenticated)
 
     @property
     def peers(self) -> int:
@@ -51,33 +51,33 @@ class Admission(Generic[Key]):
     def arrive(self, connection: Key, source: str) -> tuple[Key, str] | None:
         """Admit a connection from `source`, such as an IP address; return one to end for it, and why, if necessary."""
         evicted = None
-        by_source = Counter(self._strangers.values())
+        by_source = Counter(self._unauthenticated.values())
         if by_source[source] >= self._per_source:
-            why = f"{by_source[source]} connections from there had not said who they are"
+            why = f"{by_source[source]} connections from there were not authenticated yet"
             evicted = self._evict(source), why
-        elif len(self._strangers) >= self._most_strangers:
+        elif len(self._unauthenticated) >= self._most_unauthenticated:
             most = max(by_source.values())
-            greedy = next(one for one in self._strangers.values() if by_source[one] == most)
-            evicted = self._evict(greedy), f"{self._most_strangers} connections had not said who they are"
-        self._strangers[connection] = source
+            greedy = next(one for one in self._unauthenticated.values() if by_source[one] == most)
+            evicted = self._evict(greedy), f"{self._most_unauthenticated} connections were not authenticated yet"
+        self._unauthenticated[connection] = source
         return evicted
 
     def believe(self, connection: Key) -> Belief:
-        """Make an authenticated stranger a peer, unless it was evicted or the limit of peers is reached."""
-        if connection not in self._strangers:
+        """Make an authenticated connection a peer, unless it was evicted or the limit of peers is reached."""
+        if connection not in self._unauthenticated:
             return Belief.EVICTED
         if len(self._peers) >= self._connections:
             return Belief.NO_ROOM
-        del self._strangers[connection]
+        del self._unauthenticated[connection]
         self._peers.add(connection)
         return Belief.PEER
 
     def leave(self, connection: Key) -> None:
         """Remove a connection that has ended."""
-        self._strangers.pop(connection, None)
+        self._unauthenticated.pop(connection, None)
         self._peers.discard(connection)
 
     def _evict(self, source: str) -> Key:
-        oldest = next(connection for connection, one in self._strangers.items() if one == source)
-        del self._strangers[oldest]
+        oldest = next(connection for connection, one in self._unauthenticated.items() if one == source)
+        del self._unauthenticated[oldest]
         return oldest

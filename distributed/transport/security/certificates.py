@@ -87,7 +87,7 @@ def _make(
     *,
     is_authority: bool = False,
 ) -> KeyPair:
-    """Create a key and its certificate, for tasks unless `is_authority`, signed by `issuer` or by itself."""
+    """Create a key and its certificate, for tasks unless `is_authority`, signed by `issuer` or with its own key."""
     _require_cryptography()
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes

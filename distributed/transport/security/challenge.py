@@ -86,7 +86,7 @@ class Challenge:
     def _proved(self, proof: bytes) -> list[bytes]:
         if not hmac.compare_digest(proof, self._proof(self._role.other)):
             raise SecurityError(
-                "the other side does not know the shared secret, or someone stands in between; "
+                "the other side does not know the shared secret, or a process in between answers; "
                 "give both the same file as DFLOW_SECRET_FILE"
             )
         self.done = True

@@ -44,7 +44,7 @@ def parse_identity(text: str) -> Identity:
     """Parse an identity such as `worker:3` or `worker`; raises ValueError for any other form."""
     found = _TEXT.fullmatch(text)
     if found is None:
-        raise ValueError(f"{text!r} names nobody; write a task, such as worker:3, or a whole job, such as worker")
+        raise ValueError(f"{text!r} is no task and no job; write a task, such as worker:3, or a job, such as worker")
     return Identity(found[1], None if found[2] is None else int(found[2]))
 
 

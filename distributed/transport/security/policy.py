@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
 from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.stream import SocketStream, Stream
+from dflow.distributed.transport.stream import Stream
 from dflow.tracing.errors import SecurityError
 
 _CREDENTIALS = struct.Struct("3i")
 _UNPROTECTED = (
-    "nothing says who may be spoken to there\n"
+    "no certificates or secret are configured\n"
     "  make certificates by `dflow certs init DIR` and `dflow certs issue DIR --name NAME --host HOST`, and\n"
     "  set DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA as that prints; or a secret that all share by\n"
     "  `dflow certs secret FILE`, and set DFLOW_SECRET_FILE; or use 127.0.0.1, ::1 or localhost"
@@ -78,7 +78,7 @@ class SameMachine(SecurityPolicy):
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         """Accept the connection."""
-        return Secured(SocketStream(sock), "")
+        return Secured(Stream(sock), "")
 
 
 def peer_uid(sock: socket.socket) -> int:
@@ -95,4 +95,4 @@ def _of_same_user(sock: socket.socket, address: UnixAddress) -> Secured:
             f"the process at the other end of {address} is of user {uid} and this one of user {mine}; "
             "run both as one user"
         )
-    return Secured(SocketStream(sock), "")
+    return Secured(Stream(sock), "")

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.stream import SocketStream
+from dflow.distributed.transport.stream import Stream
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
 
 #: Size of a chunk: the most plaintext encrypted before a send, and ciphertext received before a decryption.
@@ -41,12 +41,16 @@ def tls_context(protocol: int) -> ssl.SSLContext:
     return context
 
 
-class TlsStream:
-    """The connection `sock` under `context`; call `shake_hands` first."""
+class TlsStream(Stream):
+    """The connection `sock` under `context`; call `shake_hands` first.
+
+    As a plain stream it may end without a TLS close: the last frame tells the peer whether the close was clean.
+    """
+
+    may_hold_back = True
 
     def __init__(self, sock: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
-        self._sock = sock
-        self._socket = SocketStream(sock)
+        super().__init__(sock)
         self._timeout_s = 0.0
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=is_server)
@@ -93,16 +97,6 @@ class TlsStream:
         """Return the names in the other side's certificate as (kind, name); empty if it was not verified."""
         found: Any = (self._tls.getpeercert() or {}).get("subjectAltName", ())
         return tuple((kind, name) for kind, name in found)
-
-    @property
-    def file(self) -> int:
-        """The socket's descriptor."""
-        return self._sock.fileno()
-
-    @property
-    def may_hold_back(self) -> bool:
-        """True: received ciphertext is buffered here until it is decrypted."""
-        return True
 
     def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
         """Send some of `parts`; see `Stream.send`. Without waiting, encrypt a record at a time."""
@@ -161,15 +155,7 @@ class TlsStream:
     def set_timeout(self, timeout_s: float) -> None:
         """Set the time that `send` and `receive` may wait."""
         self._timeout_s = timeout_s
-        self._socket.set_timeout(timeout_s)
-
-    def shut_down(self) -> None:
-        """Wake local waiters. No TLS close is sent: the last frame tells the peer whether the close was clean."""
-        self._socket.shut_down()
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
+        super().set_timeout(timeout_s)
 
     def _push(self, *, waits: bool) -> bool:
         """Send the pending ciphertext; return whether all of it was sent."""

@@ -139,8 +139,8 @@ def test_an_authority_whose_key_others_may_read_issues_nothing(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--name", "worker:x", "--any-host"], "'worker:x' names nobody; write a task, such as worker:3"),
-        (["--name", "worker:-1", "--any-host"], "'worker:-1' names nobody"),
+        (["--name", "worker:x", "--any-host"], "'worker:x' is no task and no job; write a task, such as worker:3"),
+        (["--name", "worker:-1", "--any-host"], "'worker:-1' is no task and no job"),
         (["--name", "ps:1", "--host", "*.example.org"], "'*.example.org' is no host"),
         (["--name", "ps:1", "--host", "a b"], "'a b' is no host"),
         (

@@ -16,24 +16,15 @@ import pytest
 import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tracing.errors import CheckpointError
+from tests.dflow.training.scaled_model import same, scaled_model
 
 #: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
 
-def _model(scale: float) -> Any:
-    return dflow.variables(
-        {"dense": {"w": jnp.full((2, 3), float(scale)), "b": jnp.zeros(3)}, "step": jnp.int32(scale)}
-    )
-
-
-def _same(tree: Any, other: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, dflow.read(tree), dflow.read(other))
-
-
 def test_all_of_a_container_is_saved_by_its_name(tmp_path: Path) -> None:
     with dflow.container("run1"):
-        model = _model(2)
+        model = scaled_model(2)
         with dflow.container("inner"):
             dflow.Generator(0, name="unkept")
             count = dflow.Variable(5, name="count")
@@ -44,9 +35,9 @@ def test_all_of_a_container_is_saved_by_its_name(tmp_path: Path) -> None:
     dflow.restore(tmp_path / "c", "run1")
     assert int(count) == 5
     with dflow.container("run2"):
-        other = _model(0)
+        other = scaled_model(0)
     dflow.restore(tmp_path / "c", other, names=lambda name: name.replace("run2", "run1", 1), ignore=["unexpected"])
-    _same(other, model)
+    same(other, model)
     dflow.reset_container("run1")
     with pytest.raises(dflow.VariableError, match="container 'run1' was reset"):
         dflow.save(tmp_path / "d", model)
@@ -54,7 +45,7 @@ def test_all_of_a_container_is_saved_by_its_name(tmp_path: Path) -> None:
 
 
 def test_differences_are_a_table_and_nothing_is_restored(tmp_path: Path) -> None:
-    dflow.save(tmp_path / "c", _model(3))
+    dflow.save(tmp_path / "c", scaled_model(3))
     model = dflow.variables({"dense": {"w": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}, "step": jnp.int32(1)})
     before = dflow.read(model)
     with pytest.raises(dflow.CheckpointError) as caught:
@@ -73,7 +64,7 @@ def test_differences_are_a_table_and_nothing_is_restored(tmp_path: Path) -> None
 
 
 def test_what_fits_is_restored_when_that_is_asked_for(tmp_path: Path) -> None:
-    dflow.save(tmp_path / "c", _model(3))
+    dflow.save(tmp_path / "c", scaled_model(3))
     model = dflow.variables({"dense": {"w": jnp.zeros((3, 2)), "bias": jnp.zeros(3)}, "step": jnp.int32(1)})
     report = dflow.restore(tmp_path / "c", model, strict=False)
     assert (int(model["step"]), float(model["dense"]["w"].sum())) == (3, 0.0)
@@ -114,7 +105,7 @@ def test_what_has_no_name_goes_by_its_path_whatever_was_made_before_it(tmp_path:
         leaf.assign(jnp.zeros(3))
     report = dflow.restore(tmp_path / "c", restored)
     assert set(report.restored) == set(read_arrays(tmp_path / "c").types)
-    _same((restored["norm"], restored["c"]), (saved["norm"], saved["c"]))
+    same((restored["norm"], restored["c"]), (saved["norm"], saved["c"]))
     dflow.restore(tmp_path / "c", {"other": restored["c"]}, names={"other": "norm/a"}, ignore=["unexpected"])
     assert restored["c"].read().tolist() == [float(ord("a"))] * 3
 

@@ -22,27 +22,18 @@ import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import CheckpointError, VariableError
+from tests.dflow.training.scaled_model import same, scaled_model
 
 #: A second set of variables with the same names stands for those of a restarted program.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
 
-def _model(scale: float) -> Any:
-    return dflow.variables(
-        {"dense": {"w": jnp.full((2, 3), float(scale)), "b": jnp.zeros(3)}, "step": jnp.int32(scale)}
-    )
-
-
-def _same(tree: Any, other: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, dflow.read(tree), dflow.read(other))
-
-
 def test_what_was_saved_is_restored(tmp_path: Path) -> None:
-    saved = _model(3)
+    saved = scaled_model(3)
     dflow.save(tmp_path / "c", saved)
-    restored = _model(0)
+    restored = scaled_model(0)
     report = dflow.restore(tmp_path / "c", restored)
-    _same(restored, saved)
+    same(restored, saved)
     assert report.restored == ("dense/b", "dense/w", "step")
     assert str(report) == "3 arrays restored, and no others"
 
@@ -175,7 +166,7 @@ def test_a_damaged_array_changes_no_variable(tmp_path: Path) -> None:
 
 
 def test_zarr_and_orbax_read_a_checkpoint(tmp_path: Path) -> None:
-    model = _model(3)
+    model = scaled_model(3)
     dflow.save(tmp_path / "c", model)
     np.testing.assert_array_equal(zarr.open_group(tmp_path / "c", mode="r")["dense/w"][...], np.full((2, 3), 3.0))
     plain = orbax.checkpoint.PyTreeCheckpointer().restore(tmp_path / "c")

@@ -217,7 +217,7 @@ def test_callbacks_get_the_reply_or_the_error(serve: Serve) -> None:
     outcomes: list[Reply | BaseException] = []
     done = threading.Semaphore(0)
     for message in (Ok(), Failure("TaskLost", "gone")):
-        peer.start(message).when_done(lambda outcome: (outcomes.append(outcome), done.release()))
+        peer.start(message, on_reply=lambda outcome: (outcomes.append(outcome), done.release()))
         assert done.acquire(timeout=DEADLINE_S)
     assert isinstance(outcomes[0], Reply)
     assert outcomes[0].message == Ok()

@@ -25,7 +25,7 @@ class Reading:
         self.threads: set[int] = set()
         self.seen: SimpleQueue[bytes | str] = SimpleQueue()
         self.is_in_frame = False
-        reactor.add(self.near.fileno(), self)
+        reactor.add(self.near.fileno(), self.read, self.stalled)
 
     def read(self) -> bool:
         data = self.near.recv(100, socket.MSG_DONTWAIT)

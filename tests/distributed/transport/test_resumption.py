@@ -197,7 +197,7 @@ def test_a_broken_session_ends_when_another_process_comes_by_its_name() -> None:
     ("other", "why"),
     [
         (Hello("other", session="s", process="p", resumes=True), "other is not stranger, whose session it wants"),
-        (Hello("stranger", session="s", process="q", resumes=True), "stranger has started anew, but wants to go on"),
+        (Hello("stranger", session="s", process="q", resumes=True), "stranger has restarted, but wants to resume"),
     ],
     ids=["another name", "another process"],
 )

@@ -22,7 +22,7 @@ from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
 from dflow.distributed.transport.security.policy import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
-from dflow.distributed.transport.stream import SocketStream
+from dflow.distributed.transport.stream import Stream
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Placed, Tensor
 from dflow.tracing import errors
@@ -248,7 +248,7 @@ def test_more_pieces_are_sent_than_the_system_takes_at_once() -> None:
     with near, far:
         parts: list[memoryview] = [memoryview(b"%04d" % number) for number in range(3000)]
         for waits in (True, False):
-            sent = SocketStream(near).send(parts, waits=waits)
+            sent = Stream(near).send(parts, waits=waits)
             assert 0 < sent < 4 * len(parts)
             assert far.recv(1 << 20) == b"".join(parts)[:sent]
 
@@ -340,9 +340,9 @@ def test_connecting_waits_for_the_listener_to_appear() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "192.0.2.1:80", "example.com:80", "[::]:0", ":0"])
 def test_only_loopback_is_used(address: str) -> None:
-    with pytest.raises(errors.SecurityError, match="not a loopback address, and nothing says who may be spoken to"):
+    with pytest.raises(errors.SecurityError, match="not a loopback address, and no certificates or secret"):
         SocketTransport().listen(address, name="me", handler=Recorder())
-    with pytest.raises(errors.SecurityError, match="not a loopback address, and nothing says who may be spoken to"):
+    with pytest.raises(errors.SecurityError, match="not a loopback address, and no certificates or secret"):
         SocketTransport().connect(address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
 
 
@@ -357,14 +357,14 @@ def test_a_message_whose_sending_is_interrupted_arrives_once(monkeypatch: pytest
     server = Recorder()
     listener = SocketTransport().listen("127.0.0.1:0", name="server", handler=server)
     peer = reach(SocketTransport(), listener.address, Recorder())
-    sends = SocketStream.send
+    sends = Stream.send
 
-    def interrupted(self: SocketStream, parts: Sequence[memoryview], *, waits: bool = True) -> int:
-        monkeypatch.setattr(SocketStream, "send", sends)
+    def interrupted(self: Stream, parts: Sequence[memoryview], *, waits: bool = True) -> int:
+        monkeypatch.setattr(Stream, "send", sends)
         sends(self, [parts[0][:20]])
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SocketStream, "send", interrupted)
+    monkeypatch.setattr(Stream, "send", interrupted)
     with pytest.raises(KeyboardInterrupt):
         peer.notify(Placed("first"))
     peer.notify(Placed("second"))
@@ -416,7 +416,7 @@ class _NamedAlice(SameMachine):
     """Whoever comes has proved to be Alice."""
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
-        return Secured(SocketStream(sock), "alice")
+        return Secured(Stream(sock), "alice")
 
     def may_be_called(self, identity: str, name: str) -> None:
         if identity and name != identity:

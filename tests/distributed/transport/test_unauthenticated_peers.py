@@ -104,22 +104,22 @@ def test_one_who_says_too_little_goes_when_its_time_is_up(listen: Listen, said: 
 def test_a_crowd_of_silent_strangers_keeps_nobody_out(listen: Listen, policy: str, secret: SharedSecret) -> None:
     """Their time does not expire: a new connection gets in because the oldest one is closed."""
     security = {"same machine": None, "certificates": certificates(), "secret": secret}[policy]
-    listener = listen(Limits(hello_timeout_s=1000.0, max_strangers=8, max_from_source=8), security)
+    listener = listen(Limits(hello_timeout_s=1000.0, max_unauthenticated=8, max_from_source=8), security)
     with contextlib.ExitStack() as crowd:
         silent = [crowd.enter_context(dial(listener)) for _ in range(20)]
         assert all(is_closed_by_the_other_side(sock) for sock in silent[:12])
         assert serves(listener, security)
-        assert len(listener._admission.strangers) <= 8
+        assert len(listener._admission.unauthenticated) <= 8
 
 
 def test_a_crowd_costs_no_more_threads_than_may_wait(listen: Listen) -> None:
-    listener = listen(Limits(hello_timeout_s=1000.0, max_strangers=4, max_from_source=4))
+    listener = listen(Limits(hello_timeout_s=1000.0, max_unauthenticated=4, max_from_source=4))
     with contextlib.ExitStack() as crowd:
         silent = [crowd.enter_context(dial(listener)) for _ in range(60)]
         assert all(is_closed_by_the_other_side(sock) for sock in silent[:56])
         assert greeters()
         assert serves(listener)
-        assert len(listener._admission.strangers) <= 4
+        assert len(listener._admission.unauthenticated) <= 4
     while left := greeters():  # the last may start when all before it have ended
         left[0].join(DEADLINE_S)
         assert not left[0].is_alive()
@@ -192,7 +192,7 @@ def test_off_loopback_one_of_us_is_served_and_no_one_else(listen: Listen, policy
     address = f"{own_address()}:0"
     listener = listen(Limits(), security, address)
     assert serves(listener, security)
-    with pytest.raises(SecurityError, match="is not a loopback address, and nothing says who may be spoken to there"):
+    with pytest.raises(SecurityError, match="is not a loopback address, and no certificates or secret are configured"):
         SocketTransport().connect(listener.address, name="me", handler=Recorder(), who="ps", timeout_s=DEADLINE_S)
     with pytest.raises(SecurityError, match="is not a loopback address"):
         SocketTransport().listen(address, name="me", handler=Recorder())

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.buffers import RECEIVED
+from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.wire import array_lists, codec, messages
 from dflow.tracing.errors import WireError
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.lowering.queues.accumulator_machine import (
+    AccumulatorCommand,
+    AccumulatorEvent,
     AccumulatorMachine,
     Add,
-    Command,
     Drop,
     EnoughSet,
-    Event,
     Give,
     GradientApplied,
     StepSet,
@@ -21,7 +21,7 @@ from dflow.lowering.queues.accumulator_machine import (
 )
 
 
-def commands(*events: Event) -> list[Command]:
+def commands(*events: AccumulatorEvent) -> list[AccumulatorCommand]:
     """Return the commands of all events together."""
     state = AccumulatorMachine()
     return [command for event in events for command in state.handle(event)]
@@ -83,7 +83,7 @@ def test_setting_the_step_back_warns_and_does_it() -> None:
     assert commands(StepSet(4), StepSet(2), GradientApplied(2)) == [WarnOfStepBack(4, 2), Add()]
 
 
-_events: st.SearchStrategy[list[Event]] = st.lists(
+_events: st.SearchStrategy[list[AccumulatorEvent]] = st.lists(
     st.one_of(
         st.builds(GradientApplied, st.integers(0, 5)),
         st.builds(TakeAsked, st.integers(), st.integers(1, 3)),
@@ -96,7 +96,7 @@ _events: st.SearchStrategy[list[Event]] = st.lists(
 
 
 @given(_events)
-def test_every_gradient_is_dropped_or_given_once_and_no_take_gets_too_few(events: list[Event]) -> None:
+def test_every_gradient_is_dropped_or_given_once_and_no_take_gets_too_few(events: list[AccumulatorEvent]) -> None:
     state = AccumulatorMachine()
     wanted: dict[int, int] = {}
     added = dropped = given_out = 0

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from dflow.lowering.queues.queue_machine import (
     CloseAsked,
-    Command,
     DequeueAsked,
     EnqueueAsked,
-    Event,
     Fail,
+    QueueCommand,
+    QueueEvent,
     QueueMachine,
     Serve,
     WaitEnded,
@@ -39,7 +39,7 @@ def elements(*numbers: int) -> tuple[Any, ...]:
     return tuple((number,) for number in numbers)
 
 
-def run(queue: QueueMachine, *events: Event) -> list[Command]:
+def run(queue: QueueMachine, *events: QueueEvent) -> list[QueueCommand]:
     """Return all commands of the events."""
     return [command for event in events for command in queue.handle(event)]
 
@@ -106,7 +106,7 @@ def test_a_shuffling_queue_holds_elements_back_until_it_is_closed() -> None:
 
 
 def test_the_seed_says_the_order() -> None:
-    def order(seed: int) -> list[Command]:
+    def order(seed: int) -> list[QueueCommand]:
         asked = EnqueueAsked(0, elements(*range(8)))
         return run(machine(QueueSettings(QueueKind.SHUFFLE, 8, seed=seed)), asked, DequeueAsked(1, 8))
 
@@ -135,7 +135,7 @@ _ACTIONS = st.lists(
 )
 
 
-def event_of(action: str, argument: int, ticket: int, serials: Any) -> Event | None:
+def event_of(action: str, argument: int, ticket: int, serials: Any) -> QueueEvent | None:
     """The event of a test's action; elements are numbered to distinguish them."""
     match action:
         case "enqueue":
@@ -156,7 +156,7 @@ def test_no_element_is_lost_or_given_twice_and_every_wait_ends_once(kind: QueueS
     events = [event_of(*action, ticket, serials) for ticket, action in enumerate(actions)]
     asked = {event.ticket: event for event in events if isinstance(event, (EnqueueAsked, DequeueAsked))}
     # At the end no op may wait: a close ends every dequeue, after the enqueues are cancelled.
-    ending: list[Event] = [CloseAsked(cancel_pending=True)]
+    ending: list[QueueEvent] = [CloseAsked(cancel_pending=True)]
     commands = run(queue, *(event for event in events if event is not None), *ending)
     assert sorted(command.ticket for command in commands) == sorted(asked)
     given = [element for command in commands if isinstance(command, Serve) for element in command.elements]
@@ -189,7 +189,7 @@ def test_asked_one_at_a_time_it_does_what_the_model_does(kind: QueueSettings, ac
         try:
             if isinstance(event, EnqueueAsked):
                 model.enqueue(event.elements)
-                wanted: Command | None = Serve(ticket)
+                wanted: QueueCommand | None = Serve(ticket)
             else:
                 wanted = Serve(ticket, tuple(model.dequeue(event.count, event.or_fewer)))
         except QueueClosed:

@@ -11,7 +11,7 @@ import pytest
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution

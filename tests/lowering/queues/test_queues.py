@@ -16,25 +16,26 @@ import pytest
 
 from dflow.lowering.queues import pending_operations
 from dflow.lowering.queues.pending_operations import Answer, wait
-from dflow.lowering.queues.queues import SharedQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.queues.resource_rules import Results, giving
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.types import QueueType
 
 WAIT_S = 60.0
 
 
-def fifo(capacity: int) -> SharedQueue:
+def fifo(capacity: int) -> HeldQueue:
     """A new queue."""
-    return SharedQueue("q", QueueSettings(QueueKind.FIFO, capacity))
+    return HeldQueue("q", QueueSettings(QueueKind.FIFO, capacity), QueueType(()))
 
 
-def put(queue: SharedQueue, *numbers: int, timeout_s: float = WAIT_S) -> None:
+def put(queue: HeldQueue, *numbers: int, timeout_s: float = WAIT_S) -> None:
     """Enqueue numbers, and wait until they are in."""
     wait(lambda done: queue.enqueue([(number,) for number in numbers], done, timeout_s))
 
 
-def take(queue: SharedQueue, count: int = 1, timeout_s: float = WAIT_S) -> list[int]:
+def take(queue: HeldQueue, count: int = 1, timeout_s: float = WAIT_S) -> list[int]:
     """Dequeue numbers, waiting for them."""
     return [number for (number,) in wait(lambda done: queue.dequeue(count, done, timeout_s))]
 
@@ -45,7 +46,7 @@ def test_a_callback_is_called_by_whoever_brings_what_it_waits_for() -> None:
     assert answers == []
     put(queue, 7)
     assert answers == [((7,),)]
-    assert queue.size() == 0
+    assert queue.depth() == (0, 1)
 
 
 def test_a_deadline_says_what_was_waited_for() -> None:
@@ -154,8 +155,8 @@ def _interrupted_at(line: int, use: Callable[[], None]) -> bool:
 
 
 def _each_interrupt(
-    use: Callable[[SharedQueue, list[Answer]], Callable[[], None]],
-) -> Iterator[tuple[SharedQueue, list[Answer]]]:
+    use: Callable[[HeldQueue, list[Answer]], Callable[[], None]],
+) -> Iterator[tuple[HeldQueue, list[Answer]]]:
     """Interrupt `use` at each of its lines; yield a queue with capacity three and the answers of its pending
     operations.
     """
@@ -169,7 +170,7 @@ def _each_interrupt(
 
 
 def test_an_interrupt_of_who_enqueues_loses_no_element_and_leaves_nobody_waiting() -> None:
-    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
         queue.dequeue(1, answers.append, WAIT_S)
         return lambda: put(queue, 1)
 
@@ -180,7 +181,7 @@ def test_an_interrupt_of_who_enqueues_loses_no_element_and_leaves_nobody_waiting
 
 
 def test_an_interrupt_of_who_enqueues_for_several_tells_them_all_or_none() -> None:
-    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
         for _ in range(3):
             queue.dequeue(1, answers.append, WAIT_S)
         return lambda: put(queue, 1, 2, 3)
@@ -192,7 +193,7 @@ def test_an_interrupt_of_who_enqueues_for_several_tells_them_all_or_none() -> No
 
 
 def test_an_interrupt_of_who_dequeues_leaves_nobody_in_line() -> None:
-    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
         def dequeue() -> None:
             with pytest.raises(DeadlineExceeded):
                 take(queue, timeout_s=0)
@@ -205,7 +206,7 @@ def test_an_interrupt_of_who_dequeues_leaves_nobody_in_line() -> None:
 
 
 def test_an_interrupt_of_who_closes_the_queue_tells_all_who_wait() -> None:
-    def use(queue: SharedQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
         for _ in range(2):
             queue.dequeue(1, answers.append, WAIT_S)
         return queue.close
@@ -239,7 +240,7 @@ def test_who_waits_and_who_comes_later_are_told_when_it_was_forgotten() -> None:
     queue.forget("queue 'q' is gone", "make it again")
     assert [type(answer) for answer in answers] == [tuple, QueueError]
     assert str(answers[1]) == "queue 'q' is gone\n  at first.py:1\n  make it again"
-    for use in (lambda: put(queue, 1), lambda: take(queue), queue.close, queue.size):
+    for use in (lambda: put(queue, 1), lambda: take(queue), queue.close, lambda: queue.inspected(id, "")):
         with pytest.raises(QueueError, match="queue 'q' is gone\n  make it again"):
             use()
     assert queue.contents() == []

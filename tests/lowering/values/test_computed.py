@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.lowering.queues.queue_ops import HeldQueue
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
 from dflow.lowering.values.computed import before_waiting, wait_until_computed
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings

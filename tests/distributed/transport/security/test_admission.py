@@ -19,7 +19,7 @@ def test_the_limits_hold_and_only_strangers_are_evicted(
     limits: tuple[int, int, int], events: list[tuple[str, str, int]]
 ) -> None:
     connections, strangers, per_source = limits
-    admission: Admission[int] = Admission(connections=connections, strangers=strangers, per_source=per_source)
+    admission: Admission[int] = Admission(connections=connections, unauthenticated=strangers, per_source=per_source)
     waiting: dict[int, str] = {}
     peers: set[int] = set()
     for number, (event, source, which) in enumerate(events):
@@ -38,31 +38,31 @@ def test_the_limits_hold_and_only_strangers_are_evicted(
                 admission.leave(which)
                 waiting.pop(which, None)
                 peers.discard(which)
-        assert (admission.strangers, admission.peers) == (list(waiting), len(peers))
+        assert (admission.unauthenticated, admission.peers) == (list(waiting), len(peers))
         assert len(waiting) <= strangers
         assert len(peers) <= connections
         assert all(list(waiting.values()).count(one) <= per_source for one in waiting.values())
 
 
 def test_the_oldest_of_the_greediest_source_gives_way() -> None:
-    admission: Admission[int] = Admission(connections=9, strangers=4, per_source=3)
+    admission: Admission[int] = Admission(connections=9, unauthenticated=4, per_source=3)
     for number, source in enumerate(["quiet", "greedy", "greedy", "greedy"]):
         assert admission.arrive(number, source) is None
-    assert admission.arrive(4, "new") == (1, "4 connections had not said who they are")
+    assert admission.arrive(4, "new") == (1, "4 connections were not authenticated yet")
     assert admission.believe(1) is Belief.EVICTED
     assert admission.believe(0) is Belief.PEER
 
 
 def test_one_source_replaces_its_own() -> None:
-    admission: Admission[int] = Admission(connections=9, strangers=8, per_source=2)
+    admission: Admission[int] = Admission(connections=9, unauthenticated=8, per_source=2)
     for number in range(2):
         admission.arrive(number, "greedy")
-    assert admission.arrive(2, "greedy") == (0, "2 connections from there had not said who they are")
+    assert admission.arrive(2, "greedy") == (0, "2 connections from there were not authenticated yet")
     assert admission.arrive(3, "other") is None
 
 
 def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
-    admission: Admission[int] = Admission(connections=100, strangers=8, per_source=4)
+    admission: Admission[int] = Admission(connections=100, unauthenticated=8, per_source=4)
     admission.arrive(0, "honest")
     for number in range(1, 1000):
         admission.arrive(number, "flood")
@@ -70,7 +70,7 @@ def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
 
 
 def test_a_newcomer_is_heard_and_has_no_room_when_every_connection_is_a_peers() -> None:
-    admission: Admission[int] = Admission(connections=2, strangers=2, per_source=2)
+    admission: Admission[int] = Admission(connections=2, unauthenticated=2, per_source=2)
     for number in range(2):
         admission.arrive(number, "a")
         admission.believe(number)

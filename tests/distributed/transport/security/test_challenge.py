@@ -49,7 +49,7 @@ def test_two_who_know_the_secret_believe_each_other(one: bytes, two: bytes, secr
 )
 def test_another_secret_or_another_connection_is_believed_by_neither(secret: bytes, binding: bytes) -> None:
     connector, listener = side(Role.CONNECTOR), side(Role.LISTENER, secret, binding)
-    with pytest.raises(SecurityError, match="does not know the shared secret, or someone stands in between"):
+    with pytest.raises(SecurityError, match="does not know the shared secret, or a process in between answers"):
         run(connector, listener)
     assert not connector.done
     assert not listener.done

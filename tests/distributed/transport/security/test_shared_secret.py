@@ -61,7 +61,7 @@ def test_one_in_the_middle_is_noticed_by_both(tmp_path: Path, sockets: Sockets) 
         left.sendall(b"p" * 32)
         for error in (outcome(serving), outcome(dialling)):
             assert isinstance(error, SecurityError)
-            assert "or someone stands in between" in str(error)
+            assert "or a process in between answers" in str(error)
 
 
 def test_a_short_secret_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from dflow.distributed.transport.buffers import BufferPool
+from dflow.distributed.transport.buffer_pool import BufferPool
 from dflow.distributed.wire.codec import ALIGNMENT_BYTES
 
 LARGE = 1 << 20
