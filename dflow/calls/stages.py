@@ -78,7 +78,7 @@ class LoweredFunction(_Stage):
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Return the StableHLO of all programs, one after the other."""
-        return _texts(program.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
+        return "\n".join(program.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
         """Return XLA's estimates before compilation, such as `flops`, summed over the programs."""
@@ -105,7 +105,7 @@ class CompiledFunction(_Stage):
 
     def as_text(self) -> str:
         """Return XLA's text of all programs, one after the other."""
-        return _texts(program.as_text() for program in self._programs)
+        return "\n".join(program.as_text() or "" for program in self._programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
         """Return XLA's estimates, such as `flops` and `bytes accessed`, summed over the programs."""
@@ -137,10 +137,6 @@ class CompiledFunction(_Stage):
                     f"{self._looked.fun_name} was compiled for {name}: {wanted}, and called with {given}"
                     f"{at(caller())}\n  call the function itself, which compiles for each type, or convert the argument"
                 )
-
-
-def _texts(texts: Any) -> str:
-    return "\n".join(texts)
 
 
 def _sum(analyses: Any) -> Mapping[str, float]:

@@ -6,12 +6,14 @@ goes out of range, and no item waits for ever for another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import jax
 import jax.numpy as jnp
 
-from dflow.lowering.steps.executable import bodies_of, gives, takes
+from dflow.lowering.steps.executable import bodies_of, gives, needs, takes
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.ir import ops
@@ -133,28 +135,13 @@ def _check_filled_once(plan: Plan) -> None:
     """Raise WireError when two of the items, feeds and numbers fill one slot."""
     filled = [*dict.fromkeys(plan.feeds), *(scalar.slot for scalar in plan.scalars)]
     filled += [slot for item in plan.items for slot in gives(item)]
-    if twice := _repeated(filled):
+    if twice := [slot for slot, count in Counter(filled).items() if count > 1]:
         raise WireError(f"slot {twice[0]} of a plan is filled twice")
 
 
 def _check_order(plan: Plan) -> None:
     """Raise WireError when items wait for each other in a cycle."""
-    makers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
-    waits = [{*item.after, *(makers[slot] for slot in takes(item) if slot in makers)} for item in plan.items]
-    left, later = [len(before) for before in waits], [list[int]() for _ in waits]
-    for index, before in enumerate(waits):
-        for earlier in before:
-            later[earlier].append(index)
-    ready = [index for index, count in enumerate(left) if count == 0]
-    for index in ready:
-        for other in later[index]:
-            left[other] -= 1
-            if left[other] == 0:
-                ready.append(other)
-    if len(ready) < len(waits):
-        raise WireError(f"item {next(i for i, count in enumerate(left) if count)} of a plan waits for itself")
-
-
-def _repeated(numbers: Sequence[int]) -> list[int]:
-    seen: set[int] = set()
-    return [number for number in numbers if number in seen or seen.add(number)]  # type: ignore[func-returns-value]
+    try:
+        TopologicalSorter(dict(enumerate(needs(plan)))).prepare()
+    except CycleError as error:
+        raise WireError(f"item {min(error.args[1])} of a plan waits for itself") from None

@@ -403,7 +403,7 @@ class Cluster:
         lowered = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
         handles = self._register(lowered, given_up, traced.meshes)
-        step = _Step(self, handles, traced.constants, literals(graph))
+        step = ClusterStep(self, handles, traced.constants, literals(graph))
         self._unused_plans.release_after(step, handles)
         return step
 
@@ -523,7 +523,7 @@ class _Waited:
         return fetched(self._outcome)
 
 
-class _Step:
+class ClusterStep:
     """One traced function, registered on every task that has a part in it."""
 
     def __init__(

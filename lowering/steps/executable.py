@@ -6,9 +6,10 @@ Invariant: an executable does not change, so any number of steps may run it conc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cached_property
+from graphlib import TopologicalSorter
 
 import jax
 import jax.numpy as jnp
@@ -72,18 +73,17 @@ class Executable:
         self.bodies = tuple(Executable(body, programs) for body in plan.bodies)
         self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
-        producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
-        needs = [_needs(item, producers) for item in plan.items]
-        self.waiting = [len(need) for need in needs]
+        needed = needs(plan)
+        self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
         # Transfers first, so that they start before a later call occupies the device.
-        for index in sorted(range(len(needs)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
-            for producer in needs[index]:
+        for index in sorted(range(len(needed)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
+            for producer in needed[index]:
                 self.dependents[producer].append(index)
         ready = [index for index, count in enumerate(self.waiting) if count == 0]
         self.at_once = sorted(ready, key=lambda index: not isinstance(plan.items[index], Recv))
-        self.awaited = {index: found for index in range(len(needs)) if (found := self._awaited_by(index))}
-        self.lets_go = [self._let_go_by(index) for index in range(len(needs))]
+        self.awaited = {index: found for index in range(len(needed)) if (found := self._awaited_by(index))}
+        self.lets_go = [self._let_go_by(index) for index in range(len(needed))]
         self.uses = [0] * plan.slots
         for slot in itertools.chain.from_iterable(self.lets_go):
             self.uses[slot] += 1
@@ -160,7 +160,7 @@ class Executable:
         an iteration.
         """
         accesses: dict[str, list[tuple[int, bool]]] = {}
-        for index in self._in_order():
+        for index in TopologicalSorter(dict(enumerate(needs(self.plan)))).static_order():
             for key, changes in self._touched_by(self.plan.items[index]).items():
                 accesses.setdefault(key, []).append((index, changes))
         found: dict[int, set[int]] = {}
@@ -193,16 +193,6 @@ class Executable:
             for other in before:
                 found.setdefault(other, []).append(index)
         return {index: tuple(later) for index, later in found.items()}
-
-    def _in_order(self) -> Iterator[int]:
-        waiting = list(self.waiting)
-        ready = [index for index, count in enumerate(waiting) if count == 0]
-        for index in ready:
-            yield index
-            for dependent in self.dependents[index]:
-                waiting[dependent] -= 1
-                if waiting[dependent] == 0:
-                    ready.append(dependent)
 
     def _roles_of(self, item: Item) -> frozenset[Role]:
         match item:
@@ -279,5 +269,7 @@ def _number(scalar: Scalar) -> jax.Array:
     return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
 
 
-def _needs(item: Item, producers: Mapping[int, int]) -> set[int]:
-    return {producers[slot] for slot in takes(item) if slot in producers} | set(item.after)
+def needs(plan: Plan) -> list[set[int]]:
+    """Return the items that each item waits for."""
+    producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
+    return [{producers[slot] for slot in takes(item) if slot in producers} | set(item.after) for item in plan.items]
