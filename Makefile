@@ -66,7 +66,7 @@ nightly: $(STAMP)  ## run the random tests for MINUTES=60 in rounds of EFFORT=5 
 fuzz: $(STAMP)  ## send FRAMES=1000000 malformed and hostile frames to a live ROLE=task or coordinator, from a new SEED=
 	$(PY) -m tests.fuzz --role $(ROLE) --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
 
-golden: $(STAMP)  ## rewrite the expected graphs in tests/**/*.graphs with what the code gives now
+golden: $(STAMP)  ## rewrite tests/**/*.graphs, outputs in docs and docs/environment.md with what the code gives now
 	$(PY) -m pytest --update-golden tests
 
 array-api-suite: $(STAMP)  ## run the array API standard's own tests on dflow.numpy: SUITE=a checkout of data-apis/array-api-tests

@@ -13,7 +13,8 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -31,7 +32,6 @@ from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.placement.choose import all_on, choose
-from dflow.lowering.placement.exhaustive import exhaustive
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.placement.problem import Assignment, Link, Machine, Moved, Problem, Unit
 from dflow.lowering.placement.score import Scored, scored
@@ -77,7 +77,7 @@ def problem(rows: Sequence[Row], devices: int) -> Problem:
         )
         for number, (seconds, needs, _, pinned) in enumerate(rows)
     )
-    return Problem(machine, units, tuple(values), tuple((number,) for number in range(len(rows))), fuses=True)
+    return Problem(machine, units, tuple(values))
 
 
 def cost(draws: random.Random) -> float:
@@ -151,12 +151,17 @@ FAMILIES: dict[str, Callable[[random.Random, int], list[Row]]] = {
 
 
 def round_robin(problem: Problem) -> Assignment:
-    return problem.spread([choices[number % len(choices)] for number, choices in enumerate(problem.choices)])
+    return tuple(unit.devices[number % len(unit.devices)] for number, unit in enumerate(problem.units))
+
+
+def optimum(problem: Problem) -> Scored:
+    """Return the best of all assignments."""
+    return min(scored(problem, assignment) for assignment in product(*(unit.devices for unit in problem.units)))
 
 
 def best_of_random(problem: Problem, seed: int, count: int = 100) -> Scored:
     draws = random.Random(seed)
-    drawn = (problem.spread([draws.choice(choices) for choices in problem.choices]) for _ in range(count))
+    drawn = (tuple(draws.choice(unit.devices) for unit in problem.units) for _ in range(count))
     return min(scored(problem, assignment) for assignment in drawn)
 
 
@@ -194,8 +199,7 @@ def heft(problem: Problem) -> Assignment:
 def simulated(seeds: int, drawn: int) -> list[dict[str, Any]]:
     """Return step times relative to the chosen placement, for graphs of 25 to 48 units and for small graphs.
 
-    Small graphs allow an exhaustive search for the optimum, beyond the size used in practice; the choice itself is
-    made without exhaustive search.
+    Small graphs allow an exhaustive search for the optimum.
     """
     large = [
         compared(name, [problem(make(random.Random(seed), 12), 4) for seed in range(seeds)])
@@ -227,7 +231,7 @@ def compared(family: str, instances: Sequence[Problem], *, is_small: bool = Fals
     found: dict[str, list[float]] = {}
     for seed, instance in enumerate(instances):
         started = time.perf_counter()
-        ours = choose(instance, exhaustive_up_to=0) if is_small else choose(instance)
+        ours = choose(instance)
         taken = time.perf_counter() - started
         others = {
             "all on one": min(scored(instance, all_on(instance, device)).step_s for device in instance.machine.devices),
@@ -236,7 +240,7 @@ def compared(family: str, instances: Sequence[Problem], *, is_small: bool = Fals
             "HEFT": scored(instance, heft(instance)).step_s,
         }
         if is_small:
-            others["optimum"] = exhaustive(instance).step_s
+            others["optimum"] = optimum(instance).step_s
         figures = {"chosen ms": ours.step_s * 1e3, **{name: step_s / ours.step_s for name, step_s in others.items()}}
         for name, figure in (*figures.items(), ("worst", ours.step_s / min(others.values())), ("search s", taken)):
             found.setdefault(name, []).append(figure)
@@ -258,10 +262,7 @@ def compared(family: str, instances: Sequence[Problem], *, is_small: bool = Fals
 
 
 def options_of(problem: Problem) -> int:
-    product = 1
-    for choices in problem.choices:
-        product *= len(choices)
-    return product
+    return prod(len(unit.devices) for unit in problem.units)
 
 
 # Real functions.
@@ -355,7 +356,7 @@ def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str,
             "all on cpu:0": all_on(instance, 0),
             "all on cpu:1": all_on(instance, 1),
             "round-robin": round_robin(instance),
-            **{f"random {n}": instance.spread([draws.choice(c) for c in instance.choices]) for n in (1, 2)},
+            **{f"random {n}": tuple(draws.choice(unit.devices) for unit in instance.units) for n in (1, 2)},
         }
         runs = {key: runner(traced, decision, assignment, x, clock) for key, assignment in placements.items()}
         in_turn(runs, 2)

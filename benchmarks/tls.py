@@ -24,7 +24,8 @@ from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages import AnyMessage, Ok
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Message
 
 WAIT_S = 60.0
 LARGE = bytes(100_000_000)
@@ -87,7 +88,7 @@ def ask(peer: Peer, payload: bytes) -> None:
 class Answers(RefuseAll):
     """Answers every call with four bytes."""
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Answer."""
         responder.reply(Ok(), b"4444")
 

@@ -30,7 +30,9 @@ from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages import AnyMessage, ArrayInfo, Arrays, Ok
+from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Message
 
 WAIT_S = 60.0
 CALLS = 200
@@ -125,7 +127,7 @@ def transport_of(name: str, folder: str) -> SocketTransport:
 class Takes(RefuseAll):
     """Makes an array on the device from every value, and answers calls."""
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Answer a value by Ok, and any other call by its own message and payload."""
         if isinstance(message, Arrays):
             [taken] = decode_arrays(message.arrays, payload)

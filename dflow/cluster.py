@@ -27,6 +27,7 @@ from dflow.distributed.worker.standalone import Alone
 from dflow.lowering.queues.timers import TIMERS
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.environment import read
 
 LOGGER = logging.getLogger("dflow")
 
@@ -89,7 +90,7 @@ def connect(
     dump_on_signal(joined.flights.dump_soon)
     if sidecars is not None:
         sidecars.stay_in_touch(transport)
-    place = os.environ.get(METRICS_VARIABLE, "") if metrics_port is None else metrics_port
+    place = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
     if place != "":
         try:
             where = joined.serve_metrics(place)
@@ -128,7 +129,7 @@ def _spec(
     said = dict(os.environ)
     if coordinator is not None:
         number = index if index is not None else task_index(Variables("connect", said))
-        return ClusterSpec(coordinator, job or SCRIPT_JOB, number, listens=said.get("DFLOW_ADDRESS", ""))
+        return ClusterSpec(coordinator, job or SCRIPT_JOB, number, listens=read("DFLOW_ADDRESS", said))
     said |= {VARIABLE: os.fspath(cluster)} if cluster is not None else {}
     said |= {"DFLOW_JOB": job} if job is not None else {}
     said |= {"DFLOW_INDEX": str(index)} if index is not None else {}

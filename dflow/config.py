@@ -1,46 +1,44 @@
-"""Settings read from the environment once, at import: type, default and meaning.
+"""Settings of this process, read from the environment once, at import.
 
-Lower layers never read these variables; their settings are passed to them. The settings of clusters are read in
-`cluster`, `cluster_options` and `distributed`.
+All variables are declared in `tracing/environment.py`; those of clusters are read when a process joins one.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, fields
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dflow.lowering.passes.choose import BUDGET_S
+from dflow.tracing.environment import misspelt, read
 from dflow.tracing.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of this process."""
+    """Settings: DFLOW_CHECK, DFLOW_DUMP and DFLOW_PLACEMENT_S."""
 
-    #: DFLOW_CHECK=1 verifies each graph before and after each pass.
     check: bool = False
-    #: DFLOW_DUMP=dir writes each graph, before and after each pass, into a folder per traced function.
     dump: Path | None = None
-    #: DFLOW_PLACEMENT_S limits, in s, the pricing and search for a function whose devices are chosen.
     placement_s: float = BUDGET_S
 
 
-def _parse(name: str, text: str) -> Any:
-    if name == "dump":
-        return Path(text)
-    if name == "placement_s":
-        return _seconds(text)
-    if text not in ("0", "1"):
-        raise ConfigError(f"DFLOW_{name.upper()} is {text!r}; the legal values are 0 and 1")
-    return text == "1"
+def from_environment(environment: Mapping[str, str]) -> Config:
+    """Return the settings from these variables. Raises ConfigError for an invalid value; warns of misspelt names."""
+    for name, near in misspelt(environment).items():
+        warnings.warn(f"{name} is set, but dflow reads no variable of that name; did you mean {near}?", stacklevel=2)
+    check, dump = read("DFLOW_CHECK", environment), read("DFLOW_DUMP", environment)
+    if check not in ("", "0", "1"):
+        raise ConfigError(f"DFLOW_CHECK is {check!r}; the legal values are 0 and 1")
+    return Config(check == "1", Path(dump) if dump else None, _seconds(read("DFLOW_PLACEMENT_S", environment)))
 
 
 def _seconds(text: str) -> float:
     try:
-        found = float(text)
+        found = float(text or BUDGET_S)
     except ValueError:
         found = math.nan
     if not 0 < found < math.inf:
@@ -48,10 +46,4 @@ def _seconds(text: str) -> float:
     return found
 
 
-def from_environment(environment: dict[str, str]) -> Config:
-    """Return the settings from these environment variables. Raises ConfigError for an invalid value."""
-    given = {f.name: environment.get(f"DFLOW_{f.name.upper()}") for f in fields(Config)}
-    return Config(**{name: _parse(name, text) for name, text in given.items() if text})
-
-
-CONFIG = from_environment(dict(os.environ))
+CONFIG = from_environment(os.environ)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dflow.distributed.detection.variables import COORDINATOR_VARIABLE
+from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,14 +63,14 @@ def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
 
     named = options.cluster
     if not named and not getattr(options, "coordinator", None):
-        named = os.environ.get(VARIABLE)
+        named = read(VARIABLE)
     return read_cluster_file(named) if named else None
 
 
 def coordinator_of(options: argparse.Namespace) -> str:
     """Return the coordinator's address, `host:port`. Raises ConfigError if nothing sets it."""
     file = cluster_file_of(options)
-    known = options.coordinator or (file.coordinator if file else os.environ.get(COORDINATOR_VARIABLE))
+    known = options.coordinator or (file.coordinator if file else read(COORDINATOR_VARIABLE))
     if not known:
         raise ConfigError(
             f"where is the coordinator? give --coordinator HOST:PORT or --cluster FILE, or set {COORDINATOR_VARIABLE}"
@@ -93,4 +94,4 @@ def metrics_place_of(options: argparse.Namespace) -> str:
     """Return the `[HOST:]PORT` to serve metrics at; empty to serve none."""
     from dflow.distributed.observe.metrics import VARIABLE
 
-    return str(options.metrics_port or os.environ.get(VARIABLE, ""))
+    return str(options.metrics_port or read(VARIABLE))

@@ -21,7 +21,9 @@ from dflow.cli.status_view import grouped_traffic, make_table, progress_line, si
 from dflow.cli.task_table import TaskLine, task_table
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
-from dflow.distributed.wire.messages import EdgeTraffic, GetTaskState, Status, TaskHealth, TaskInfo, TaskState
+from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.status import GetStatus, Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed
 
@@ -59,7 +61,7 @@ class Watch:
 
     def look(self) -> Look:
         """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
-        status = self._client.status(timeout_s=COORDINATOR_S)
+        status = self._client.ask(GetStatus(), COORDINATOR_S)
         live = [info for info in status.tasks if info.left_at_s is None]
         answers = zip(live, self._pool.map(self._state_of, live), strict=True)
         states = {info.task: state for info, state in answers if state is not None}
@@ -79,10 +81,9 @@ class Watch:
                 who = short_task_name(info.task)
                 peer = self._transport.connect(info.address, name=TOOL, handler=RefuseAll(), who=who, timeout_s=TASK_S)
                 self._peers[info.task] = (info.address, peer)
-            answer, _ = peer.call(GetTaskState(), timeout_s=TASK_S)
+            return peer.call(GetTaskState(), timeout_s=TASK_S).message
         except (DflowError, OSError, ValueError):
             return None
-        return answer if isinstance(answer, TaskState) else None
 
 
 def show_status(

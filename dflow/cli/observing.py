@@ -10,7 +10,8 @@ from pathlib import Path
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
-from dflow.distributed.wire.messages import Dumped, DumpEvents
+from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DflowError
 
@@ -28,7 +29,7 @@ def live_tasks(transport: Transport, coordinator: str) -> Iterator[tuple[dict[st
     """
     client = CoordinatorClient(transport, coordinator, name=TOOL, timeout_s=CONNECT_S)
     try:
-        tasks = [info for info in client.status(timeout_s=CONNECT_S).tasks if info.left_at_s is None]
+        tasks = [info for info in client.ask(GetStatus(), CONNECT_S).tasks if info.left_at_s is None]
     finally:
         client.close()
     reached: dict[str, Peer] = {}
@@ -69,11 +70,10 @@ def dump(transport: Transport, coordinator: str) -> list[str]:
         pending = {task: peer.start(DumpEvents("dflow dump")) for task, peer in reached.items()}
         for task, reply in pending.items():
             try:
-                answer, _ = reply.wait(ANSWER_S)
+                path = reply.wait(ANSWER_S).message.path
             except DflowError as error:
                 missing[task] = str(error)
                 continue
-            path = answer.path if isinstance(answer, Dumped) else ""
             lines.append(f"{short_task_name(task)}  {path or 'could not write: see its log'}")
     return lines + [f"{short_task_name(task)}  not reached: {why}" for task, why in missing.items()]
 

@@ -24,6 +24,7 @@ from dflow.cli.option_types import count, job_count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.tracing.devices.task_name import task_name
+from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 
@@ -104,7 +105,7 @@ def _be_task(options: argparse.Namespace) -> int:
     coordinator, listens = coordinator_of(options), options.address
     if listens is None:
         file = cluster_file_of(options)
-        listens = file.spec(options.job, index).listens if file else os.environ.get("DFLOW_ADDRESS", "")
+        listens = file.spec(options.job, index).listens if file else read("DFLOW_ADDRESS")
     address = listening_address(listens, coordinator)
     task, give_up_s = task_name(options.job, index), options.coordinator_timeout
     transport, metrics = transport_of(options), metrics_place_of(options)
@@ -123,7 +124,7 @@ def _be_coordinator(options: argparse.Namespace) -> int:
     settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout, stall_timeout_s=options.stall_timeout)
     file = cluster_file_of(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
-    address = options.address or (file.coordinator if file else with_port(os.environ.get("DFLOW_ADDRESS", "127.0.0.1")))
+    address = options.address or (file.coordinator if file else with_port(read("DFLOW_ADDRESS") or "127.0.0.1"))
     transport, metrics = transport_of(options), metrics_place_of(options)
     with _told_who_listens(address):
         return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)

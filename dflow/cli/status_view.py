@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from msgspec.structs import replace as replace_struct
+from msgspec.structs import replace
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -26,7 +25,8 @@ from dflow.cli.task_table import launch_table
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
-from dflow.distributed.wire.messages import EdgeTraffic, Status, TaskHealth, TaskInfo, VariableInfo
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.status import Status, TaskHealth, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 
@@ -105,38 +105,31 @@ def size_text(size_bytes: int) -> str:
     return f"{size:.{0 if units[0] == 'B' else 1}f} {units[0]}"
 
 
-@dataclass(frozen=True)
-class TrafficRow:
-    """Values sent over one edge. A task is `job:*` if the row sums up several tasks of that job."""
+def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[EdgeTraffic]:
+    """Return the traffic, largest first, with one row for all tasks of a job that have the same role for an edge.
 
-    edge: str
-    source: str
-    destination: str
-    values: int
-    size_bytes: int
-
-
-def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[TrafficRow]:
-    """Return the traffic, largest first, with one row for all tasks of a job that have the same role for an edge."""
+    Tasks have their short names, and `job:*` stands for several of a job.
+    """
     rows = [
-        TrafficRow(t.edge, short_task_name(t.source), short_task_name(t.destination), t.values, t.size_bytes)
-        for t in traffic
+        replace(row, source=short_task_name(row.source), destination=short_task_name(row.destination))
+        for row in traffic
     ]
-    by_receiver: dict[tuple[str, str, str], list[TrafficRow]] = {}
-    for row in rows:
-        by_receiver.setdefault((row.edge, row.source, _job(row.destination)), []).append(row)
-    rows = [
-        _summed(same, destination=job if len({row.destination for row in same}) > 1 else same[0].destination)
-        for (_, _, job), same in by_receiver.items()
-    ]
-    by_sender: dict[tuple[str, str, str], list[TrafficRow]] = {}
-    for row in rows:
-        by_sender.setdefault((row.edge, _job(row.source), row.destination), []).append(row)
-    rows = [
-        _summed(same, source=job if len({row.source for row in same}) > 1 else same[0].source)
-        for (_, job, _), same in by_sender.items()
-    ]
+    rows = _grouped(_grouped(rows, "destination", "source"), "source", "destination")
     return sorted(rows, key=lambda row: (-row.size_bytes, row.edge, row.source, row.destination))
+
+
+def _grouped(rows: Iterable[EdgeTraffic], end: str, other: str) -> list[EdgeTraffic]:
+    """Return the rows, those joined that differ only in the task of a job at one `end`."""
+    groups: dict[tuple[str, str, str], list[EdgeTraffic]] = {}
+    for row in rows:
+        job = getattr(row, end).partition(":")[0] + ":*"
+        groups.setdefault((row.edge, job, getattr(row, other)), []).append(row)
+    found = []
+    for (_, job, _), same in groups.items():
+        where = job if len({getattr(row, end) for row in same}) > 1 else getattr(same[0], end)
+        values, size_bytes = sum(row.values for row in same), sum(row.size_bytes for row in same)
+        found.append(replace(same[0], **{end: where}, values=values, size_bytes=size_bytes))
+    return found
 
 
 class TerminalView:
@@ -188,7 +181,7 @@ class TerminalView:
         rates = {}
         for worker in status.workers:
             name = short_task_name(worker.task)
-            own = replace_struct(status, steps_done=worker.steps, steps_total=max(status.steps_total, 1))
+            own = replace(status, steps_done=worker.steps, steps_total=max(status.steps_total, 1))
             rates[name] = self._rates.setdefault(name, StepRate()).add(own)
         return rates
 
@@ -304,20 +297,6 @@ def _present(status: Status) -> str:
     live = sum(info.left_at_s is None for info in status.tasks)
     waiting = "; waiting for " + ", ".join(map(short_task_name, status.expected)) if status.expected else ""
     return f"{live} of {live + len(status.expected)} tasks are up{waiting}"
-
-
-def _job(task: str) -> str:
-    return task.partition(":")[0] + ":*"
-
-
-def _summed(rows: Sequence[TrafficRow], *, source: str = "", destination: str = "") -> TrafficRow:
-    return replace(
-        rows[0],
-        source=source or rows[0].source,
-        destination=destination or rows[0].destination,
-        values=sum(row.values for row in rows),
-        size_bytes=sum(row.size_bytes for row in rows),
-    )
 
 
 def _colour(task: str) -> str:

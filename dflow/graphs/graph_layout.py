@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Point = tuple[float, float]
@@ -37,12 +37,13 @@ def layers_of(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
 
     Boxes with few inputs are just above their first consumer. No layer has more than `WIDEST` boxes.
     """
-    above: list[list[int]] = [[] for _ in range(count)]
-    below: list[list[int]] = [[] for _ in range(count)]
-    for source, target in edges:
-        above[target].append(source)
-        below[source].append(target)
-    wished = _wished_layers(above, below)
+    above, below = _neighbours(count, edges)
+    wished = [0] * count
+    for box in range(count):
+        wished[box] = max((wished[source] + 1 for source in above[box]), default=0)
+    for box in reversed(range(count)):
+        if len(above[box]) <= len(below[box]) > 0:
+            wished[box] = min(wished[target] for target in below[box]) - 1
     layers, filled = [0] * count, Counter[int]()
     for box in sorted(range(count), key=lambda box: (wished[box], box)):
         layers[box] = max([wished[box], *(layers[other] + 1 for other in above[box])])
@@ -52,69 +53,46 @@ def layers_of(count: int, edges: Iterable[tuple[int, int]]) -> list[int]:
     return layers
 
 
-def _wished_layers(above: Sequence[list[int]], below: Sequence[list[int]]) -> list[int]:
-    """Return layers by the longest paths, but with boxes moved down to their consumers where that shortens edges."""
-    layers = [0] * len(above)
-    for box, sources in enumerate(above):
-        layers[box] = max((layers[source] + 1 for source in sources), default=0)
-    for box in reversed(range(len(above))):
-        if len(above[box]) <= len(below[box]) > 0:
-            layers[box] = min(layers[target] for target in below[box]) - 1
-    return layers
-
-
 def laid_out(sizes: Sequence[Point], edges: Sequence[tuple[int, int]]) -> Layout:
     """Lay out boxes of these sizes (width, height). Edges go from a lower box number to a higher."""
-    layers = layers_of(len(sizes), edges)
-    items, chains = _with_passing_points(sizes, layers, edges)
-    rows: list[list[int]] = [[] for _ in range(max(layers, default=0) + 1)]
-    for item, (_, layer) in enumerate(items):
-        rows[layer].append(item)
-    up, down = _neighbours(len(items), chains)
-    _order(rows, up, down)
-    xs = _columns(rows, [size[0] for size, _ in items], up, down)
-    tops, total = _tops(rows, [size[1] for size, _ in items])
-    ys = [tops[layer] + _row_height(rows[layer], items) / 2 for _, layer in items]
-    centers = [(xs[item], ys[item]) for item in range(len(items))]
-    paths = [tuple(_ends(chain, centers, items)) for chain in chains]
-    width = max((x + items[item][0][0] / 2 for item, x in enumerate(xs)), default=0.0)
-    return Layout(tuple(centers[: len(sizes)]), tuple(paths), width, total)
-
-
-_Item = tuple[Point, int]
-
-
-def _with_passing_points(
-    sizes: Sequence[Point], layers: Sequence[int], edges: Sequence[tuple[int, int]]
-) -> tuple[list[_Item], list[list[int]]]:
-    """Return the boxes and the points where edges pass through layers, and each edge as a chain of indices of these."""
-    items: list[_Item] = list(zip(sizes, layers, strict=True))
-    chains = []
-    for source, target in edges:
+    layers, items, chains = layers_of(len(sizes), edges), [*sizes], list[list[int]]()
+    for source, target in edges:  # an edge is an item, too, in each layer that it passes through
         passing = range(layers[source] + 1, layers[target])
-        first = len(items)
-        items += [((_PASSING, 0.0), layer) for layer in passing]
-        chains.append([source, *range(first, len(items)), target])
-    return items, chains
+        chains.append([source, *range(len(items), len(items) + len(passing)), target])
+        items += [(_PASSING, 0.0)] * len(passing)
+        layers += passing
+    rows: list[list[int]] = [[] for _ in range(max(layers, default=-1) + 1)]
+    for item, layer in enumerate(layers):
+        rows[layer].append(item)
+    up, down = _neighbours(len(items), (link for chain in chains for link in itertools.pairwise(chain)))
+    _sort(rows, up, down)
+    widths = [width for width, _ in items]
+    xs = _columns(rows, widths, up, down)
+    heights = [max(items[item][1] for item in row) for row in rows]
+    tops = [sum(heights[:row]) + row * LAYER_GAP for row in range(len(rows))]
+    centers = [(x, tops[layer] + heights[layer] / 2) for x, layer in zip(xs, layers, strict=True)]
+    width = max((x + width / 2 for x, width in zip(xs, widths, strict=True)), default=0.0)
+    height = tops[-1] + heights[-1] if rows else 0.0
+    paths = tuple(tuple(_path(chain, centers, items)) for chain in chains)
+    return Layout(tuple(centers[: len(sizes)]), paths, width, height)
 
 
-def _neighbours(count: int, chains: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
+def _neighbours(count: int, links: Iterable[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return, for each item, those linked from above and those linked below."""
     up: list[list[int]] = [[] for _ in range(count)]
     down: list[list[int]] = [[] for _ in range(count)]
-    for chain in chains:
-        for above, under in itertools.pairwise(chain):
-            down[above].append(under)
-            up[under].append(above)
+    for above, under in links:
+        down[above].append(under)
+        up[under].append(above)
     return up, down
 
 
-def _order(rows: list[list[int]], up: list[list[int]], down: list[list[int]]) -> None:
+def _sort(rows: list[list[int]], up: list[list[int]], down: list[list[int]]) -> None:
     """Sort each row by the positions of its neighbours in the previous row, alternately downwards and upwards."""
     place = {item: float(index) for row in rows for index, item in enumerate(row)}
     for sweep in range(_SWEEPS):
-        downwards = sweep % 2 == 0
-        for row in rows if downwards else reversed(rows):
-            near = up if downwards else down
+        near = down if sweep % 2 else up
+        for row in reversed(rows) if sweep % 2 else rows:
             row.sort(key=lambda item: _mean([place[other] for other in near[item]], place[item]))
             place.update((item, float(index)) for index, item in enumerate(row))
 
@@ -122,13 +100,11 @@ def _order(rows: list[list[int]], up: list[list[int]], down: list[list[int]]) ->
 def _columns(rows: list[list[int]], widths: list[float], up: list[list[int]], down: list[list[int]]) -> list[float]:
     """Return the x of each item: near the mean of its neighbours, in the order of its row, without overlap."""
     xs = [0.0] * len(widths)
-    for row in rows:
-        for item, x in zip(row, _apart([0.0] * len(row), [widths[item] for item in row]), strict=True):
-            xs[item] = x
-    for sweep in range(2 * _SWEEPS):
-        for row in rows if sweep % 2 == 0 else reversed(rows):
-            near = up if sweep % 2 == 0 else down
-            wished = [_mean([xs[other] for other in near[item]], xs[item]) for item in row]
+    for sweep in range(-1, 2 * _SWEEPS):
+        near = down if sweep % 2 else up
+        for row in reversed(rows) if sweep % 2 else rows:
+            # The first sweep only puts the items of each row side by side.
+            wished = [_mean([xs[other] for other in near[item]] if sweep >= 0 else [], xs[item]) for item in row]
             for item, x in zip(row, _apart(wished, [widths[item] for item in row]), strict=True):
                 xs[item] = x
     left = min((x - width / 2 for x, width in zip(xs, widths, strict=True)), default=0.0)
@@ -145,8 +121,8 @@ def _apart(wished: Sequence[float], widths: Sequence[float]) -> list[float]:
     for left, right in itertools.pairwise(widths):
         room.append(room[-1] + (left + right) / 2 + COLUMN_GAP)
     pools: list[tuple[float, int]] = []
-    for index, position in enumerate(wished):
-        value, size = position - room[index], 1
+    for position, offset in zip(wished, room, strict=False):
+        value, size = position - offset, 1
         while pools and pools[-1][0] > value:
             before, count = pools.pop()
             value, size = (before * count + value * size) / (count + size), count + size
@@ -155,25 +131,12 @@ def _apart(wished: Sequence[float], widths: Sequence[float]) -> list[float]:
     return [value + offset for value, offset in zip(settled, room, strict=False)]
 
 
-def _tops(rows: list[list[int]], heights: list[float]) -> tuple[list[float], float]:
-    """Return the top of each row, and the bottom of the last."""
-    tops, y = [], 0.0
-    for row in rows:
-        tops.append(y)
-        y += max((heights[item] for item in row), default=0.0) + LAYER_GAP
-    return tops, max(y - LAYER_GAP, 0.0)
-
-
-def _row_height(row: list[int], items: Sequence[_Item]) -> float:
-    return max(items[item][0][1] for item in row)
-
-
-def _ends(chain: Sequence[int], centers: Sequence[Point], items: Sequence[_Item]) -> Iterable[Point]:
+def _path(chain: Sequence[int], centers: Sequence[Point], items: Sequence[Point]) -> Iterator[Point]:
     """Yield the points of an edge, from the bottom of its first box to the top of its last."""
     first, *passing, last = chain
-    yield centers[first][0], centers[first][1] + items[first][0][1] / 2
+    yield centers[first][0], centers[first][1] + items[first][1] / 2
     yield from (centers[item] for item in passing)
-    yield centers[last][0], centers[last][1] - items[last][0][1] / 2
+    yield centers[last][0], centers[last][1] - items[last][1] / 2
 
 
 def _mean(values: Sequence[float], otherwise: float) -> float:

@@ -62,7 +62,7 @@ def svg(drawing: Drawing) -> str:
 
 def _without_far_edges(drawing: Drawing) -> Drawing:
     layers = layers_of(len(drawing.boxes), [edge[:2] for edge in drawing.edges])
-    return drawing.without({edge for edge in drawing.edges if layers[edge.target] - layers[edge.source] > _FURTHEST})
+    return drawing.without([edge for edge in drawing.edges if layers[edge.target] - layers[edge.source] > _FURTHEST])
 
 
 def _lines(box: Box) -> list[tuple[str, str]]:

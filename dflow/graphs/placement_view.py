@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any
 
 import jax
@@ -21,9 +20,8 @@ from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.placement.choose import all_on
+from dflow.lowering.placement.choose import all_on, alternatives
 from dflow.lowering.placement.instance import runs_alone
-from dflow.lowering.placement.regions import alternatives
 from dflow.lowering.placement.score import predicted, scored
 from dflow.lowering.placement.timeline import timeline
 from dflow.lowering.values.devices import devices_in_order
@@ -44,6 +42,7 @@ from dflow.tracing.state.resources import Variable
 #: One measurement is a row of calls that takes about `ROW_S` seconds, of at most `ROW` calls.
 ROW_S, ROW = 0.02, 100
 _OPTIONS = ("rounds", "budget_s")
+_WITH_VARIABLES = "variables that live there"
 
 
 @dataclass(frozen=True)
@@ -117,26 +116,13 @@ class Placement:
         return lines
 
     def _rows(self) -> list[str]:
-        rows = [
-            _row(list(parts)) for _, parts in groupby(self.parts, lambda part: (part.device, part.is_state, _own(part)))
+        named = [_named(part.values) for part in self.parts]
+        widths = max(map(len, named), default=0), max((len(part.device) for part in self.parts), default=0)
+        return [
+            f"{values:<{widths[0]}}  {part.device:<{widths[1]}}  {part.reason}"
+            + (f"  # {', '.join(part.lines)}" if part.lines else "")
+            for values, part in zip(named, self.parts, strict=True)
         ]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-        return [f"{what:<{widths[0]}}  {device:<{widths[1]}}  {rest}" for what, device, rest in rows]
-
-
-def _own(part: PlacedPart) -> int:
-    """Return a key that is equal for parts that may share a line: only parts with variables may."""
-    return 0 if part.is_state else id(part)
-
-
-def _row(parts: Sequence[PlacedPart]) -> tuple[str, str, str]:
-    """Return the columns of a line for parts that share it."""
-    values = [value for part in parts for value in part.values]
-    lines = list(dict.fromkeys(line for part in parts for line in part.lines if line != "..."))
-    more = len(lines) > 2 or any("..." in part.lines for part in parts)
-    comment = f"  # {', '.join([*lines[:2], *(['...'] if more else [])])}" if lines else ""
-    reason = parts[0].reason if len(parts) == 1 else "variables that live there"
-    return _named(values), parts[0].device, f"{reason}{comment}"
 
 
 def _named(values: Sequence[str]) -> str:
@@ -232,23 +218,22 @@ def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
     chosen = _chosen(decision)
     unit_of = {number: unit for unit, group in enumerate(decision.instance.groups) for number in group}
     names = decision.instance.problem.machine.names
-    found: list[tuple[tuple[str, str, bool, int], list[Node]]] = []
-    place_of: dict[tuple[str, str, bool, int], int] = {}
+    found: list[tuple[tuple[str, str, int], list[Node]]] = []
+    place_of: dict[tuple[str, str, int], int] = {}
     for number, node in enumerate(graph.nodes):
         unit = unit_of[number]
-        device = names[decision.found.assignment[unit]]
-        reason, region = chosen.get(unit, (_reason(node), -1))
-        key = device, reason, region < 0 and _is_state(node), region
-        if region >= 0 and key in place_of:
+        key = (names[decision.found.assignment[unit]], *chosen.get(unit, (_reason(node), -1)))
+        if key in place_of and (key[2] >= 0 or place_of[key] == len(found) - 1):
             found[place_of[key]][1].append(node)
-        elif found and found[-1][0] == key:
-            found[-1][1].append(node)
         else:
             place_of[key] = len(found)
             found.append((key, [node]))
-    for (device, reason, is_state, _), nodes in found:
+    for (device, reason, _), nodes in found:
         lines = list(dict.fromkeys(node.loc.short for node in nodes if node.loc is not None))
         shown = (*lines[:2], "...") if len(lines) > 2 else tuple(lines)
+        refs = dict.fromkeys(ref.name for node in nodes for _, ref in node.effects if ref is not None)
+        is_state = reason == _WITH_VARIABLES
+        reason = f"%{next(iter(refs))} lives there" if is_state and len(refs) == 1 else reason
         yield PlacedPart(tuple(node.outputs[0].name for node in nodes), device, reason, shown, is_state)
 
 
@@ -259,21 +244,16 @@ def _chosen(decision: Decision) -> dict[int, tuple[str, int]]:
     for number, other in enumerate(alternatives(problem, assignment)):
         gain = f"ends {_time(other.loss_s)} earlier than" if other.loss_s > 0 else "ends as early as"
         reason = f"chosen: the step {gain} with {problem.machine.names[other.device]}"
-        found.update({unit: (reason, number) for block in other.region for unit in problem.together[block]})
+        found.update(dict.fromkeys(other.region, (reason, number)))
     return found
-
-
-def _is_state(node: Node) -> bool:
-    return any(ref is not None for _, ref in node.effects) and not runs_alone(node)
 
 
 def _reason(node: Node) -> str:
     """Return why a node runs where it does, if the search did not place it."""
-    refs = [ref for _, ref in node.effects if ref is not None]
     if runs_alone(node):
         return "run by the process itself"
-    if refs:
-        return f"%{refs[0].name} lives there"
+    if any(ref is not None for _, ref in node.effects):
+        return _WITH_VARIABLES
     if node.device is None:
         return "no scope: beside what it takes"
     if choices_in(node.device) is not None:

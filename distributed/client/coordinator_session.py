@@ -18,22 +18,15 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    AwaitBarrier,
-    Claimed,
-    ClaimSteps,
-    Failure,
-    Join,
-    Leave,
-    Mark,
-    Marked,
-    Roster,
-    RosterChange,
-)
+from dflow.distributed.client.request_numbers import RequestNumbers
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.marked import Mark, Marked
+from dflow.distributed.wire.messages.message import Message, Request
+from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange
 from dflow.distributed.wire.roster_changes import changed_roster
 
 #: The request number of a rejoin; those of the program are greater.
@@ -92,7 +85,7 @@ class Asking:
 
     at_s: float
     ask: int
-    message: AnyMessage
+    message: Request[Any]
 
 
 @dataclass(frozen=True)
@@ -110,7 +103,7 @@ class Answered:
     at_s: float
     link: int
     ask: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -119,7 +112,7 @@ class Heard:
 
     at_s: float
     link: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -151,7 +144,7 @@ class Send:
 
     link: int
     ask: int
-    message: AnyMessage
+    message: Request[Any]
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ class Tell:
     """Send a notification over the link."""
 
     link: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -175,7 +168,7 @@ class Settle:
     """Pass the program its answer."""
 
     ask: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -225,8 +218,8 @@ class CoordinatorSession:
         self._member: Join | None = None
         self._join_ask = REJOIN
         self._join_by_s: float | None = None
-        self._asks: dict[int, AnyMessage] = {}
-        self._last_claims: dict[str, int] = {}
+        self._asks: dict[int, Request[Any]] = {}
+        self._numbers = RequestNumbers()
         self._ended: Failure | None = None
         self._mark = Mark()
         self.roster = Roster((), ())
@@ -381,21 +374,17 @@ class CoordinatorSession:
 
     # Asks.
 
-    def _ask(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
-        match message:
-            case Join(task, address):
-                self._member, self._join_ask, self._is_in = Join(task, address, self._incarnation), ask, False
-                self._join_by_s = at_s + self._settings.join_s
-                message = self._member
-            case AwaitBarrier():
-                message = msgspec.structs.replace(message, number=ask)
-            case ClaimSteps(run=run):
-                message = msgspec.structs.replace(message, number=ask, last=self._last_claims.get(run, 0))
+    def _ask(self, at_s: float, ask: int, message: Request[Any]) -> list[SessionCommand]:
+        message = self._numbers.numbered(ask, message)
+        if isinstance(message, Join):
+            self._member = message = Join(message.task, message.address, self._incarnation)
+            self._join_ask, self._is_in = ask, False
+            self._join_by_s = at_s + self._settings.join_s
         self._asks[ask] = message
         may_go = self._link is not None and (self._is_in or isinstance(message, Join))
         return [Send(self._link, ask, message)] if may_go and self._link is not None else []
 
-    def _answered(self, at_s: float, ask: int, message: AnyMessage) -> list[SessionCommand]:
+    def _answered(self, at_s: float, ask: int, message: Message) -> list[SessionCommand]:
         # An answer resets the pauses; a connection alone does not.
         self._pauses = 0
         self._note_mark(message)
@@ -404,9 +393,8 @@ class CoordinatorSession:
         asked = self._asks.pop(ask, None)
         if asked is None:
             return []
-        if isinstance(asked, ClaimSteps) and isinstance(message, Claimed):
-            self._last_claims[asked.run] = ask
-        elif isinstance(asked, Leave):
+        self._numbers.answered(ask, asked, message)
+        if isinstance(asked, Leave):
             self._member = None
         return [Settle(ask, message)]
 
@@ -416,7 +404,7 @@ class CoordinatorSession:
             return []
         return [*self._up(at_s), *self._send_all()]
 
-    def _join_answered(self, at_s: float, ask: int, message: AnyMessage, member: Join) -> list[SessionCommand]:
+    def _join_answered(self, at_s: float, ask: int, message: Message, member: Join) -> list[SessionCommand]:
         assert self._link is not None
         is_first = self._asks.pop(ask, None) is not None
         if isinstance(message, (Roster, RosterChange)):
@@ -439,13 +427,13 @@ class CoordinatorSession:
 
     # Rosters.
 
-    def _note_mark(self, message: AnyMessage) -> None:
+    def _note_mark(self, message: Message) -> None:
         """Keep the newest mark; one of another start of the coordinator is newer."""
         if isinstance(message, Marked) and message.mark.start:
             is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
             self._mark = message.mark if is_newer else self._mark
 
-    def _heard(self, at_s: float, message: AnyMessage) -> list[SessionCommand]:
+    def _heard(self, at_s: float, message: Message) -> list[SessionCommand]:
         self._note_mark(message)
         match message:
             case Roster():

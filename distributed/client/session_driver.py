@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import TypeVar
+from typing import Any, cast
 
 from dflow.distributed.client.coordinator_session import (
     Answered,
@@ -49,17 +49,18 @@ from dflow.distributed.client.coordinator_session import (
 )
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
 from dflow.distributed.transport.exchange import on_reader_thread
-from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.failures import error_from, failure_of
 from dflow.distributed.wire.large_message import unpack
-from dflow.distributed.wire.messages import AnyMessage, DumpEvents, Failure, Message, Roster
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.message import Answer, Message, Request
+from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.roster import Roster
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
 
 LOGGER = logging.getLogger("dflow")
 HEARTBEAT_S = 1.0
-
-_Answer = TypeVar("_Answer", bound=Message)
 
 
 class SessionDriver:
@@ -113,7 +114,7 @@ class SessionDriver:
         self._links: dict[int, Peer] = {}
         self._link_numbers = itertools.count(1)
         self._ask_numbers = itertools.count(1)
-        self._answers: dict[int, Future[AnyMessage]] = {}
+        self._answers: dict[int, Future[Message]] = {}
         self._open(timeout_s)
         if is_threaded:
             threading.Thread(target=self._run, name="dflow coordinator link", daemon=True).start()
@@ -192,16 +193,16 @@ class SessionDriver:
         """Call back with the reason when this task must dump its newest events. The callback must not block."""
         self._on_dump.append(callback)
 
-    def ask(self, message: AnyMessage, wanted: type[_Answer], timeout_s: float) -> _Answer:
+    def ask(self, message: Request[Answer], timeout_s: float) -> Answer:
         """Send the coordinator a request, and wait for its answer.
 
         raises  the error that it answers with; DeadlineExceeded, with the present outage if any; WireError for an
-                answer that is not of type `wanted`; InternalError on a reader thread, which must not wait
+                answer that the request does not declare; InternalError on a reader thread, which must not wait
         """
         what = type(message).__name__
         if on_reader_thread():
             raise InternalError(f"a handler waits for the coordinator to answer {what}; hand that to another thread")
-        future: Future[AnyMessage] = Future()
+        future: Future[Message] = Future()
         with self._changed:
             ask = next(self._ask_numbers)
             self._answers[ask] = future
@@ -220,9 +221,9 @@ class SessionDriver:
             ) from None
         if isinstance(answer, Failure):
             raise error_from(answer)
-        return expect(answer, wanted, "the coordinator")
+        return cast(Answer, answer)
 
-    def tell(self, message: AnyMessage) -> None:
+    def tell(self, message: Message) -> None:
         """Send a notification; dropped while there is no connection."""
         link = self._session.joined_link
         peer = self._links.get(link) if link is not None else None
@@ -290,7 +291,7 @@ class SessionDriver:
         self._links.pop(link, None)
         self._handle(LinkEnded(self._clock(), link, reason))
 
-    def link_heard(self, link: int, message: AnyMessage, payload: memoryview) -> None:
+    def link_heard(self, link: int, message: Message, payload: memoryview) -> None:
         """Handle a notification that came over the connection `link`."""
         message = _unpacked(message, payload)
         if isinstance(message, DumpEvents):
@@ -354,7 +355,7 @@ class SessionDriver:
                 for callback in callbacks:
                     callback(reason)
 
-    def _send(self, link: int, ask: int, message: AnyMessage) -> None:
+    def _send(self, link: int, ask: int, message: Request[Any]) -> None:
         peer = self._links.get(link)
         if peer is None:
             return
@@ -365,7 +366,7 @@ class SessionDriver:
         except DflowError as error:
             self._reply_came(link, ask, error)
 
-    def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
+    def _reply_came(self, link: int, ask: int, reply: Outcome[Reply[Any]]) -> None:
         if isinstance(reply, TransportClosed):
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
@@ -388,7 +389,7 @@ class _Link(RefuseAll):
         self._owner = owner
         self._link = link
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Pass the notification to the driver."""
         self._owner.link_heard(self._link, message, payload)
 
@@ -397,7 +398,7 @@ class _Link(RefuseAll):
         self._owner.link_ended(self._link, reason)
 
 
-def _unpacked(message: AnyMessage, payload: memoryview) -> AnyMessage:
+def _unpacked(message: Message, payload: memoryview) -> Message:
     try:
         return unpack(message, payload)
     except WireError as error:

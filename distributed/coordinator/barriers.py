@@ -24,7 +24,8 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Reply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages import AwaitBarrier, BarrierPassed, Failure
+from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
+from dflow.distributed.wire.messages.connection import Failure
 from dflow.tracing.devices.task_name import short_task_name
 
 #: The tasks of a job that are live or expected now, and the roster's version.

@@ -47,7 +47,10 @@ from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
 from dflow.distributed.transport.exchange import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
-from dflow.distributed.wire.messages import AnyMessage, Join, Roster, Status
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import Join, Roster
+from dflow.distributed.wire.messages.status import Status
+from dflow.lowering.queues.mailbox import Mailbox
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
 
 NAME = "coordinator"
@@ -94,9 +97,7 @@ class Coordinator:
         # Times count from the first start. The wall clock may have been set back since.
         self._started_s = clock() - max(now_s - first_s, 0.0)
         self._on_fault = on_fault
-        self._handling = threading.RLock()
-        self._is_handling = False
-        self._arrived: deque[Callable[[float], Event]] = deque()
+        self._mailbox: Mailbox[Callable[[float], Event]] = Mailbox(self._handle_arrived)
         self._numbering = threading.Lock()
         self._peers: dict[int, Peer] = {}
         self._numbers: dict[Peer, int] = {}
@@ -119,7 +120,7 @@ class Coordinator:
         # A fault before this coordinator listens is raised here; `on_fault` gets the later ones.
         faults: list[str] = []
         self._on_fault, on_fault = faults.append, self._on_fault
-        self._submit(lambda at_s: Started(at_s, secrets.token_hex(8)))
+        self._mailbox.post(lambda at_s: Started(at_s, secrets.token_hex(8)))
         if faults:
             raise OSError(faults[0])
         self._on_fault = on_fault
@@ -133,47 +134,47 @@ class Coordinator:
 
     def status(self) -> Status:
         """Return a snapshot for people and tools."""
-        with self._handling:
+        with self._mailbox.lock:
             return self._state.status(self._clock() - self._started_s)
 
     def log(self) -> tuple[Event, ...]:
         """The newest events, oldest first."""
-        with self._handling:
+        with self._mailbox.lock:
             return tuple(self._state.log)
 
     def tick(self) -> None:
         """Advance the state's time, so that deadlines take effect."""
-        self._submit(Ticked)
+        self._mailbox.post(Ticked)
 
     def close(self) -> None:
         """Stop listening, close every connection and the store; a second call does nothing."""
         self._closed.set()
         if self._listener is not None:
             self._listener.close()
-        with self._handling:
+        with self._mailbox.lock:
             self._store.close()
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Handle a request; see `transport.base.Handler`. A task may join only under its connection's name."""
         if isinstance(message, Join) and message.task != peer.name:
             raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
         with self._numbering:
             number, ask = self._number(peer), self._new_number()
             self._asks[ask] = responder
-        self._submit(lambda at_s: Asked(at_s, number, ask, message))
+        self._mailbox.post(lambda at_s: Asked(at_s, number, ask, message))
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Handle a notification."""
         with self._numbering:
             number = self._number(peer)
-        self._submit(lambda at_s: Told(at_s, number, message))
+        self._mailbox.post(lambda at_s: Told(at_s, number, message))
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """Note that a connection has ended."""
         with self._numbering:
             number = self._number(peer)
             self._peers.pop(self._numbers.pop(peer))
-        self._submit(lambda at_s: PeerClosed(at_s, number, reason))
+        self._mailbox.post(lambda at_s: PeerClosed(at_s, number, reason))
 
     def _number(self, peer: Peer) -> int:
         if peer not in self._numbers:
@@ -185,36 +186,26 @@ class Coordinator:
         self._last_number += 1
         return self._last_number
 
-    def _submit(self, event: Callable[[float], Event]) -> None:
-        """Handle the event before this returns, or after those in progress when a command of one caused it."""
-        self._arrived.append(event)
-        with self._handling:
-            if self._is_handling:
-                return
-            self._is_handling = True
-            try:
-                while self._arrived and not self._closed.is_set():
-                    self._handle_arrived()
-            finally:
-                self._is_handling = False
-
-    def _handle_arrived(self) -> None:
-        """Handle all queued events; an error ends the coordinator."""
+    def _handle_arrived(self, arrived: deque[Callable[[float], Event]]) -> None:
+        """Handle all queued events; an error ends the coordinator, which drops later ones."""
+        if self._closed.is_set():
+            arrived.clear()
+            return
         try:
-            self._handle_all()
+            self._handle_all(arrived)
         except OSError as error:
             self._end_by_fault(str(error))
         except Exception as error:
             LOGGER.exception("the coordinator has failed")
             self._end_by_fault(f"it has failed: {type(error).__name__}: {error}")
 
-    def _handle_all(self) -> None:
+    def _handle_all(self, arrived: deque[Callable[[float], Event]]) -> None:
         """Handle all queued events, with one write for all of them."""
         changes: list[Change] = []
         commands: list[Command] = []
         # Only the events queued by now: events that keep arriving must not delay the write.
-        for _ in range(len(self._arrived)):
-            for command in self._state.handle(self._arrived.popleft()(self._clock() - self._started_s)):
+        for _ in range(len(arrived)):
+            for command in self._state.handle(arrived.popleft()(self._clock() - self._started_s)):
                 if isinstance(command, Persist):
                     changes += command.changes
                 else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.wire.messages import AnyMessage
+from dflow.distributed.wire.messages.message import Message
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Asked:
     at_s: float
     peer: int
     ask: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Told:
 
     at_s: float
     peer: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Reply:
     """Answer the request `ask`; ignored when its connection has ended."""
 
     ask: int
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Broadcast:
     """Send the message to each of `peers`, without waiting for any."""
 
     peers: tuple[int, ...]
-    message: AnyMessage
+    message: Message
 
 
 @dataclass(frozen=True)

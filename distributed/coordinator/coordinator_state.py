@@ -50,35 +50,22 @@ from dflow.distributed.coordinator.membership import (
 )
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan
 from dflow.distributed.coordinator.state_marks import StateMarks
-from dflow.distributed.coordinator.step_ledger import RoundsReported, StepLedger, StepsAsked, WorkerLeft
+from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
-from dflow.distributed.wire.messages import (
-    AwaitBarrier,
-    ClaimSteps,
-    DumpEvents,
-    Elected,
-    ElectOnce,
-    Failure,
-    GetHealth,
-    GetStatus,
-    Health,
-    Heartbeat,
-    Join,
-    Leave,
-    Marked,
-    Ok,
-    Placed,
-    PlacedAll,
-    PlaceVariable,
-    PlaceVariables,
-    Report,
-    RosterChange,
-    RoundsDone,
-    Status,
-    Unplace,
-)
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.barriers import AwaitBarrier
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.marked import Marked
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, RosterChange
+from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 
@@ -103,6 +90,12 @@ class CoordinatorSettings:
 
 class _Result(msgspec.Struct, frozen=True):
     value: float
+
+
+#: The handlers of the coordinator's messages, called after the checks of membership and speaker. A handler of requests
+#: returns its reply, or commands with the `Reply` now or later.
+REQUESTS: HandlerTable[CoordinatorState, Asked, Message | list[Command]] = HandlerTable()
+NOTICES: HandlerTable[CoordinatorState, Told, list[Command]] = HandlerTable()
 
 
 class CoordinatorState:
@@ -156,30 +149,39 @@ class CoordinatorState:
                 return self._follow(self._membership.handle(event))
             case Asked():
                 return self._asked(event)
-            case Told(at_s, peer, Heartbeat() as heartbeat):
-                followed = self._follow(self._membership.handle(HeartbeatArrived(at_s, peer, heartbeat.task)))
-                is_its_own = self._membership.is_live(heartbeat.task, peer)
-                return followed + (self._hear(at_s, heartbeat) if is_its_own else [])
-            case Told(_, peer, RoundsDone() as report):
-                if self._membership.is_live(report.task, peer):
-                    self._ledger.handle(RoundsReported(report))
-                return []
-            case Told(_, peer, Report(name, value)):
-                if self._membership.is_of_a_task(peer):
-                    self._set_result(name, value)
-                return []
-            case Told(at_s, peer, Leave(task, reason)):
-                is_its_own = self._membership.is_live(task, peer)
-                return self._follow(self._membership.handle(LeaveAsked(at_s, peer, reason))) if is_its_own else []
-            case Told(at_s, peer, DumpEvents(why, task)):
-                return self._ask_for_dumps(at_s, why, peer) if self._membership.is_live(task, peer) else []
             case Told():
-                return []
+                handle = NOTICES.get(type(event.message))
+                is_taken = handle is not None and not self._refusal(event.peer, event.message)
+                return handle(self, event.message, event) if handle is not None and is_taken else []
             case PeerClosed(at_s, peer, reason):
                 return self._follow(self._membership.handle(ConnectionLost(at_s, peer, reason)))
             case Ticked(at_s):
                 followed = self._follow(self._membership.handle(event))
                 return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
+
+    def _asked(self, event: Asked) -> list[Command]:
+        what = type(event.message).__name__
+        handle = REQUESTS.get(type(event.message))
+        if handle is None:
+            return [Reply(event.ask, Failure("RemoteError", f"the coordinator answers no {what}; ask a task"))]
+        refusal = self._refusal(event.peer, event.message)
+        if refusal:
+            return [Reply(event.ask, Failure("TaskLost", f"{what} {refusal}; join first"))]
+        decided = handle(self, event.message, event)
+        return [Reply(event.ask, decided)] if isinstance(decided, Message) else decided
+
+    def _refusal(self, peer: int, message: Message) -> str:
+        """Why the message is not taken over this connection; empty when it is."""
+        if message.is_open:
+            return ""
+        if not message.speaker:
+            is_of_a_task = self._membership.is_of_a_task(peer)
+            return "" if is_of_a_task else "is taken from tasks alone, and this connection is of none"
+        task = getattr(message, message.speaker)
+        if self._membership.is_live(task, peer):
+            return ""
+        why = self._membership.absence(task)
+        return f"came in the name of {short_task_name(task)} over a connection that is not its own ({why})"
 
     def status(self, at_s: float) -> Status:
         """Return a snapshot for people and tools."""
@@ -200,22 +202,11 @@ class CoordinatorState:
             not_finite=self._ledger.not_finite,
         )
 
-    def _arrive(self, event: Asked, request: AwaitBarrier) -> list[Command]:
-        job, _ = split_task_name(request.task)
-        return [*self._barriers.arrive(event.at_s, event.ask, self._membership.life(request.task), request, job)]
-
     def _present(self, job: str) -> tuple[tuple[str, ...], int]:
         return self._membership.available(job), self._membership.version
 
     def _describe(self, task: str, at_s: float) -> str:
         return describe_task(task, self._health(at_s, task))
-
-    def _hear(self, at_s: float, heartbeat: Heartbeat) -> list[Command]:
-        task, life = heartbeat.task, self._membership.life(heartbeat.task)
-        self._traffic.report(life, heartbeat.traffic)
-        is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
-        ended = self._watch.hear(life, task, at_s, heartbeat.steps, heartbeat.doing, is_busy)
-        return [Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended]
 
     def _tell_stalls(self, at_s: float) -> list[Command]:
         texts = [
@@ -244,65 +235,57 @@ class CoordinatorState:
             return Health(at_s, None, self._membership.absence(task))
         return Health(at_s, self._watch.health(self._membership.life(task)), "")
 
-    def _asked(self, event: Asked) -> list[Command]:
-        match event.message:
-            case Join() as join:
-                return self._join(event, join)
-            case Leave(task, reason):
-                return self._from_task(event, task) or self._leave(event, reason)
-            case ClaimSteps(_, task) as claim:
-                return self._from_task(event, task) or [*self._ledger.handle(StepsAsked(event.ask, claim))]
-            case ElectOnce(what, task):
-                return self._from_task(event, task) or [
-                    Reply(event.ask, Elected(self._elections.elect(what, task, self._membership.life(task))))
-                ]
-            case AwaitBarrier(task=task) as request:
-                return self._from_task(event, task) or self._arrive(event, request)
-            case PlaceVariable() | PlaceVariables() | Unplace() | Report() if not self._is_of_a_task(event):
-                text = f"{type(event.message).__name__} is taken from tasks alone, and this connection is of none"
-                return [Reply(event.ask, Failure("TaskLost", f"{text}; join first"))]
-            case PlaceVariable() as request:
-                return [Reply(event.ask, self._place(request))]
-            case PlaceVariables(requests):
-                return [Reply(event.ask, PlacedAll(tuple(map(self._place, requests))))]
-            case Unplace(name):
-                self._directory.give_up(name)
-                return [Reply(event.ask, Ok())]
-            case Report(name, value):
-                self._set_result(name, value)
-                return [Reply(event.ask, Ok())]
-            case GetHealth(task):
-                return [Reply(event.ask, self._health(event.at_s, task))]
-            case GetStatus():
-                return [Reply(event.ask, self.status(event.at_s))]
-            case other:
-                text = f"the coordinator answers no {type(other).__name__}; ask a task"
-                return [Reply(event.ask, Failure("RemoteError", text))]
+    # Requests.
 
-    def _is_of_a_task(self, event: Asked) -> bool:
-        return self._membership.is_of_a_task(event.peer)
+    @REQUESTS.handles(GetHealth)
+    def _get_health(self, request: GetHealth, event: Asked) -> Health:
+        return self._health(event.at_s, request.task)
 
-    def _place(self, request: PlaceVariable) -> Placed | Failure:
-        members = self._membership
-        return self._directory.place(request, members.available(request.job), members.jobs())
+    @REQUESTS.handles(GetStatus)
+    def _get_status(self, request: GetStatus, event: Asked) -> Status:
+        return self.status(event.at_s)
 
-    def _from_task(self, event: Asked, task: str) -> list[Command]:
-        """Return a refusal unless the message comes over the connection of the live task that it names."""
-        if self._membership.is_live(task, event.peer):
-            return []
-        why = self._membership.absence(task)
-        text = f"{type(event.message).__name__} came in the name of {short_task_name(task)} over a connection "
-        return [Reply(event.ask, Failure("TaskLost", text + f"that is not its own ({why}); join first"))]
+    @REQUESTS.handles(ClaimSteps)
+    def _claim(self, claim: ClaimSteps, event: Asked) -> list[Command]:
+        return [*self._ledger.claim(event.ask, claim)]
 
-    def _set_result(self, name: str, value: float) -> None:
-        self._results[name] = value
-        self._records.put(_RESULT + name, _Result(value))
+    @REQUESTS.handles(ElectOnce)
+    def _elect(self, request: ElectOnce, event: Asked) -> Elected:
+        return Elected(self._elections.elect(request.what, request.task, self._membership.life(request.task)))
 
-    def _join(self, event: Asked, join: Join) -> list[Command]:
+    @REQUESTS.handles(AwaitBarrier)
+    def _arrive(self, request: AwaitBarrier, event: Asked) -> list[Command]:
+        job, _ = split_task_name(request.task)
+        return [*self._barriers.arrive(event.at_s, event.ask, self._membership.life(request.task), request, job)]
+
+    @REQUESTS.handles(PlaceVariable)
+    def _place_one(self, request: PlaceVariable, event: Asked) -> Placed | Failure:
+        return self._place(request)
+
+    @REQUESTS.handles(PlaceVariables)
+    def _place_all(self, request: PlaceVariables, event: Asked) -> PlacedAll:
+        return PlacedAll(tuple(map(self._place, request.requests)))
+
+    @REQUESTS.handles(Unplace)
+    def _unplace(self, request: Unplace, event: Asked) -> Ok:
+        self._directory.give_up(request.name)
+        return Ok()
+
+    @REQUESTS.handles(Report)
+    def _report(self, report: Report, event: Asked) -> Ok:
+        self._set_result(report)
+        return Ok()
+
+    @REQUESTS.handles(Leave)
+    def _leave(self, request: Leave, event: Asked) -> list[Command]:
+        return [*self._release(event, request.reason), Reply(event.ask, Ok())]
+
+    @REQUESTS.handles(Join)
+    def _join(self, join: Join, event: Asked) -> Failure | list[Command]:
         try:
             split_task_name(join.task)
         except DeviceError as error:
-            return [Reply(event.ask, Failure("DeviceError", str(error)))]
+            return Failure("DeviceError", str(error))
         is_known = join.cluster == self._membership.cluster
         if is_known and (missing := self._marks.missing(join.mark)):
             return self._refuse_newer(event, join, missing)
@@ -311,7 +294,7 @@ class CoordinatorState:
         )
         for command in decided:
             if isinstance(command, RefuseJoin):
-                return [Reply(event.ask, Failure(command.kind, command.text))]
+                return Failure(command.kind, command.text)
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
         return [Reply(event.ask, change or self._membership.roster()), *self._follow(decided)]
@@ -326,13 +309,51 @@ class CoordinatorState:
         self._has_lost_state = True
         return [*commands, Reply(event.ask, Failure("RemoteError", text))]
 
-    def _leave(self, event: Asked, reason: str) -> list[Command]:
-        decided = self._membership.handle(LeaveAsked(event.at_s, event.peer, reason))
-        return [*self._follow(decided), Reply(event.ask, Ok())]
+    def _place(self, request: PlaceVariable) -> Placed | Failure:
+        members = self._membership
+        return self._directory.place(request, members.available(request.job), members.jobs())
+
+    # Notices.
+
+    @NOTICES.handles(Heartbeat)
+    def _hear(self, heartbeat: Heartbeat, event: Told) -> list[Command]:
+        task, at_s, life = heartbeat.task, event.at_s, self._membership.life(heartbeat.task)
+        followed = self._follow(self._membership.handle(HeartbeatArrived(at_s, event.peer, task)))
+        self._traffic.report(life, heartbeat.traffic)
+        is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
+        ended = self._watch.hear(life, task, at_s, heartbeat.steps, heartbeat.doing, is_busy)
+        return [*followed, *(Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended)]
+
+    @NOTICES.handles(RoundsDone)
+    def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:
+        self._ledger.note_rounds(report)
+        return []
+
+    @NOTICES.handles(Report)
+    def _note_result(self, report: Report, event: Told) -> list[Command]:
+        self._set_result(report)
+        return []
+
+    @NOTICES.handles(Leave)
+    def _note_leave(self, leave: Leave, event: Told) -> list[Command]:
+        return self._release(event, leave.reason)
+
+    @NOTICES.handles(DumpEvents)
+    def _pass_on_dump(self, message: DumpEvents, event: Told) -> list[Command]:
+        # Tools may send it to tasks; here it is taken from the task that it names.
+        is_its_own = self._membership.is_live(message.task, event.peer)
+        return self._ask_for_dumps(event.at_s, message.why, event.peer) if is_its_own else []
+
+    def _set_result(self, report: Report) -> None:
+        self._results[report.name] = report.value
+        self._records.put(_RESULT + report.name, _Result(report.value))
+
+    def _release(self, event: Asked | Told, reason: str) -> list[Command]:
+        return self._follow(self._membership.handle(LeaveAsked(event.at_s, event.peer, reason)))
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
         """Apply a change of the membership to the other parts, and return the commands."""
-        left = [WorkerLeft(command.task, command.reason) for command in decided if isinstance(command, ReleaseTask)]
+        left = {command.task: command.reason for command in decided if isinstance(command, ReleaseTask)}
         commands: list[Command] = [*self._ledger.leave(left)] if left else []
         for command in decided:
             match command:

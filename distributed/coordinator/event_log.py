@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Asked, Event, Told
-from dflow.distributed.wire.messages import Heartbeat
+from dflow.distributed.wire.messages.roster import Heartbeat
 
 LOG_EVENTS = 10_000
 LOG_BYTES = 8 << 20

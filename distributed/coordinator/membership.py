@@ -27,7 +27,7 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Started, Ticked
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages import Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.roster import Roster, RosterChange, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 
 #: Reason for leaving of a worker whose program has ended well.

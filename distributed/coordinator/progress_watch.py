@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dflow.distributed.wire.messages import TaskHealth
+from dflow.distributed.wire.messages.status import TaskHealth
 
 
 @dataclass(frozen=True)

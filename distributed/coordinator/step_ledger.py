@@ -15,45 +15,22 @@ Invariants, of each run:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Reply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages import Claimed, ClaimSteps, Failure, NotFinite, RoundsDone, WorkerProgress
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.status import WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
 
 LARGEST_CLAIM = 16
 #: A claim gets the worker's fair share of the remaining steps divided by this, so that a slow worker's last is small.
 SHARE_DIVISOR = 4
-
-
-@dataclass(frozen=True)
-class StepsAsked:
-    """A live worker claimed steps, and reported those of its last claim."""
-
-    ask: int
-    claim: ClaimSteps
-
-
-@dataclass(frozen=True)
-class WorkerLeft:
-    """A task left the cluster, whether or not it took part in a run."""
-
-    task: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class RoundsReported:
-    """A live worker reported the progress of a run of synchronous training."""
-
-    report: RoundsDone
-
-
-LedgerEvent = StepsAsked | WorkerLeft | RoundsReported
 
 
 class _Worker(msgspec.Struct, frozen=True):
@@ -105,19 +82,9 @@ class StepLedger:
         for _, found in self._records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
 
-    def handle(self, event: LedgerEvent) -> list[Reply]:
-        """Apply the event and answer every request that can be answered now."""
-        match event:
-            case StepsAsked(ask, claim):
-                return self._ask(ask, claim)
-            case RoundsReported(report):
-                return self._note_rounds(report)
-            case WorkerLeft():
-                return self.leave([event])
-
-    def leave(self, left: Sequence[WorkerLeft]) -> list[Reply]:
-        """Remove several workers that left together, so that none gets steps that another one returns."""
-        replies = [reply for run in self._runs.values() for one in left for reply in run.leave(one.task, one.reason)]
+    def leave(self, left: Mapping[str, str]) -> list[Reply]:
+        """Remove workers that left together, with their reasons, so that none gets steps that another one returns."""
+        replies = [reply for run in self._runs.values() for one in left.items() for reply in run.leave(*one)]
         replies += [reply for run in self._runs.values() for reply in run.answer_waiting()]
         for run in self._runs.values():
             self._announce_end(run)
@@ -159,7 +126,8 @@ class StepLedger:
             for task in sorted(self._progress)
         )
 
-    def _ask(self, ask: int, claim: ClaimSteps) -> list[Reply]:
+    def claim(self, ask: int, claim: ClaimSteps) -> list[Reply]:
+        """Handle the claim of a live worker, and answer every request that can be answered now."""
         run = self._runs.get(claim.run)
         if run is None:
             run = _Run(claim.run, self._records, claim.total_steps, 0, [range(max(claim.total_steps, 0))])
@@ -205,7 +173,8 @@ class StepLedger:
         self._progress[claim.task] = now
         self._records.put(_PROGRESS + claim.task, now)
 
-    def _note_rounds(self, report: RoundsDone) -> list[Reply]:
+    def note_rounds(self, report: RoundsDone) -> None:
+        """Record the progress of a run of synchronous training, as a live worker reports it."""
         done, total = self._rounds.get(report.run, (0, 0))
         self._rounds[report.run] = max(done, report.rounds), max(total, report.total_rounds)
         self._note_not_finite(report.run, report.task, report.not_finite)
@@ -217,7 +186,6 @@ class StepLedger:
             {**last.metrics, **report.metrics},
             last.dropped + report.dropped,
         )
-        return []
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages import Health
+from dflow.distributed.wire.messages.status import Health
 from dflow.tracing.devices.task_name import short_task_name
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from dflow.distributed.wire.messages import EdgeTraffic
+from dflow.distributed.wire.messages.roster import EdgeTraffic
 
 #: Most edges in a message; a graph may have more than fit into one.
 EDGES_TOLD = 1000

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dflow.tracing.devices.task_name import short_task_name, task_name
+from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 COORDINATOR = "coordinator"
@@ -106,7 +107,8 @@ class Variables:
 
     def get(self, name: str) -> str:
         """Return the value; empty if it is not set."""
-        value = self._environment.get(name, "")
+        of_dflow = name.startswith("DFLOW_")
+        value = read(name, self._environment) if of_dflow else self._environment.get(name, "")
         if value:
             self.seen[name] = value
         return value

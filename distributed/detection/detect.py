@@ -24,6 +24,7 @@ from dflow.distributed.detection.slurm import from_slurm
 from dflow.distributed.detection.tpu_vm import Metadata, from_tpu_vm
 from dflow.distributed.detection.variables import from_variables, task_index
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
+from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 
@@ -88,7 +89,7 @@ def _refuse_task_of_none(environment: Mapping[str, str]) -> None:
 
     Otherwise a misspelt DFLOW_COORDINATOR would let each worker train standalone.
     """
-    which = next((name for name in ("DFLOW_INDEX", "DFLOW_JOB") if environment.get(name)), None)
+    which = next((name for name in ("DFLOW_INDEX", "DFLOW_JOB") if read(name, environment)), None)
     if which is None:
         return
     others = sorted(name for name in environment if name.startswith("DFLOW_") and name != which)
@@ -109,7 +110,7 @@ def _each(around: Surroundings) -> Iterator[Finding]:
 
 def _proof(security: SecuritySource, environment: Mapping[str, str]) -> str:
     said: list[Path | str | None] = [security.certificates, security.secret_file]
-    said += [environment.get(name) for name in (CERTIFICATE_VARIABLES[0], SECRET_VARIABLE)]
+    said += [read(name, environment) for name in (CERTIFICATE_VARIABLES[0], SECRET_VARIABLE)]
     found = next((str(proof) for proof in said if proof), "")
     if not found:
         return "It has no certificate and no secret, so it speaks to this machine alone."

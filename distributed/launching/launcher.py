@@ -31,7 +31,7 @@ from dflow.distributed.launching.restarts import Restarts
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.wire.messages import Status
+from dflow.distributed.wire.messages.status import GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 
@@ -257,7 +257,7 @@ class _Launch:
         answered = False
         if self._client is not None:
             try:
-                self._status = self._client.status(timeout_s=STATUS_S)
+                self._status = self._client.ask(GetStatus(), STATUS_S)
                 answered = True
             except (DeadlineExceeded, TransportClosed):
                 pass  # busy, or dead, which `_look_at` finds

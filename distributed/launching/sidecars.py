@@ -25,7 +25,7 @@ from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.wire.messages import Status
+from dflow.distributed.wire.messages.status import GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DflowError
 
@@ -68,7 +68,7 @@ class Sidecars:
         has_said = False
         deadline = time.monotonic() + LATECOMERS_S
         with suppress(DflowError):
-            while waiting := list(self._users(self._client.status(timeout_s=_ANSWER_S), time.monotonic() < deadline)):
+            while waiting := list(self._users(self._client.ask(GetStatus(), _ANSWER_S), time.monotonic() < deadline)):
                 if not has_said:
                     self._show(
                         f"dflow: {short_task_name(self._spec.task)} has finished; {self._names()} stay up for "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dflow.distributed.observe.step_counts import BOUNDS_S, StepTotals
-from dflow.distributed.wire.messages import Status
+from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import ConfigError
 

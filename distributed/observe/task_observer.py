@@ -12,8 +12,8 @@ from collections.abc import Callable
 import msgspec
 
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages import (
-    AnyMessage,
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.observing import (
     ClockTold,
     GetClock,
     GetTaskState,
@@ -40,7 +40,7 @@ class TaskObserver:
         self._lock = threading.Lock()
         self._ends: threading.Timer | None = None
 
-    def answer(self, message: Observation) -> tuple[AnyMessage, Payload]:
+    def answer(self, message: Observation) -> tuple[Message, Payload]:
         """Return the answer with its payload; raises WireError for a trace over the limits."""
         match message:
             case GetClock():

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, cast
 
 import msgspec
 
@@ -19,20 +19,16 @@ from dflow.distributed.observe.task_observer import Observation, TaskObserver
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.process.atomic_file import write_whole_file
 from dflow.distributed.transport.base import Peer, Reply
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    ClockTold,
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.observing import (
     GetClock,
     GetTaskState,
-    Message,
     StartTrace,
     StopTrace,
-    TaskState,
-    TraceTold,
 )
 from dflow.lowering.steps.recorder import Event
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DeadlineExceeded, DflowError, WireError
+from dflow.tracing.errors import DeadlineExceeded, DflowError
 
 #: Events that a task keeps during a trace.
 EVENTS = 200_000
@@ -41,8 +37,6 @@ TRIPS = 20
 ANSWER_S = 30.0
 POLL_S = 0.02
 
-_Answer = TypeVar("_Answer", bound=Message)
-
 
 class Here:
     """The task of this process, with the answers of `observer`."""
@@ -50,17 +44,17 @@ class Here:
     def __init__(self, observer: TaskObserver) -> None:
         self._observer = observer
 
-    def call(self, message: AnyMessage, *, timeout_s: float) -> Reply:
+    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
         """Answer immediately."""
         assert isinstance(message, Observation)
         answer, payload = self._observer.answer(message)
-        return Reply(answer, memoryview(payload))
+        return Reply(cast(Answer, answer), memoryview(payload))
 
 
 class Observed(Protocol):
     """A task that answers `Observation`s: a connection to it, or the task itself."""
 
-    def call(self, message: AnyMessage, *, timeout_s: float) -> Reply:
+    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
         """See `Peer.call`."""
         ...
 
@@ -111,10 +105,8 @@ class Tracer:
         self._missing: dict[str, str] = {}
         self._samples: dict[str, list[ClockSample]] = {}
         self._ask_clocks()
-        self._began_ns = {
-            task: told.at_ns for task, told in self._ask_all(StartTrace(EVENTS, longest_s), ClockTold).items()
-        }
-        self._before = self._ask_all(GetTaskState(), TaskState)
+        self._began_ns = {task: told.at_ns for task, told in self._ask_all(StartTrace(EVENTS, longest_s)).items()}
+        self._before = self._ask_all(GetTaskState())
 
     def wait_for_steps(self, steps: int, timeout_s: float) -> None:
         """Wait until each task that starts steps has ended more than `steps` of them.
@@ -125,7 +117,7 @@ class Tracer:
         while True:
             done = {
                 task: state.steps - self._before[task].steps
-                for task, state in self._ask_all(GetTaskState(), TaskState).items()
+                for task, state in self._ask_all(GetTaskState()).items()
                 if state.steps > self._before[task].steps or (state.running and state.steps)
             }
             if done and min(done.values()) > steps:  # one may have begun before the trace
@@ -142,7 +134,7 @@ class Tracer:
         events: dict[str, list[Event]] = {}
         lost = []
         for task in tuple(self._tasks):
-            found = self._ask(task, StopTrace(self._began_ns[task]), TraceTold)
+            found = self._ask(task, StopTrace(self._began_ns[task]))
             if found is not None:
                 told, payload = found
                 events[task] = msgspec.msgpack.decode(payload, type=list[Event])
@@ -156,22 +148,19 @@ class Tracer:
         for task in tuple(self._tasks):
             for _ in range(TRIPS):
                 asked_ns = self._clock()
-                found = self._ask(task, GetClock(), ClockTold)
+                found = self._ask(task, GetClock())
                 if found is None:
                     break
-                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found[0].at_ns, self._clock()))
+                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found.message.at_ns, self._clock()))
 
-    def _ask_all(self, message: AnyMessage, wanted: type[_Answer]) -> dict[str, _Answer]:
-        found = {task: self._ask(task, message, wanted) for task in tuple(self._tasks)}
-        return {task: answer[0] for task, answer in found.items() if answer is not None}
+    def _ask_all(self, message: Request[Answer]) -> dict[str, Answer]:
+        found = {task: self._ask(task, message) for task in tuple(self._tasks)}
+        return {task: answer.message for task, answer in found.items() if answer is not None}
 
-    def _ask(self, task: str, message: AnyMessage, wanted: type[_Answer]) -> tuple[_Answer, Any] | None:
+    def _ask(self, task: str, message: Request[Answer]) -> Reply[Answer] | None:
         try:
-            answer, payload = self._tasks[task].call(message, timeout_s=ANSWER_S)
-            if not isinstance(answer, wanted):
-                raise WireError(f"it answered {type(message).__name__} by {type(answer).__name__}")
+            return self._tasks[task].call(message, timeout_s=ANSWER_S)
         except DflowError as error:
             del self._tasks[task]
             self._missing[task] = str(error)
             return None
-        return answer, payload

@@ -7,10 +7,12 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+from dflow.tracing.environment import read
+
 RUN_FOLDER_VARIABLE = "DFLOW_RUN_DIR"
 
 
 def run_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder in DFLOW_RUN_DIR, else a folder of this user among the temporary files."""
-    named = environment.get(RUN_FOLDER_VARIABLE)
+    named = read(RUN_FOLDER_VARIABLE, environment)
     return Path(named) if named else Path(tempfile.gettempdir()) / f"dflow-{os.geteuid()}"

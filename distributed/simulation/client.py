@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from dflow.distributed.client.coordinator_session import (
     Answered,
@@ -37,7 +38,10 @@ from dflow.distributed.simulation.script import Resolve, Wait
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply
 from dflow.distributed.wire.failures import error_from, failure_of
 from dflow.distributed.wire.large_message import unpack
-from dflow.distributed.wire.messages import AnyMessage, Failure, Heartbeat, Roster
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.message import Message, Request
+from dflow.distributed.wire.messages.roster import Heartbeat, Roster
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, TransportClosed
 
 HEARTBEAT_S = 3.0
@@ -77,7 +81,7 @@ class Client:
         process.post(self._open)
         process.post(self._beat)
 
-    def ask(self, message: AnyMessage, timeout_s: float) -> Wait:
+    def ask(self, message: Request[Any], timeout_s: float) -> Wait:
         """Send a request and wait for the answer, a message, even while the coordinator is absent."""
         ask = next(self._ask_numbers)
 
@@ -95,7 +99,7 @@ class Client:
         """End the session with the coordinator."""
         self._handle(Ending(self._events.now_s, reason))
 
-    def heard(self, link: int, message: AnyMessage) -> None:
+    def heard(self, link: int, message: Message) -> None:
         """Handle a notification from the coordinator."""
         self._handle(Heard(self._events.now_s, link, message))
 
@@ -164,7 +168,7 @@ class Client:
             case GaveUp(reason):
                 self._on_gave_up(reason)
 
-    def _send(self, link: int, ask: int, message: AnyMessage) -> None:
+    def _send(self, link: int, ask: int, message: Request[Any]) -> None:
         peer = self._links.get(link)
         if peer is None:
             return
@@ -173,13 +177,13 @@ class Client:
         except TransportClosed as error:
             self.link_ended(link, str(error))
 
-    def _reply_came(self, link: int, ask: int, reply: Reply | BaseException) -> None:
+    def _reply_came(self, link: int, ask: int, reply: Outcome[Reply[Any]]) -> None:
         if isinstance(reply, TransportClosed):
             return  # `link_ended` handles the end of the link
         message = failure_of(reply) if isinstance(reply, BaseException) else unpack(*reply)
         self._handle(Answered(self._events.now_s, link, ask, message))
 
-    def _tell(self, link: int, message: AnyMessage) -> None:
+    def _tell(self, link: int, message: Message) -> None:
         peer = self._links.get(link)
         if peer is not None and not peer.closed:
             peer.notify(message)
@@ -192,7 +196,7 @@ class _Heard(RefuseAll):
         self._client = client
         self._link = link
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         self._client.heard(self._link, unpack(message, payload))
 
     def on_close(self, peer: Peer, reason: str) -> None:

@@ -1,6 +1,6 @@
 """Connections between simulated processes: the real `Session` over streams that break, as sockets do.
 
-Why: this replaces `transport.connection` and its renewal, whose threads and sockets cannot be simulated. Frames are
+Why: this replaces `transport.connection` and its recovery, whose threads and sockets cannot be simulated. Frames are
 numbered, retained and resent by the same `Session` as on real hosts.
 
 A stream carries packets in order. It breaks when the faults of the schedule say so, or when its sender gets no packet

@@ -17,7 +17,7 @@ from typing import Protocol
 from dflow.distributed.simulation.events import EventQueue
 from dflow.distributed.simulation.faults import COORDINATOR, Faults
 from dflow.distributed.transport.base import Handler
-from dflow.distributed.wire.messages import AnyMessage
+from dflow.distributed.wire.messages.message import Message
 
 #: Time of a packet from one host to another without faults, and the most that is added to it at random.
 LATENCY_S = 0.0005
@@ -113,11 +113,11 @@ class Network:
 
     def __init__(self, events: EventQueue, seed: int, faults: Faults) -> None:
         self.events = events
-        self.on_said: Callable[[Process, AnyMessage], None] = _nothing
+        self.on_said: Callable[[Process, Message], None] = _nothing
         self.on_raised: Callable[[Process, Exception], None] = _nothing
         self.on_misheard: Callable[[Process, str], None] = _nothing
-        self.on_hearing: Callable[[Process, AnyMessage], None] = _nothing
-        self.on_heard: Callable[[Process, AnyMessage], None] = _nothing
+        self.on_hearing: Callable[[Process, Message], None] = _nothing
+        self.on_heard: Callable[[Process, Message], None] = _nothing
         #: The host whose process ran a callback last.
         self.active = COORDINATOR
         #: Number of times that an end of a connection continued over a new stream.

@@ -16,8 +16,10 @@ from dflow.distributed.simulation.checks import Require
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages import CallResource, CancelStep, CreateResource
+from dflow.distributed.wire.messages.plans import CancelStep
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.lowering.queues.resource_rules import HeldResource, Results
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.op import OpDef
@@ -118,7 +120,7 @@ def contents(queue: HeldResource) -> list[int]:
     """Empty a queue and return its numbers, including those of pending puts."""
     found: list[int] = []
 
-    def taken(results: Results) -> None:
+    def taken(results: Outcome[Results]) -> None:
         if not isinstance(results, BaseException):
             numbers, count = results
             found.extend(np.asarray(numbers)[: int(count)].tolist())

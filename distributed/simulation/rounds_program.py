@@ -18,15 +18,14 @@ from dflow.distributed.simulation.checks import Require, name_of
 from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    CallResource,
-    CreateResource,
+from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.roster import Roster
+from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
     OpenRounds,
     ProposeRounds,
-    Roster,
     RoundOpen,
     RoundsAgreed,
 )
@@ -279,7 +278,7 @@ class RoundsWorker:
         except DflowError as error:
             self._member.say(f"could not say that it leaves {run}: {error}")
 
-    def _ask(self, message: AnyMessage) -> Any:
+    def _ask(self, message: Request[Any]) -> Any:
         return self._member.ask(self._host, message, timeout_s=REQUEST_S)
 
 

@@ -26,10 +26,12 @@ from dflow.distributed.simulation.work import SimulatedPool, deadlines_of
 from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages import AnyMessage, Join, Leave, Roster
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.roster import Join, Leave, Roster
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.resource_rules import HeldResource
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, TaskLost
 
 WAIT_S = 7.0
@@ -58,7 +60,7 @@ class Member:
         self.roster = Roster((), ())
         #: The numbers of the steps that this task starts; distinct in each life.
         self.numbers = itertools.count(first := int(tasks.events.now_s * 1e6))
-        self.server.count_steps_from(first)
+        self.server.channel.count_from(first)
         self._checks = tasks.checks
         self._on_given_up = on_given_up
         self._tasks = tasks
@@ -86,16 +88,16 @@ class Member:
     def ask(
         self,
         host: str,
-        message: AnyMessage,
+        message: Request[Answer],
         payload: Payload = b"",
         *,
         timeout_s: float,
-        on_reply: Callable[[Reply | BaseException], None] = lambda reply: None,
+        on_reply: Callable[[Outcome[Reply[Answer]]], None] = lambda reply: None,
     ) -> Wait:
         """Send a request to another task and wait for its reply; `on_reply` gets the reply even if it is late."""
 
         def start(resolve: Resolve) -> None:
-            def replied(reply: Reply | BaseException) -> None:
+            def replied(reply: Outcome[Reply[Answer]]) -> None:
                 if self.process.is_alive:
                     on_reply(reply)
                     resolve(reply)

@@ -16,16 +16,10 @@ from dflow.distributed.simulation.script import Script, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
 from dflow.distributed.wire.codec import decode_array, encode_array
 from dflow.distributed.wire.failures import error_from
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    ArrayInfo,
-    CreateVariable,
-    CreateVariables,
-    Placed,
-    PlaceVariable,
-    ReadVariables,
-    WriteVariable,
-)
+from dflow.distributed.wire.messages.arrays import ArrayInfo
+from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ReadVariables, WriteVariable
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
 
@@ -128,7 +122,7 @@ class VariablesWorker:
         self._member.say(f"read {number} from {name!r}")
         self._checks.read(name, number, was_written)
 
-    def _ask(self, name: str, message: AnyMessage, payload: Any = b"") -> Script:
+    def _ask(self, name: str, message: Request[Any], payload: Any = b"") -> Script:
         host = short_task_name(self._placed[name].task)
         process = self._tasks.connections.far(self._member.server.peer(self._placed[name].task))
         answer = yield self._member.ask(host, message, payload, timeout_s=ANSWER_S)

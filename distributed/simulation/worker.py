@@ -11,17 +11,13 @@ from dflow.distributed.simulation.checks import Attempt, Checks, name_of
 from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
 from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages import (
-    AwaitBarrier,
-    CancelStep,
-    Claimed,
-    ClaimSteps,
-    Elected,
-    ElectOnce,
-    RunPlan,
-)
+from dflow.distributed.wire.messages.barriers import AwaitBarrier
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.plans import CancelStep, RunPlan
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, InternalError, TaskLost
 
 RUN = "run"
@@ -127,7 +123,7 @@ class Worker:
             handle = self._tasks.ps_plan(host, self._member.process.host)
             peer.start(RunPlan(handle, id.origin, id.number), on_reply=partial(ended, host))
 
-        def own(outcome: Outcome) -> None:
+        def own(outcome: Outcome[Fetches]) -> None:
             ended(self._member.process.host, outcome)
 
         def run() -> None:

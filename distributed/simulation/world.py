@@ -29,15 +29,11 @@ from dflow.distributed.simulation.script import Running
 from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
 from dflow.distributed.simulation.variables_program import VariableChecks, VariablesWorker
 from dflow.distributed.simulation.worker import Worker
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    AwaitBarrier,
-    BarrierPassed,
-    Claimed,
-    ClaimSteps,
-    Elected,
-    Roster,
-)
+from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.elections import Elected
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import Roster
 from dflow.lowering.queues.timers import timers_started_by
 
 ADDRESS = f"{COORDINATOR}#listens"
@@ -212,7 +208,7 @@ class _World:
         if self._log is not None:
             self._log(f"{self.events.now_s:9.4f}  {who:<12} {text}")
 
-    def _said(self, process: Process, message: AnyMessage) -> None:
+    def _said(self, process: Process, message: Message) -> None:
         """Check a message that the coordinator sends to a task."""
         live: set[str] = set()
         if isinstance(message, Claimed | Elected | Roster):
@@ -236,14 +232,14 @@ class _World:
     def _misheard(self, process: Process, text: str) -> None:
         self.checks.require(False, "heard once", f"{process} {text}")
 
-    def _hearing(self, process: Process, message: AnyMessage) -> None:
+    def _hearing(self, process: Process, message: Message) -> None:
         if isinstance(message, ClaimSteps):
             self.checks.claims(message.task)
             self._wants_more[process] = message.more
         elif isinstance(message, AwaitBarrier):
             self.checks.arrives(message.task)
 
-    def _heard(self, process: Process, message: AnyMessage) -> None:
+    def _heard(self, process: Process, message: Message) -> None:
         """After the coordinator has handled a claim, check by how many steps the run has progressed."""
         if isinstance(message, ClaimSteps):
             before, self._steps_done = self._steps_done, self._coordinator.status().steps_done

@@ -15,8 +15,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
-from dflow.distributed.wire.messages import Introduce
+from dflow.distributed.wire.messages.connection import Introduce, Ok
 from dflow.lowering.steps.recorder import CONNECTED, NOWHERE
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 from dflow.tracing.source import at, caller
 
@@ -172,5 +173,5 @@ class Peers:
         return peer
 
 
-def _need_no_reply(reply: Reply | BaseException) -> None:
+def _need_no_reply(reply: Outcome[Reply[Ok]]) -> None:
     """Ignore the reply: if the introduction fails, the next message is refused or the connection ends."""

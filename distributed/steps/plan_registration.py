@@ -13,12 +13,12 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import msgspec
 
 from dflow.distributed.transport.base import Peer, Reply
-from dflow.distributed.wire.answers import expect
-from dflow.distributed.wire.messages import Registered, RegisterPlan, Wanted
+from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, Wanted
 from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.steps.lowered import Lowered
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DeadlineExceeded
+from dflow.tracing.errors import DeadlineExceeded, WireError
 
 _ENCODER = msgspec.msgpack.Encoder()
 
@@ -34,19 +34,18 @@ class PlanRegistration:
         self._blobs = [exports.blob(pure) for pure in lowered.functions]
         self._names = tuple(hashlib.sha256(blob).digest() for blob in self._blobs)
         self._plan = _ENCODER.encode(lowered.plan)
-        self._answer: Future[Reply] = Future()
+        self._answer: Future[Registered] = Future()
         peer.start(RegisterPlan(self._plan, (0,) * len(self._blobs), self._names), on_reply=self._asked)
 
     def handle(self, timeout_s: float) -> int:
         """Wait for the plan's handle; raises the task's error, DeadlineExceeded, TransportClosed."""
         task = short_task_name(self._peer.name)
         try:
-            answer, _ = self._answer.result(timeout_s)
+            return self._answer.result(timeout_s).handle
         except FutureTimeoutError:
             raise DeadlineExceeded(f"{task} did not register a plan within {timeout_s:g} s") from None
-        return expect(answer, Registered, task).handle
 
-    def _asked(self, reply: Reply | BaseException) -> None:
+    def _asked(self, reply: Outcome[Reply[Registered | Wanted]]) -> None:
         """Send the programs that the task lacks. Runs on a reader thread."""
         if isinstance(reply, BaseException) or not isinstance(reply.message, Wanted):
             self._registered(reply)
@@ -59,10 +58,13 @@ class PlanRegistration:
         except Exception as error:
             self._registered(error)
 
-    def _registered(self, reply: Reply | BaseException) -> None:
+    def _registered(self, reply: Outcome[Reply[Registered | Wanted]]) -> None:
         if self._answer.done():  # a failed start may call back as well
             return
         if isinstance(reply, BaseException):
             self._answer.set_exception(reply)
+        elif isinstance(reply.message, Wanted):
+            missing = list(reply.message.programs)
+            self._answer.set_exception(WireError(f"{self._peer.name} lacks programs {missing}, which were sent to it"))
         else:
-            self._answer.set_result(reply)
+            self._answer.set_result(reply.message)

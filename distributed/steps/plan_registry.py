@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
-from dflow.distributed.wire.messages import RegisterPlan
+from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.lowering.programs.program import Program, load_program
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Plan, calls_in

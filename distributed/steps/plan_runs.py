@@ -22,8 +22,9 @@ from dflow.distributed.steps.trampoline import run_soon
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 
 
@@ -52,7 +53,7 @@ class PlanRuns:
             return list(self._runs)
 
     def run(
-        self, executable: Executable, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]
+        self, executable: Executable, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`."""
         submit = partial(self._do, executable) if executable.is_quick else self._pool.submit
@@ -89,7 +90,7 @@ class PlanRuns:
         else:
             run_soon(work)
 
-    def _ended(self, step: StepId, on_done: Callable[[Outcome], None], outcome: Outcome) -> None:
+    def _ended(self, step: StepId, on_done: Callable[[Outcome[Fetches]], None], outcome: Outcome[Fetches]) -> None:
         with self._lock:
             _, began_ns = self._runs.pop(step)
             self._ended_count += 1

@@ -25,6 +25,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from dflow.lowering.queues.channel import StepId, is_in_loop
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
 
@@ -39,7 +40,7 @@ class EndWait(msgspec.Struct, Generic[Waiter, Value], frozen=True):
     """Command: pass `waiter` the value it waited for, or the error that explains why there is none."""
 
     waiter: Waiter
-    outcome: Value | BaseException
+    outcome: Outcome[Value]
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,22 @@ import threading
 from collections.abc import Callable, Iterable
 
 from dflow.distributed.transport.base import Peer, Reply
-from dflow.distributed.wire.messages import CancelStep
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError
 
 
 class StepParts:
     """Calls `on_over` once, from any thread: with the first error, or with this task's outcome when all have ended."""
 
-    def __init__(self, tasks: Iterable[str], on_over: Callable[[Outcome], None]) -> None:
+    def __init__(self, tasks: Iterable[str], on_over: Callable[[Outcome[Fetches]], None]) -> None:
         self._on_over = on_over
         self._lock = threading.Lock()
         self._running = {*tasks}
-        self._outcome: Outcome = ()
+        self._outcome: Outcome[Fetches] = ()
 
     @property
     def running(self) -> list[str]:
@@ -28,7 +30,7 @@ class StepParts:
         with self._lock:
             return sorted(self._running)
 
-    def ended(self, task: str, outcome: Outcome | Reply) -> None:
+    def ended(self, task: str, outcome: Outcome[Fetches] | Reply[Ok]) -> None:
         """Record that the part of `task` has ended; later calls after an error do nothing."""
         with self._lock:
             if not self._running:

@@ -11,9 +11,10 @@ from typing import Any, Protocol
 from dflow.distributed.steps.step_numbers import first_of_a_life
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages import RunPlan
+from dflow.distributed.wire.messages.plans import RunPlan
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError
 
 OnEnd = Callable[[BaseException | None], None]
@@ -28,7 +29,7 @@ class Server(Protocol):
         """Return the connection to another task."""
         ...
 
-    def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
+    def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]) -> None:
         """Run a registered plan as this task's part of a step."""
         ...
 
@@ -61,7 +62,7 @@ class TaskInitiatedSteps:
         except Exception as error:
             parts.ended(step.origin, error)
 
-    def _over(self, step: StepId, tasks: Sequence[str], on_end: OnEnd, outcome: Outcome) -> None:
+    def _over(self, step: StepId, tasks: Sequence[str], on_end: OnEnd, outcome: Outcome[Fetches]) -> None:
         error = outcome if isinstance(outcome, BaseException) else None
         if error is not None:
             self._server.cancel(step, error)

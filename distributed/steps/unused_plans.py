@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages import ReleasePlan
+from dflow.distributed.wire.messages.plans import ReleasePlan
 from dflow.tracing.errors import DflowError
 
 

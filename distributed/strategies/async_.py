@@ -15,38 +15,42 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from msgspec.structs import replace
+
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, arguments_of
-from dflow.distributed.wire.messages import NotFinite
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.tracing.errors import DflowError
 
 
+class CoordinatorAccess(Protocol):
+    """Sends messages to the coordinator; see `CoordinatorClient`."""
+
+    def ask(self, message: Request[Answer]) -> Answer:
+        """Send a request, and return its answer."""
+        ...
+
+    def tell(self, message: Notice) -> None:
+        """Send a notification."""
+        ...
+
+
 class StepSource(Protocol):
-    """The part of a cluster that a strategy needs: it assigns the steps to workers."""
+    """The part of a cluster that a strategy needs: its coordinator assigns the steps to workers."""
+
+    @property
+    def task(self) -> str:
+        """The full name of this task."""
+        ...
+
+    @property
+    def coordinator(self) -> CoordinatorAccess:
+        """Where steps are claimed, and reported."""
+        ...
 
     def shared_step(self) -> AbstractContextManager[None]:
         """Return a context for running a step that other workers run too."""
-        ...
-
-    def claim(
-        self,
-        run: str,
-        total_steps: int,
-        *,
-        done: int = 0,
-        step_s: float = 0.0,
-        metrics: Mapping[str, float] = {},
-        more: bool = True,
-        not_finite: NotFinite | None = None,
-    ) -> range:
-        """Report the last claim, and return the next steps to do; an empty range means that the run is complete.
-
-        done        number of steps of the last claim that were done
-        step_s      median time of these steps, in s
-        metrics     numbers of the last step, to show as progress
-        more        if False, return the steps that were not done to the pool, and get no steps
-        not_finite  the first loss of the steps done that is not finite
-        """
         ...
 
 
@@ -59,7 +63,8 @@ class Async(Strategy):
         self._cluster = cluster
 
     def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
-        claimed = self._cluster.claim(run, steps)
+        ask, claim = self._cluster.coordinator.ask, ClaimSteps(run, self._cluster.task, steps)
+        claimed = ask(claim).steps
         while claimed:
             times: list[float] = []
             losses: list[Mapping[str, Any]] = []
@@ -78,14 +83,14 @@ class Async(Strategy):
                 with contextlib.suppress(Exception):  # reading a loss of a failed step raises
                     found = first_not_finite(claimed.start, losses)
                 with contextlib.suppress(DflowError):
-                    self._cluster.claim(run, steps, done=len(times), more=False, not_finite=found)
+                    ask(replace(claim, done=len(times), more=False, not_finite=found))
                 raise
-            claimed = self._cluster.claim(
-                run,
-                steps,
+            progress = replace(
+                claim,
                 done=len(times),
                 step_s=statistics.median(times) if times else 0.0,
                 metrics=real_scalars(outcome),
                 more=len(times) == len(claimed),
                 not_finite=first_not_finite(claimed.start, losses),
             )
+            claimed = ask(progress).steps

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
 from dflow.distributed.strategies.strategy import arguments_of
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import encode_arrays
-from dflow.distributed.wire.messages import (
-    AnyMessage,
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
     OpenRounds,
-    Placed,
     ProposeRounds,
     RoundOpen,
     RoundsAgreed,
@@ -77,7 +77,7 @@ class RoundTasks(Protocol):
         """Return this job's tasks that are alive or expected, and the number of these and the departed ones."""
         ...
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
+    def place(self, request: PlaceVariable) -> Placed:
         """Return the task for the resource of this name, chosen now if it is new."""
         ...
 
@@ -89,11 +89,11 @@ class RoundTasks(Protocol):
         """Register a function that the task `host` will run in steps that it starts."""
         ...
 
-    def request(self, task: str, message: Any, payload: Any = ...) -> Reply:
+    def request(self, task: str, message: Request[Answer], payload: Payload = ...) -> Reply[Answer]:
         """Send a request to another task, and wait for its answer."""
         ...
 
-    def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
+    def request_for(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
         """Send a request that the other task may answer after up to `wait_s`, and wait for its answer."""
         ...
 
@@ -103,7 +103,7 @@ class RoundPart:
 
     def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
-        self._host = cluster.place_resource(f"{run}/rounds", "run", "synchronous training", 0, job=job, on="").task
+        self._host = cluster.place(PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run")).task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
@@ -113,8 +113,7 @@ class RoundPart:
         # The name determines the type and the task, so that later runs can use the accumulator again.
         name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(rows, wanted)}"
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
-        answer, _ = self._cluster.request(self._host, message)
-        agreed = expect(answer, RoundsAgreed, short_task_name(self._host))
+        agreed, _ = self._cluster.request(self._host, message)
         if agreed.is_over:
             return None
         gradients = self._gradients_for(optimizer, spec, agreed)
@@ -170,8 +169,7 @@ class RoundPart:
 
     def _asked(self, done: int, wait_s: float) -> RoundOpen:
         message = NextRound(self._run, self._cluster.task, done, wait_s)
-        answer, _ = self._cluster.request_for(self._host, message, wait_s)
-        return expect(answer, RoundOpen, short_task_name(self._host))
+        return self._cluster.request_for(self._host, message, wait_s).message
 
     def _yet_to_come(self) -> str:
         """Return the end of a message that names the expected workers that have not joined."""

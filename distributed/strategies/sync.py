@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from dflow.distributed.strategies.async_ import Async, StepSource
-from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import Strategy
-from dflow.distributed.wire.messages import RoundsDone
+from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.source import at, caller
+
+if TYPE_CHECKING:
+    # The command line imports this module, and has no time to import JAX.
+    from dflow.distributed.strategies.round_part import RoundPart
 
 #: Least time between a worker's reports of its progress.
 TELL_S = 0.25
@@ -39,10 +42,6 @@ class Workers(StepSource, Protocol):
 
     def take_part(self, run: str, job: str) -> RoundPart | None:
         """Return this worker's part in a run of synchronous training; None if there is no other worker."""
-        ...
-
-    def tell_rounds(self, report: RoundsDone) -> None:
-        """Report the progress of a run of synchronous training."""
         ...
 
 
@@ -149,6 +148,6 @@ class _Progress:
 
     def tell(self) -> None:
         """Report the steps since the last report."""
-        self._cluster.tell_rounds(self._news)
+        self._cluster.coordinator.tell(self._news)
         self._told_at = time.monotonic()
         self._news = msgspec.structs.replace(self._news, steps=0, dropped=0, not_finite=None)

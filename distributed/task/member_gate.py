@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages import Roster, TaskInfo
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import TaskLost
 

@@ -23,8 +23,8 @@ from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.transport.base import Responder
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages import (
-    Failure,
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -33,9 +33,11 @@ from dflow.distributed.wire.messages import (
     RoundsAgreed,
 )
 from dflow.lowering.queues.accumulators import HeldAccumulator
+from dflow.lowering.queues.mailbox import Mailbox
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.resource_rules import Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -176,12 +178,13 @@ class _AggregatedRun:
     _cancel_take: Cancel | None = None
     _asks: dict[int, tuple[Responder, Stoppable]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
-    _arrived: deque[rounds.RoundEvent] = field(default_factory=deque)
-    _lock: threading.RLock = field(default_factory=threading.RLock)
-    _is_handling: bool = False
 
     def __post_init__(self) -> None:
         self._rounds = rounds.Rounds(self.name)
+        self._mailbox: Mailbox[rounds.RoundEvent] = Mailbox(self._handle_all)
+        self._lock = self._mailbox.lock
+        #: Handle the event now, or after the current one if a command of that one caused it.
+        self.handle = self._mailbox.post
 
     def agree(self, message: ProposeRounds) -> RoundsAgreed:
         """Add the worker to the run; the answer has the numbers that the first worker proposed."""
@@ -225,22 +228,13 @@ class _AggregatedRun:
             if responder is not None:
                 responder.fail(error)
 
-    def handle(self, event: rounds.RoundEvent) -> None:
-        """Handle the event now, or after the current one if a command of that one caused it."""
-        with self._lock:
-            self._arrived.append(event)
-            if self._is_handling:
-                return
-            self._is_handling = True
-            try:
-                while self._arrived:
-                    for command in self._rounds.handle(self._arrived.popleft()):
-                        self._carry_out(command)
-            finally:
-                self._is_handling = False
-            if not self._rounds.is_open:
-                # Free the feeds of its updates, which may be large.
-                self.update = None
+    def _handle_all(self, events: deque[rounds.RoundEvent]) -> None:
+        while events:
+            for command in self._rounds.handle(events.popleft()):
+                self._carry_out(command)
+        if not self._rounds.is_open:
+            # Free the feeds of its updates, which may be large.
+            self.update = None
 
     def _carry_out(self, command: rounds.RoundCommand) -> None:
         match command:
@@ -279,7 +273,7 @@ class _AggregatedRun:
         except Exception as error:
             self._updated(error)
 
-    def _taken(self, number: int, mean: Results) -> None:
+    def _taken(self, number: int, mean: Outcome[Results]) -> None:
         """Handle the average, on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:

@@ -48,18 +48,18 @@ class StockTask:
         self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
         recorder = Recorder()
         self.flights = FlightRecorder(task, recorder, run_folder(os.environ))
-        self.client.call_on_dump(self.flights.dump_soon)
+        self.client.session.call_on_dump(self.flights.dump_soon)
         self.server = TaskServer(
             task,
             transport,
-            process=self.client.process,
+            process=self.client.session.process,
             address=address,
             recorder=recorder,
             flights=self.flights,
             on_stall=self.client.ask_for_dumps,
             described=self.client.describe,
         )
-        self.client.call_on_roster(self.server.roster_changed)
+        self.client.session.call_on_roster(self.server.roster_changed)
         server = self.server
         try:
             self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
@@ -93,7 +93,7 @@ def serve_task(
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)
     dump_on_signal(stock.flights.dump_soon)
-    stock.client.call_on_lost(stop.stop)
+    stock.client.session.call_on_lost(stop.stop)
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)

@@ -23,20 +23,20 @@ def _of_task(server: TaskServer) -> Iterator[Metric]:
 
     yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})
     yield from of_steps("step", "steps that this task started", server.steps.totals())
-    yield from of_steps("part", "parts of steps that this task ran", server.parts.totals())
+    yield from of_steps("part", "parts of steps that this task ran", server.runs.counts.totals())
     sent: dict[str, int] = {}
     for entry in server.traffic():
         sent[entry.destination] = sent.get(entry.destination, 0) + entry.size_bytes
     yield counter("dflow_sent_bytes", "Bytes of values sent, by peer.", "peer", by_short_name(sent))
     yield counter(
-        "dflow_received_bytes", "Bytes of values received, by peer.", "peer", by_short_name(server.taken_in())
+        "dflow_received_bytes", "Bytes of values received, by peer.", "peer", by_short_name(server.channel.taken_in())
     )
     state = server.state()
     for name, text, number in (
         ("dflow_running_parts", "Parts of steps that run now.", state.running),
         ("dflow_values_waited_for", "Values that are waited for now.", state.waiting),
         ("dflow_values_held", "Values that came and nobody has taken yet.", state.held),
-        ("dflow_connections", "Open connections to other tasks.", server.connections()),
+        ("dflow_connections", "Open connections to other tasks.", server.peers.open_connections()),
     ):
         yield gauge(name, text, "", {"": number})
     depths = {depth.name: depth.size for depth in state.depths}

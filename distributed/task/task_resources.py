@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.wire.codec import parse_dtype
-from dflow.distributed.wire.messages import CallResource, CreateResource, ResourceDepth
+from dflow.distributed.wire.messages.observing import ResourceDepth
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import Cancel
@@ -54,11 +55,11 @@ class TaskResources:
             if known is None:
                 self._made[message.name] = made
                 self._store.create_resource(message.name, made)
-        if known is not None and known.said != made.said:
+        if known is not None and known.description != made.description:
             error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
             raise error(
-                f"{message.name!r} is {known.said} on {self._task} and was asked for as {made.said}; give one of the "
-                "two another name"
+                f"{message.name!r} is {known.description} on {self._task} and was asked for as {made.description}; "
+                "give one of the two another name"
             )
 
     def executable(self, message: CallResource) -> Executable:
@@ -106,12 +107,12 @@ _MOST_KINDS = 256
 class _Checked:
     """A resource that checks each op, since peers send them.
 
-    `said` describes its type and settings; `fitting` remembers ops that passed, with the types of their operands.
+    `description` has its type and settings; `fitting` remembers ops that passed, with the types of their operands.
     """
 
     held: HeldQueue | HeldAccumulator
     type: HostType
-    said: str
+    description: str
     fitting: set[tuple[Any, ...]] = field(default_factory=set)
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
@@ -134,7 +135,7 @@ class _Checked:
         try:
             given = definition.rule(self._type_for(operands), *operands, **counted)  # type: ignore[misc]
         except (TypeError, IndexError) as error:
-            raise WireError(f"{op.name} on {self.said} was sent {len(operands)} operands: {error}") from error
+            raise WireError(f"{op.name} on {self.description} was sent {len(operands)} operands: {error}") from error
         return sum(isinstance(type, ArrayType) for type in given)
 
     def _type_for(self, operands: Sequence[ArrayType]) -> HostType:

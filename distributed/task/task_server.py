@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +27,7 @@ import jax
 
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.step_counts import StepCounts
-from dflow.distributed.observe.task_observer import Observation, TaskObserver
+from dflow.distributed.observe.task_observer import TaskObserver
 from dflow.distributed.steps.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
@@ -35,6 +35,7 @@ from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
 from dflow.distributed.steps.task_initiated_steps import TaskInitiatedSteps
+from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, answer, in_pool, on_own_thread
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
@@ -44,55 +45,37 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.codec import decode_array
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    Arrays,
-    CallResource,
-    CancelStep,
-    CreateResource,
-    CreateVariables,
-    Credit,
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.arrays import Arrays
+from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
+from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.observing import (
     Dumped,
     DumpEvents,
-    EdgeTraffic,
-    EndRestore,
-    ForgetState,
     GetClock,
     GetTaskState,
-    Introduce,
-    LeaveRounds,
-    NextRound,
-    Offer,
-    Ok,
-    OpenRounds,
-    ProposeRounds,
-    Pull,
-    ReadCheckpoint,
-    ReadVariables,
-    Registered,
-    RegisterPlan,
-    ReleasePlan,
-    Roster,
-    RunPlan,
-    SaveVariables,
     StartTrace,
     StopTrace,
-    TaskInfo,
     TaskState,
-    Tensor,
-    Wanted,
-    WriteVariable,
 )
+from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleasePlan, RunPlan, Wanted
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
+from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
+from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.plan import Plan
 from dflow.lowering.steps.recorder import (
     CONNECTION_LOST,
     ROSTER_CHANGED,
     Recorder,
 )
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import (
     SecurityError,
@@ -125,6 +108,11 @@ class TaskStatistics:
     plans: int
     running: int
     rendezvous: RendezvousStatistics
+
+
+#: The handlers of a task's messages, called after the checks that the sender is a member and speaks for itself.
+REQUESTS: HandlerTable[TaskServer, RequestArrival, None] = HandlerTable()
+NOTICES: HandlerTable[TaskServer, Arrival, None] = HandlerTable()
 
 
 class TaskServer:
@@ -165,12 +153,13 @@ class TaskServer:
         self._plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._creation = VariableCreation(self.store, self._plans.program, self._refuse_for_another_process)
-        self._pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
+        self.pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         #: Counts of the steps that this task has started.
         self.steps = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
         self._gate = MemberGate(name)
-        self._peers = Peers(
+        #: Connections to the other tasks.
+        self.peers = Peers(
             transport,
             name=name,
             handler=self,
@@ -178,9 +167,10 @@ class TaskServer:
             note=self.recorder.note,
             on_opened=self._gate.opened,
         )
-        self._channel = TaskChannel(
+        #: The channel over which this task's plans send and receive.
+        self.channel = TaskChannel(
             name,
-            self._peers,
+            self.peers,
             wait_timeout_s=settings.wait_timeout_s,
             deadlines=deadlines,
             recorder=self.recorder,
@@ -189,10 +179,11 @@ class TaskServer:
             window_bytes=settings.window_bytes,
         )
         self._rounds = StepAggregator(
-            name, self._resources, TaskInitiatedSteps(self).start, self._soon, has_left=self._channel.has_left
+            name, self._resources, TaskInitiatedSteps(self).start, self._soon, has_left=self.channel.has_left
         )
-        self._checkpoints = TaskCheckpoints(name, self.store, self._channel.has_left)
-        self._runs = PlanRuns(name, self.store, self._channel, self.recorder, self._pool)
+        self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
+        #: The parts of steps that run here.
+        self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.pool)
         self._listener = transport.listen(address, name=name, handler=self)
 
     @property
@@ -200,42 +191,24 @@ class TaskServer:
         """Address that other tasks connect to."""
         return self._listener.address
 
-    @property
-    def channel(self) -> TaskChannel:
-        """The channel over which this task's plans send and receive."""
-        return self._channel
-
-    @property
-    def parts(self) -> StepCounts:
-        """Counts of the parts of steps that this task has run, by outcome."""
-        return self._runs.counts
-
     def peer(self, task: str) -> Peer:
         """Return the connection to another task, opened if needed; see `Peers.get`."""
-        return self._peers.get(task)
-
-    def taken_in(self) -> dict[str, int]:
-        """Bytes of values received since the start, by sending task."""
-        return self._channel.taken_in()
-
-    def connections(self) -> int:
-        """Number of open connections to other tasks."""
-        return self._peers.open_connections()
+        return self.peers.get(task)
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """Values and bytes that this task has sent since its start, per edge."""
-        return self._channel.traffic()
+        return self.channel.traffic()
 
     def steps_ended(self) -> int:
         """Number of parts of steps that have ended here, with or without an error."""
-        return self._runs.ended
+        return self.runs.ended
 
     def doing(self) -> str:
         """Describe the oldest part of a step that runs here, and its longest wait; empty when none runs."""
-        running = self._runs.running()
+        running = self.runs.running()
         if not running:
             return ""
-        waits = self._channel.oldest_wait()
+        waits = self.channel.oldest_wait()
         more = f" and {len(running) - 1} more" if len(running) > 1 else ""
         return f"{describe(running[0])}{more}" + (f": {waits}" if waits else "")
 
@@ -260,7 +233,7 @@ class TaskServer:
 
     def statistics(self) -> TaskStatistics:
         """Number of plans, of running parts, and the state of the rendezvous."""
-        return TaskStatistics(len(self._plans), len(self._runs.running()), self._channel.statistics())
+        return TaskStatistics(len(self._plans), len(self.runs.running()), self.channel.statistics())
 
     # Running plans.
 
@@ -272,7 +245,7 @@ class TaskServer:
         """Undo one registration of a plan; the last one drops the plan."""
         self._plans.release(handle)
 
-    def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome], None]) -> None:
+    def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]) -> None:
         """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
 
         A task runs at most one plan per step.
@@ -280,15 +253,11 @@ class TaskServer:
         raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
                 ended here; TaskLost if the task that started it has left
         """
-        self._runs.run(self._plans.get(handle), step, feeds, on_done)
-
-    def count_steps_from(self, number: int) -> None:
-        """Number this task's steps from `number` on; messages for lower ones, of its earlier lives, are dropped."""
-        self._channel.count_from(number)
+        self.runs.run(self._plans.get(handle), step, feeds, on_done)
 
     def cancel(self, step: StepId, error: BaseException) -> None:
         """End this task's part of `step` with `error`, now or as soon as it begins."""
-        self._runs.cancel(step, error)
+        self.runs.cancel(step, error)
 
     # The other tasks.
 
@@ -302,195 +271,250 @@ class TaskServer:
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():
             # Other tasks that left were handled with an earlier roster, and have started nothing since.
-            if task != self.name and (task in before or not self._channel.has_left(task)):
+            if task != self.name and (task in before or not self.channel.has_left(task)):
                 self.task_left(task, info.left or "no reason given")
         # Only after their cancelled steps were answered, over connections that end here.
         left = {task: info.left or "no reason given" for task, info in gone.items()}
-        self._peers.set_addresses({task: info.address for task, info in live.items()}, left)
+        self.peers.set_addresses({task: info.address for task, info in live.items()}, left)
         if self.name in live:
-            self._peers.set_life(live[self.name].life)
+            self.peers.set_life(live[self.name].life)
         for task, info in live.items():
             if task in before and _life(before[task]) != _life(info):
                 self.task_left(task, "it has started anew")
-            self._channel.task_joined(task)
+            self.channel.task_joined(task)
         # Held messages of new members, only now: before `task_joined` the channel may drop values in their steps.
         self._gate.admit()
 
     def task_left(self, task: str, why: str) -> None:
         """Handle the loss of a task: cancel the steps it started, and fail waits for its values with `TaskLost`."""
         error = TaskLost(f"{task} has left the cluster: {why}")
-        for step in self._channel.task_left(task, error):
+        for step in self.channel.task_left(task, error):
             self.cancel(step, error)
         self._rounds.task_left(task)
         self._checkpoints.task_left(task)
 
     def close(self) -> None:
         """Cancel the running parts, stop listening and close every connection; a second call does nothing."""
-        for step in self._runs.running():
+        for step in self.runs.running():
             self.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         self._rounds.close(TaskLost(f"{self.name} has left the cluster: it closes"))
         self._listener.close()
-        self._peers.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._channel.close()
+        self.peers.close()
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.channel.close()
 
     # Messages; see `transport.base.Handler`.
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        """Handle a request. Connections of non-members may only make the requests of tools (`_LOOKS_ON`)."""
-        if isinstance(message, Introduce):
-            self._gate.introduced(peer, message.life)
-            responder.reply(Ok())
-        elif peer in self._gate.members or isinstance(message, _LOOKS_ON):
-            self._take_call(peer, message, payload, responder)
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
+        """Handle a request; see `MemberGate` for those from a connection that is not yet a member's."""
+        arrival = RequestArrival(peer, payload, responder)
+        if peer in self._gate.members or message.is_open:
+            self._take_call(message, arrival)
         else:
-            take = partial(self._take_call, peer, message, payload, responder)
-            self._gate.take(peer, Arrived(partial(_answered, take, responder), responder.fail))
+            take = partial(answer, TaskServer._take_call, self, message, arrival)
+            self._gate.take(peer, Arrived(take, responder.fail))
 
-    def _take_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        _refuse_for_another(peer, message)
-        match message:
-            case RunPlan(handle, origin, number):
-                self._peers.adopt(peer)
-                self.run(handle, StepId(origin, number), (), partial(_answer_run, responder))
-            case CancelStep():
-                self._cancel_as_told(message)
-                responder.reply(Ok())
-            case NextRound():
-                self._pool.submit(self._rounds.ask, message, responder)
-            case CallResource():
-                self._pool.submit(self._call_resource, message, payload, responder)
-            case GetClock():
-                responder.reply(*self.observer.answer(message))
-            case StartTrace() | StopTrace() | GetTaskState():
-                _on_own_thread(self._observe, message, responder)
-            case DumpEvents(why):
-                _on_own_thread(self._dump, why, responder)
-            case _:
-                self._pool.submit(self._answer, message, payload, responder)
+    def _take_call(self, message: Message, arrival: RequestArrival) -> None:
+        handle = REQUESTS.get(type(message))
+        if handle is None:
+            raise NotImplementedError(f"a task does not answer {type(message).__name__}")
+        _refuse_for_another(arrival.peer, message)
+        handle(self, message, arrival)
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's."""
         if peer in self._gate.members:
-            self._take_notice(peer, message, payload)
+            self._take_notice(message, Arrival(peer, payload))
         else:
-            take = partial(self._take_notice, peer, message, payload)
+            take = partial(self._take_notice, message, Arrival(peer, payload))
             self._gate.take(peer, Arrived(take, lambda error: None))
 
-    def _take_notice(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
-        match message:
-            case Tensor():
-                self._take_in(peer, message, payload)
-            case Offer():
-                self._channel.offered(message, peer)
-            case Pull():
-                self._channel.pulled(message, peer)
-            case Credit():
-                self._channel.credited(message, peer)
-            case CancelStep():
-                _refuse_for_another(peer, message)
-                self._cancel_as_told(message)
-            case ReleasePlan(handle):
-                self.release(handle)
-            case _:
-                raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
+    def _take_notice(self, message: Message, arrival: Arrival) -> None:
+        handle = NOTICES.get(type(message))
+        if handle is None:
+            raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
+        _refuse_for_another(arrival.peer, message)
+        handle(self, message, arrival)
 
     def on_close(self, peer: Peer, reason: str) -> None:
         """End the waits for values from a peer, since some may be lost with the connection."""
         self._gate.closed(peer)
         self.recorder.note(CONNECTION_LOST, None, peer.name, reason)
         error = TaskLost(f"the connection between {self.name} and {peer.name} has ended: {reason}")
-        self._channel.connection_lost(peer.name, error)
+        self.channel.connection_lost(peer.name, error)
 
     def _soon(self, work: Callable[..., object], *args: Any) -> None:
         """Submit work to the pool; ignored once the task is closed."""
         with contextlib.suppress(RuntimeError):
-            self._pool.submit(work, *args)
+            self.pool.submit(work, *args)
 
-    def _take_in(self, peer: Peer, message: Tensor, payload: memoryview) -> None:
+    # Requests handled on the reader thread.
+
+    @REQUESTS.handles(Introduce)
+    def _introduce(self, message: Introduce, arrival: RequestArrival) -> None:
+        self._gate.introduced(arrival.peer, message.life)
+        arrival.responder.reply(Ok())
+
+    @REQUESTS.handles(RunPlan)
+    def _run_plan(self, message: RunPlan, arrival: RequestArrival) -> None:
+        self.peers.adopt(arrival.peer)
+        self.run(message.handle, StepId(message.origin, message.step), (), partial(_answer_run, arrival.responder))
+
+    @REQUESTS.handles(CancelStep)
+    def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:
+        self._cancel_as_told(message, arrival)
+        arrival.responder.reply(Ok())
+
+    @REQUESTS.handles(GetClock)
+    def _get_clock(self, message: GetClock, arrival: RequestArrival) -> None:
+        arrival.responder.reply(*self.observer.answer(message))
+
+    # Requests handled in the pool.
+
+    @REQUESTS.handles(CreateVariables)
+    @in_pool
+    def _create_variables(self, message: CreateVariables, arrival: RequestArrival) -> Handled:
+        return self._creation.create(message, arrival.payload)
+
+    @REQUESTS.handles(ReadVariables)
+    @in_pool
+    def _read_variables(self, message: ReadVariables, arrival: RequestArrival) -> Handled:
+        infos, data = encode_arrays(self.store.views(message.keys))
+        return Arrays(infos), data
+
+    @REQUESTS.handles(WriteVariable)
+    @in_pool
+    def _write_variable(self, message: WriteVariable, arrival: RequestArrival) -> Handled:
+        self.store.write(message.name, jax.device_put(decode_array(message.dtype, message.shape, arrival.payload)))
+        return Ok()
+
+    @REQUESTS.handles(ForgetState)
+    @in_pool
+    def _forget(self, message: ForgetState, arrival: RequestArrival) -> Handled:
+        held = self.store if message.is_variable else self._resources
+        held.forget(message.key, message.reason, message.remedy)
+        return Ok()
+
+    @REQUESTS.handles(SaveVariables)
+    @in_pool
+    def _save_variables(self, message: SaveVariables, arrival: RequestArrival) -> Handled:
+        self._checkpoints.save(message)
+        return Ok()
+
+    @REQUESTS.handles(ReadCheckpoint)
+    @in_pool
+    def _read_checkpoint(self, message: ReadCheckpoint, arrival: RequestArrival) -> Handled:
+        self._checkpoints.read(message)
+        return Ok()
+
+    @REQUESTS.handles(EndRestore)
+    @in_pool
+    def _end_restore(self, message: EndRestore, arrival: RequestArrival) -> Handled:
+        self._checkpoints.end(message)
+        return Ok()
+
+    @REQUESTS.handles(CreateResource)
+    @in_pool
+    def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> Handled:
+        self._refuse_for_another_process(message.name, message.process)
+        self._resources.create(message)
+        return Ok()
+
+    @REQUESTS.handles(CallResource)
+    @in_pool
+    def _call_resource(self, message: CallResource, arrival: RequestArrival) -> Handled:
+        operands = decode_arrays(message.operands, arrival.payload)
+        executable = self._resources.executable(message)
+        step = StepId(message.origin, message.step)
+        self.runs.run(executable, step, operands, partial(_answer_arrays, arrival.responder))
+        return None
+
+    @REQUESTS.handles(ProposeRounds)
+    @in_pool
+    def _propose_rounds(self, message: ProposeRounds, arrival: RequestArrival) -> Handled:
+        return self._rounds.agree(message)
+
+    @REQUESTS.handles(OpenRounds)
+    @in_pool
+    def _open_rounds(self, message: OpenRounds, arrival: RequestArrival) -> Handled:
+        self._rounds.open(message, arrival.payload)
+        return Ok()
+
+    @REQUESTS.handles(NextRound)
+    @in_pool
+    def _next_round(self, message: NextRound, arrival: RequestArrival) -> Handled:
+        self._rounds.ask(message, arrival.responder)
+        return None
+
+    @REQUESTS.handles(LeaveRounds)
+    @in_pool
+    def _leave_rounds(self, message: LeaveRounds, arrival: RequestArrival) -> Handled:
+        self._rounds.leave(message)
+        return Ok()
+
+    @REQUESTS.handles(RegisterPlan)
+    @in_pool
+    def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
+        wanted = self._plans.wanted(message)
+        return Wanted(wanted) if wanted else Registered(self._plans.add_encoded(message, arrival.payload))
+
+    # Requests of tools.
+
+    @REQUESTS.handles(StartTrace)
+    @on_own_thread
+    def _start_trace(self, message: StartTrace, arrival: RequestArrival) -> Handled:
+        return self.observer.answer(message)
+
+    @REQUESTS.handles(StopTrace)
+    @on_own_thread
+    def _stop_trace(self, message: StopTrace, arrival: RequestArrival) -> Handled:
+        return self.observer.answer(message)
+
+    @REQUESTS.handles(GetTaskState)
+    @on_own_thread
+    def _get_state(self, message: GetTaskState, arrival: RequestArrival) -> Handled:
+        return self.observer.answer(message)
+
+    @REQUESTS.handles(DumpEvents)
+    @on_own_thread
+    def _dump_events(self, message: DumpEvents, arrival: RequestArrival) -> Handled:
+        return Dumped(self._flights.dump(message.why) if self._flights is not None else "")
+
+    # Notices.
+
+    @NOTICES.handles(Tensor)
+    def _take_in(self, message: Tensor, arrival: Arrival) -> None:
         """Pass a received value to its receiver. A malformed value cancels its step, since no other will come."""
         try:
-            self._channel.arrived(message, payload, peer)
+            self.channel.arrived(message, arrival.payload, arrival.peer)
         except WireError as error:
             self.cancel(StepId(message.origin, message.step), error)
             raise
 
-    def _cancel_as_told(self, message: CancelStep) -> None:
+    @NOTICES.handles(PulledTensor)
+    def _take_in_pulled(self, message: PulledTensor, arrival: Arrival) -> None:
+        self._take_in(message, arrival)
+
+    @NOTICES.handles(Offer)
+    def _offered(self, message: Offer, arrival: Arrival) -> None:
+        self.channel.offered(message, arrival.peer)
+
+    @NOTICES.handles(Pull)
+    def _pulled(self, message: Pull, arrival: Arrival) -> None:
+        self.channel.pulled(message, arrival.peer)
+
+    @NOTICES.handles(Credit)
+    def _credited(self, message: Credit, arrival: Arrival) -> None:
+        self.channel.credited(message, arrival.peer)
+
+    @NOTICES.handles(CancelStep)
+    def _cancel_as_told(self, message: CancelStep, arrival: Arrival) -> None:
         step = StepId(message.origin, message.step)
         self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
-    def _observe(self, message: Observation, responder: Responder) -> None:
-        try:
-            responder.reply(*self.observer.answer(message))
-        except Exception as error:
-            responder.fail(error)
-
-    def _dump(self, why: str, responder: Responder) -> None:
-        responder.reply(Dumped(self._flights.dump(why) if self._flights is not None else ""))
-
-    def _call_resource(self, message: CallResource, payload: memoryview, responder: Responder) -> None:
-        try:
-            operands = decode_arrays(message.operands, payload)
-            executable = self._resources.executable(message)
-            step = StepId(message.origin, message.step)
-            self._runs.run(executable, step, operands, partial(_answer_arrays, responder))
-        except Exception as error:
-            responder.fail(error)
-
-    def _answer(self, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
-        try:
-            answer, data = self._carry_out(message, payload)
-        except Exception as error:
-            responder.fail(error)
-        else:
-            responder.reply(answer, data)
-
-    def _carry_out(self, message: AnyMessage, payload: memoryview) -> tuple[AnyMessage, memoryview]:
-        match message:
-            case CreateVariables():
-                return self._creation.create(message, payload), _NOTHING
-            case ReadVariables(keys):
-                infos, data = encode_arrays(self.store.views(keys))
-                return Arrays(infos), memoryview(data)
-            case WriteVariable(name, dtype, shape):
-                self.store.write(name, _on_device(dtype, shape, payload))
-                return Ok(), _NOTHING
-            case SaveVariables():
-                self._checkpoints.save(message)
-                return Ok(), _NOTHING
-            case ReadCheckpoint():
-                self._checkpoints.read(message)
-                return Ok(), _NOTHING
-            case EndRestore():
-                self._checkpoints.end(message)
-                return Ok(), _NOTHING
-            case CreateResource():
-                self._refuse_for_another_process(message.name, message.process)
-                self._resources.create(message)
-                return Ok(), _NOTHING
-            case ProposeRounds():
-                return self._rounds.agree(message), _NOTHING
-            case OpenRounds():
-                self._rounds.open(message, payload)
-                return Ok(), _NOTHING
-            case LeaveRounds():
-                self._rounds.leave(message)
-                return Ok(), _NOTHING
-            case ForgetState():
-                self._forget(message)
-                return Ok(), _NOTHING
-            case RegisterPlan() if wanted := self._plans.wanted(message):
-                return Wanted(wanted), _NOTHING
-            case RegisterPlan():
-                return Registered(self._plans.add_encoded(message, payload)), _NOTHING
-            case _:
-                raise NotImplementedError(f"a task does not answer {type(message).__name__}")
-
-    def _forget(self, message: ForgetState) -> None:
-        if message.is_variable:
-            self.store.forget(message.key, message.reason, message.remedy)
-        else:
-            self._resources.forget(message.key, message.reason, message.remedy)
+    @NOTICES.handles(ReleasePlan)
+    def _release_plan(self, message: ReleasePlan, arrival: Arrival) -> None:
+        self.release(message.handle)
 
     def _refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""
@@ -501,59 +525,25 @@ class TaskServer:
             )
 
 
-_NOTHING = memoryview(b"")
-
-
 def _life(info: TaskInfo) -> tuple[str, float]:
     """Identity of a task's life, which differs from earlier tasks of the same name."""
     return info.incarnation, info.joined_at_s
 
 
-#: The field of a message that names the task it acts for.
-_SPEAKERS: Mapping[type[AnyMessage], str] = {
-    RunPlan: "origin",
-    CancelStep: "origin",
-    CallResource: "origin",
-    ReadCheckpoint: "origin",
-    EndRestore: "origin",
-    ProposeRounds: "worker",
-    NextRound: "worker",
-    LeaveRounds: "worker",
-}
-
-
-def _refuse_for_another(peer: Peer, message: AnyMessage) -> None:
+def _refuse_for_another(peer: Peer, message: Message) -> None:
     """Raise SecurityError when a task acts for another one."""
-    field = _SPEAKERS.get(type(message))
-    if field is not None and (whose := getattr(message, field)) != peer.name:
+    if message.speaker and (whose := getattr(message, message.speaker)) != peer.name:
         raise SecurityError(f"{peer.name} may not speak for {whose}, as this {type(message).__name__} does")
 
 
-#: Requests that tools, which are in no roster, may make.
-_LOOKS_ON = (GetClock, StartTrace, StopTrace, GetTaskState, DumpEvents)
-
-
-def _answered(take: Callable[[], None], responder: Responder) -> None:
-    """Handle a request that was held, outside of its reader thread; an error is its answer."""
-    try:
-        take()
-    except Exception as error:
-        responder.fail(error)
-
-
-def _on_own_thread(work: Callable[..., None], *arguments: Any) -> None:
-    """Run on a new thread, not in the pool: the pool may be stuck, and these requests are made to find out."""
-    threading.Thread(target=work, args=arguments, name="dflow look", daemon=True).start()
-
-
-def _answer_run(responder: Responder, outcome: Outcome) -> None:
+def _answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
     if isinstance(outcome, BaseException):
         responder.fail(outcome)
     else:
         responder.reply(Ok())
 
 
-def _answer_arrays(responder: Responder, outcome: Outcome) -> None:
+def _answer_arrays(responder: Responder, outcome: Outcome[Fetches]) -> None:
     if isinstance(outcome, BaseException):
         responder.fail(outcome)
         return
@@ -563,8 +553,3 @@ def _answer_arrays(responder: Responder, outcome: Outcome) -> None:
         responder.fail(error)
     else:
         responder.reply(Arrays(infos), payload)
-
-
-def _on_device(dtype: str, shape: tuple[int, ...], payload: memoryview) -> jax.Array:
-    value: jax.Array = jax.device_put(decode_array(dtype, shape, payload))
-    return value

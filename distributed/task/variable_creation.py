@@ -15,7 +15,8 @@ from typing import Any
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.failures import failure_of
-from dflow.distributed.wire.messages import CreateVariable, CreateVariables, Failure, VariablesCreated
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import Program
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import DflowError, VariableError, WireError

@@ -21,16 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol
 
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages import AnyMessage
+from dflow.distributed.wire.messages.message import Answer, Message, Request
+from dflow.lowering.values.outcome import Outcome
 
 
-class Reply(NamedTuple):
+class Reply(NamedTuple, Generic[Answer]):
     """A message that answers a call, and its payload."""
 
-    message: AnyMessage
+    message: Answer
     payload: memoryview
 
 
@@ -41,7 +42,7 @@ MIN_ALIGNED_BYTES = 16 << 10
 OnReleased = Callable[[], None]
 
 #: Called with the reply, or with the error that `PendingReply.wait` would raise.
-OnReply = Callable[[Reply | BaseException], None]
+OnReply = Callable[[Outcome[Reply[Answer]]], None]
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,15 @@ class Limits:
     shared_bytes: int = 1 << 30
 
 
-class PendingReply(Protocol):
+class PendingReply(Protocol[Answer]):
     """A request that was sent and may be unanswered."""
 
-    def wait(self, timeout_s: float) -> Reply:
+    def wait(self, timeout_s: float) -> Reply[Answer]:
         """Wait for the reply and return it.
 
         raises  the peer's error if it answered with a `Failure`, as the exception class that the failure names;
-                TransportClosed if the connection ends first; DeadlineExceeded after `timeout_s`, when a later reply is
-                dropped
+                WireError for a reply that the request does not declare; TransportClosed if the connection ends first;
+                DeadlineExceeded after `timeout_s`, when a later reply is dropped
         """
         ...
 
@@ -103,7 +104,9 @@ class Peer(Protocol):
         """Why the connection ended; empty while it is open."""
         ...
 
-    def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> PendingReply:
+    def start(
+        self, message: Request[Answer], payload: Payload = b"", on_reply: OnReply[Answer] | None = None
+    ) -> PendingReply[Answer]:
         """Send a request and return without waiting for its reply.
 
         on_reply  called once, from any thread, before the handling of any message after the reply. It must not wait
@@ -112,11 +115,11 @@ class Peer(Protocol):
         """
         ...
 
-    def call(self, message: AnyMessage, payload: Payload = b"", *, timeout_s: float) -> Reply:
+    def call(self, message: Request[Answer], payload: Payload = b"", *, timeout_s: float) -> Reply[Answer]:
         """Send a request and wait for its reply; raises what `start` and `PendingReply.wait` raise."""
         ...
 
-    def notify(self, message: AnyMessage, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
+    def notify(self, message: Message, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
         """Send a message that has no reply; raises what `start` raises.
 
         on_released  called once when the memory of `payload` is no longer needed here, from any thread, maybe before
@@ -132,7 +135,7 @@ class Peer(Protocol):
 class Responder(Protocol):
     """Answers one call, once, from any thread; an answer to a closed connection is dropped."""
 
-    def reply(self, message: AnyMessage, payload: Payload = b"") -> None:
+    def reply(self, message: Message, payload: Payload = b"") -> None:
         """Answer the call; raises InternalError if it was answered before."""
         ...
 
@@ -144,11 +147,11 @@ class Responder(Protocol):
 class Handler(Protocol):
     """Handles the messages of one side's connections; called on reader threads, and must not wait."""
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Handle a request, and answer by `responder` now or later; an exception answers with a `Failure`."""
         ...
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Handle a message that has no reply; an exception is logged."""
         ...
 
@@ -207,11 +210,11 @@ class Transport(Protocol):
 class RefuseAll:
     """The handler of a side that only sends requests: it refuses requests and ignores all other messages."""
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Raise NotImplementedError, which is sent to the caller."""
         raise NotImplementedError(f"{type(message).__name__} is not answered here")
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Do nothing."""
 
     def on_close(self, peer: Peer, reason: str) -> None:

@@ -164,21 +164,25 @@ class Connection:
     # Sending.
 
     def _pack(self, frame: Frame) -> Parts:
-        """Number, retain and serialise a frame that is about to be sent; after the end, only serialise it."""
+        """Number, retain and serialise a frame that is about to be sent.
+
+        After `close`, only frames that hold copies are still sent: the caller may already use the memory of others.
+        """
         parts: Parts = []
-        on_released = frame.on_released
         with self._lock:
-            sequence = 0
-            if frame.kind <= Kind.NOTIFY and not self._is_closed:
-                sequence = self._session.send(_Kept(parts, on_released), len(frame.meta) + len(frame.payload))
-                on_released = None
-            header = pack_header(frame, sequence=sequence, acknowledged=self._session.say_received())
-            if len(frame.meta) + len(frame.payload) <= _JOINED_BYTES:
-                parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
-            else:
-                parts.extend(memoryview(part) for part in (header, frame.meta, frame.payload) if part)
-        if on_released is not None:
-            on_released()
+            is_dropped = self._is_closed and frame.on_released is not None
+            if not is_dropped:
+                sequence = 0
+                size_bytes = len(frame.meta) + len(frame.payload)
+                if frame.kind <= Kind.NOTIFY:
+                    sequence = self._session.send(_Kept(parts, frame.on_released), size_bytes)
+                header = pack_header(frame, sequence=sequence, acknowledged=self._session.say_received())
+                if size_bytes <= _JOINED_BYTES:
+                    parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
+                else:
+                    parts.extend(memoryview(part) for part in (header, frame.meta, frame.payload) if part)
+        if is_dropped and frame.on_released is not None:
+            frame.on_released()
         return parts
 
     def _copied(self, frame: Frame) -> Frame | None:

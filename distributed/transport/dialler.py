@@ -22,7 +22,7 @@ from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
 from dflow.distributed.transport.stream import Stream
-from dflow.distributed.wire.messages import Hello
+from dflow.distributed.wire.messages.connection import Hello
 from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
 
 FIRST_RETRY_S = 0.02

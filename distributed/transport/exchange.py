@@ -13,14 +13,17 @@ import enum
 import logging
 import threading
 import traceback
-from typing import Protocol
+from typing import Any, Generic, Protocol, cast
 
 import msgspec
 
 from dflow.distributed.transport.base import Handler, Limits, OnReleased, OnReply, Reply
 from dflow.distributed.wire.codec import Payload, decode_message, encode_message
 from dflow.distributed.wire.failures import error_of, failure_of
-from dflow.distributed.wire.messages import AnyMessage, Failure
+from dflow.distributed.wire.large_message import unpack
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.message import Answer, Message, Request
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, InternalError, TransportClosed, WireError
 
 LOGGER = logging.getLogger("dflow")
@@ -92,7 +95,7 @@ class Exchange:
         self._handler = handler
         self._limits = limits
         self._lock = threading.Lock()
-        self._waiting: dict[int, _Pending] = {}
+        self._waiting: dict[int, _Pending[Any]] = {}
         self._last_number = 0
         self._ended: str | None = None
 
@@ -106,14 +109,16 @@ class Exchange:
         """Why the connection ended; empty while it is open."""
         return self._ended or ""
 
-    def start(self, message: AnyMessage, payload: Payload = b"", on_reply: OnReply | None = None) -> _Pending:
+    def start(
+        self, message: Request[Answer], payload: Payload = b"", on_reply: OnReply[Answer] | None = None
+    ) -> _Pending[Answer]:
         """Send a request; see `base.Peer.start`."""
         meta = self._meta(message, payload)
         with self._lock:
             self._raise_if_ended()
             self._last_number += 1
             number = self._last_number
-            pending = self._waiting[number] = _Pending(self, number, type(message).__name__, on_reply)
+            pending = self._waiting[number] = _Pending(self, number, type(message), on_reply)
         try:
             self._send(Frame(Kind.REQUEST, number, meta, payload))
         except BaseException:
@@ -121,12 +126,12 @@ class Exchange:
             raise
         return pending
 
-    def call(self, message: AnyMessage, payload: Payload = b"", *, timeout_s: float) -> Reply:
+    def call(self, message: Request[Answer], payload: Payload = b"", *, timeout_s: float) -> Reply[Answer]:
         """Send a request and wait for its reply; see `base.Peer.call`."""
-        _refuse_on_reader(message, self._remote)
+        _refuse_on_reader(type(message), self._remote)
         return self.start(message, payload).wait(timeout_s)
 
-    def notify(self, message: AnyMessage, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
+    def notify(self, message: Message, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
         """Send a message that has no reply; see `base.Peer.notify`."""
         meta = self._meta(message, payload)
         self._raise_if_ended()
@@ -142,7 +147,7 @@ class Exchange:
             self._waiting.clear()
         self._link.close()
         for pending in waiting:
-            pending.resolve(TransportClosed(self._closed_text(reason, pending.asked)))
+            pending.resolve(TransportClosed(self._closed_text(reason, pending.asked.__name__)))
         try:
             self._handler.on_close(self, reason)
         except Exception:
@@ -164,16 +169,14 @@ class Exchange:
         else:
             self._take_notice(message, payload)
 
-    def _settle(self, number: int, message: AnyMessage, payload: memoryview) -> None:
+    def _settle(self, number: int, message: Message, payload: memoryview) -> None:
         pending = self._forget(number)
         if pending is None:
             LOGGER.debug("%s: %s answered request %d, which no one awaits", self._local, self._remote, number)
-        elif isinstance(message, Failure):
-            pending.resolve(error_of(message, self._remote))
         else:
-            pending.resolve(Reply(message, payload))
+            pending.resolve(_outcome(pending.asked, message, payload, self._remote))
 
-    def _answer(self, number: int, message: AnyMessage, payload: memoryview) -> None:
+    def _answer(self, number: int, message: Message, payload: memoryview) -> None:
         responder = _Responder(self, number, type(message).__name__)
         try:
             self._handler.on_call(self, message, payload, responder)
@@ -182,13 +185,13 @@ class Exchange:
             if not responder.fail_if_open(error):
                 LOGGER.error("%s: a handler failed after it had answered\n%s", self._local, traceback.format_exc())
 
-    def _take_notice(self, message: AnyMessage, payload: memoryview) -> None:
+    def _take_notice(self, message: Message, payload: memoryview) -> None:
         try:
             self._handler.on_notify(self, message, payload)
         except Exception:
             LOGGER.exception("%s: %s from %s failed", self._local, type(message).__name__, self._remote)
 
-    def send_reply(self, number: int, message: AnyMessage, payload: Payload) -> None:
+    def send_reply(self, number: int, message: Message, payload: Payload) -> None:
         """Send the answer to request `number`; drops it if the connection has ended.
 
         raises  WireError if the answer exceeds this side's limits; then nothing is sent
@@ -207,7 +210,7 @@ class Exchange:
             self.close(str(error))
             raise TransportClosed(self._closed_text(self.closed)) from error
 
-    def _meta(self, message: AnyMessage, payload: Payload) -> bytes:
+    def _meta(self, message: Message, payload: Payload) -> bytes:
         meta = encode_message(message)
         what = type(message).__name__
         if len(meta) > self._limits.max_meta_bytes:
@@ -222,7 +225,7 @@ class Exchange:
             )
         return meta
 
-    def _forget(self, number: int) -> _Pending | None:
+    def _forget(self, number: int) -> _Pending[Any] | None:
         with self._lock:
             return self._waiting.pop(number, None)
 
@@ -234,13 +237,15 @@ class Exchange:
         during = f" while it was asked for {asked}" if asked else ""
         return f"the connection from {self._local} to {self._remote} has ended{during}: {reason}"
 
-    def give_up(self, number: int, asked: str, timeout_s: float) -> DeadlineExceeded:
+    def give_up(self, number: int, asked: type[Message], timeout_s: float) -> DeadlineExceeded:
         """Abandon request `number`, and return the error to raise."""
         self._forget(number)
-        return DeadlineExceeded(f"{self._remote} did not answer {asked} of {self._local} within {timeout_s:g} s")
+        return DeadlineExceeded(
+            f"{self._remote} did not answer {asked.__name__} of {self._local} within {timeout_s:g} s"
+        )
 
 
-class _Pending:
+class _Pending(Generic[Answer]):
     """A request that may be unanswered; see `base.PendingReply`.
 
     `_unresolved` is a lock held until there is an outcome: cheaper than a future, and each call makes one.
@@ -248,16 +253,18 @@ class _Pending:
 
     __slots__ = ("_exchange", "_number", "_on_reply", "_outcome", "_unresolved", "asked")
 
-    def __init__(self, exchange: Exchange, number: int, asked: str, on_reply: OnReply | None) -> None:
+    def __init__(
+        self, exchange: Exchange, number: int, asked: type[Request[Answer]], on_reply: OnReply[Answer] | None
+    ) -> None:
         self._exchange = exchange
         self._number = number
         self.asked = asked
-        self._outcome: Reply | BaseException | None = None
+        self._outcome: Outcome[Reply[Answer]] | None = None
         self._on_reply = on_reply
         self._unresolved = threading.Lock()
         self._unresolved.acquire()
 
-    def resolve(self, outcome: Reply | BaseException) -> None:
+    def resolve(self, outcome: Outcome[Reply[Answer]]) -> None:
         """Set the outcome, wake the waiter and call `on_reply`; called once, after removal from `_waiting`."""
         self._outcome = outcome
         self._unresolved.release()
@@ -267,7 +274,7 @@ class _Pending:
             except Exception:
                 LOGGER.exception("what was to be done with the answer of %s failed", self._exchange.name)
 
-    def wait(self, timeout_s: float) -> Reply:
+    def wait(self, timeout_s: float) -> Reply[Answer]:
         """Wait for the reply; see `base.PendingReply.wait`."""
         if self._outcome is None:
             _refuse_on_reader(self.asked, self._exchange.name)
@@ -281,6 +288,25 @@ class _Pending:
         raise outcome
 
 
+def _outcome(asked: type[Request[Answer]], message: Message, payload: memoryview, peer: str) -> Outcome[Reply[Answer]]:
+    """Return the reply to a request, unpacked, or its error. This is the only check of a reply's type."""
+    if isinstance(message, asked.replies):
+        return Reply(cast(Answer, message), payload)
+    try:
+        unpacked = unpack(message, payload)
+    except WireError as error:
+        return error
+    if isinstance(unpacked, Failure):
+        return error_of(unpacked, peer)
+    if isinstance(unpacked, asked.replies) or not asked.replies:
+        return Reply(cast(Answer, unpacked), payload)
+    expected = " or ".join(reply.__name__ for reply in asked.replies)
+    return WireError(
+        f"{peer} answered {asked.__name__} with {type(unpacked).__name__}; expected {expected}; "
+        "install the same dflow on both"
+    )
+
+
 class _Responder:
     """Answers one request; see `base.Responder`."""
 
@@ -290,7 +316,7 @@ class _Responder:
         self._asked = asked
         self._open = threading.Lock()
 
-    def reply(self, message: AnyMessage, payload: Payload = b"") -> None:
+    def reply(self, message: Message, payload: Payload = b"") -> None:
         """Answer the request; see `base.Responder.reply`."""
         if not self._open.acquire(blocking=False):
             raise InternalError(f"{self._asked} from {self._exchange.name} was answered twice")
@@ -311,10 +337,9 @@ class _Responder:
         return True
 
 
-def _refuse_on_reader(asked: object, peer: str) -> None:
+def _refuse_on_reader(asked: type[Message], peer: str) -> None:
     if on_reader_thread():
-        what = asked if isinstance(asked, str) else type(asked).__name__
         raise InternalError(
-            f"a handler waits for {peer} to answer {what}; hand the work to another thread, since this one must go "
-            "on reading"
+            f"a handler waits for {peer} to answer {asked.__name__}; hand the work to another thread, since this one "
+            "must go on reading"
         )

@@ -19,6 +19,7 @@ import os
 import select
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -61,8 +62,11 @@ class Reactor:
         self._leading = threading.Lock()
         self._lock = threading.Lock()
         self._sources: dict[int, _Source] = {}
-        self._epoll: select.epoll | None = None
-        self._wake = -1
+        self._epoll = select.epoll()
+        #: Readable when the leader should look again at the sources and their deadlines.
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake).atexit = False
+        self._epoll.register(self._wake, select.EPOLLIN)
         self._threads = 0
         self._waiting = 0
         #: The source that the leader is reading.
@@ -83,10 +87,6 @@ class Reactor:
         stalled  called when no byte of a begun frame has arrived for `stall_timeout_s`
         """
         with self._lock:
-            if self._epoll is None:
-                self._epoll = select.epoll()
-                self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                self._epoll.register(self._wake, select.EPOLLIN)
             if not self._threads:
                 self._start()
             self._sources[file] = _Source(file, read, stalled)
@@ -98,7 +98,6 @@ class Reactor:
             source = self._sources.pop(file, None)
             if source is None:
                 return
-            assert self._epoll is not None
             if not source.is_waited_for:
                 self._epoll.unregister(file)
             if not self._sources and _LEADS.reactor is not self:
@@ -114,7 +113,6 @@ class Reactor:
                     return
             source = self._at
             if source is not None and self._sources.get(source.file) is source:
-                assert self._epoll is not None
                 self._epoll.unregister(source.file)
                 source.is_waited_for = True
         _LEADS.reactor = None
@@ -136,26 +134,15 @@ class Reactor:
             _LEADS.reactor = self
             self._lead()
             with self._lock:
-                if self._ends():
+                if self._waiting or not self._sources:
+                    self._threads -= 1
                     return
                 self._waiting += 1
 
-    def _ends(self) -> bool:
-        """Return whether a thread that has handed over the lead should end; the last thread closes the epoll."""
-        if self._sources and not self._waiting:
-            return False
-        self._threads -= 1
-        if not self._threads and self._epoll is not None:
-            self._epoll.close()
-            os.close(self._wake)
-            self._epoll = None
-        return True
-
     def _lead(self) -> None:
         """Poll and read the sources, until another thread leads or no source is left."""
-        epoll = self._epoll
-        while self._sources and epoll is not None:
-            for file, _ in epoll.poll(self._patience_s(), _EVENTS_AT_A_TIME):
+        while self._sources:
+            for file, _ in self._epoll.poll(self._patience_s(), _EVENTS_AT_A_TIME):
                 source = self._sources.get(file)
                 if source is not None:
                     self._read(source)
@@ -187,7 +174,6 @@ class Reactor:
         """Return a source to the leader, and wake the leader if the source may stall."""
         with self._lock:
             if self._sources.get(source.file) is source:
-                assert self._epoll is not None
                 source.is_waited_for = False
                 self._epoll.register(source.file, select.EPOLLIN)
                 if source in self._stalls_at:

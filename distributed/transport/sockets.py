@@ -1,8 +1,8 @@
 """Connections between processes over sockets.
 
-Why: this is how the tasks of a cluster reach each other. See `reactor` for the threads that read, `families` for the
-kinds of sockets, `security` for admission, `framing` for the bytes, `connection` for recovery when a socket breaks, and
-`listener` for the accepting side.
+Why: this is how the tasks of a cluster reach each other. See `listener` and `dialler` for the two sides, `security` for
+which peers are accepted, `framing` for the bytes, `connection` for what happens when a socket breaks, and `reactor` for
+the threads that read.
 
 Invariants: the security policy is checked before listening, dialling and accepting a peer's identity. A frame that is
 malformed, oversized or late ends only its own connection, with a logged reason.
@@ -18,6 +18,7 @@ from dflow.distributed.transport.addresses import Address, Endpoints, parse_endp
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
 from dflow.distributed.transport.bind_and_dial import Bound, bind
 from dflow.distributed.transport.connection import Connection
+from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
 from dflow.distributed.transport.exchange import Exchange
 from dflow.distributed.transport.handshake import Refused
@@ -69,16 +70,14 @@ class SocketTransport:
         places = _ways_from_here(parse_endpoints(address))
         for place in places:
             self._security.may_connect(place)
-        deadline = time.monotonic() + timeout_s
-        retry_s = FIRST_RETRY_S
+        deadline, retry_s = Deadline.after(timeout_s), FIRST_RETRY_S
         while True:
-            left_s = max(deadline - time.monotonic(), 0.001)
             try:
-                return self._connect_once(places, name, handler, left_s)
+                return self._connect_once(places, name, handler, deadline.left_s)
             except (WireError, SecurityError) as error:
                 raise type(error)(f"cannot connect to {who} at {address}: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
-                if time.monotonic() + retry_s >= deadline or not is_wanted():
+                if deadline.left_s <= retry_s or not is_wanted():
                     raise DeadlineExceeded(
                         f"{who} at {address} could not be reached within {timeout_s:g} s: {reason_of(error)}"
                         f"{_remedy(error)}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 
 from dflow.distributed.wire.codec import Payload, array_bytes, decode_array, dtype_name, encode_array
-from dflow.distributed.wire.messages import ArrayInfo
+from dflow.distributed.wire.messages.arrays import ArrayInfo
 from dflow.tracing.errors import WireError
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Why: everything that crosses a process border passes here, so this one file decides what bytes from a peer may become.
 
-Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `messages.AnyMessage`,
+Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `all_messages`,
 checked against its types. An array is its elements in row-major order, little-endian, without a header: the message
 has its dtype and shape, and the payload's size must match both.
 """
@@ -20,7 +20,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dflow.distributed.wire.messages import AnyMessage
+from dflow.distributed.wire.all_messages import ANY_MESSAGE
+from dflow.distributed.wire.messages.message import Message
 from dflow.tracing.errors import WireError
 
 if TYPE_CHECKING:
@@ -60,10 +61,10 @@ _COPIED_BYTES = 1 << 10
 _AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ANY_MESSAGE)
 
 
-def encode_message(message: AnyMessage) -> bytes:
+def encode_message(message: Message) -> bytes:
     """Encode the message as msgpack.
 
     raises  WireError if a field holds a value of a type that cannot be sent
@@ -74,7 +75,7 @@ def encode_message(message: AnyMessage) -> bytes:
         raise WireError(f"{type(message).__name__} cannot be sent: {error}") from error
 
 
-def decode_message(data: Payload) -> AnyMessage:
+def decode_message(data: Payload) -> Message:
     """Decode a message.
 
     raises  WireError if `data` is not msgpack, or not a message of this protocol with fields of the declared types

@@ -7,7 +7,10 @@ from __future__ import annotations
 import zlib
 
 from dflow.distributed.wire.codec import Payload, decode_message, encode_message
-from dflow.distributed.wire.messages import AnyMessage, Packed, PackedRoster, Roster, RosterChange, Status
+from dflow.distributed.wire.messages.connection import Packed
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange
+from dflow.distributed.wire.messages.status import Status
 from dflow.distributed.wire.roster_changes import change_between, changed_roster
 from dflow.tracing.errors import WireError
 
@@ -20,7 +23,7 @@ LARGE_ROSTER = 256
 _CHANGED_PART = 1 / 16
 
 
-def pack(message: AnyMessage, *, goes_to_many: bool = False) -> tuple[AnyMessage, bytes]:
+def pack(message: Message, *, goes_to_many: bool = False) -> tuple[Message, bytes]:
     """Return the message to send and its payload: `message` itself, or a `Packed`."""
     if not isinstance(message, (Roster, RosterChange, Status)):
         return message, b""
@@ -37,7 +40,7 @@ class RosterPacker:
         self._base = Roster((), ())
         self._payload = b""
 
-    def pack(self, roster: Roster) -> tuple[AnyMessage, bytes]:
+    def pack(self, roster: Roster) -> tuple[Message, bytes]:
         """Return the message to send and its payload."""
         if len(roster.tasks) + len(roster.expected) < LARGE_ROSTER:
             return pack(roster)
@@ -48,7 +51,7 @@ class RosterPacker:
         return PackedRoster(change), self._payload
 
 
-def unpack(message: AnyMessage, payload: Payload) -> AnyMessage:
+def unpack(message: Message, payload: Payload) -> Message:
     """Return the message that was packed; raises WireError if the payload is not one."""
     match message:
         case Packed():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages import Roster, RosterChange
+from dflow.distributed.wire.messages.roster import Roster, RosterChange
 
 
 def changed_roster(roster: Roster, change: RosterChange) -> Roster:
@@ -28,4 +28,4 @@ def change_between(earlier: Roster, later: Roster) -> RosterChange:
     """Return the change from `earlier` to `later`, two rosters of the same start of the same coordinator."""
     known = {info.life: info for info in earlier.tasks}
     entries = tuple(info for info in later.tasks if known.pop(info.life, None) != info)
-    return RosterChange(earlier.version, later.version, entries, tuple(known), later.epoch, later.mark)
+    return RosterChange(earlier.version, later.version, entries, tuple(known), later.epoch, mark=later.mark)

@@ -42,17 +42,14 @@ from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    EdgeTraffic,
-    Failure,
-    NotFinite,
-    Placed,
-    PlaceVariable,
-    RoundsDone,
-    RunPlan,
-)
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, PlaceVariables, Unplace
+from dflow.distributed.wire.messages.plans import RunPlan
+from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.worker.cluster_home import ClusterHome
+from dflow.distributed.worker.coordination import Coordinated
 from dflow.distributed.worker.used_state import UsedState
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
@@ -60,12 +57,13 @@ from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
-from dflow.lowering.steps.execute import Outcome
+from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import Lowered, literals, make_plans
 from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
 from dflow.lowering.steps.spread_variables import refuse_spread
 from dflow.lowering.values.devices import devices_in_order
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.errors import (
     DeadlineExceeded,
@@ -82,6 +80,8 @@ from dflow.tracing.state.context import home
 WORD_S = 5.0
 
 LOGGER = logging.getLogger("dflow")
+#: The most variables that one message places.
+MOST_PLACED = 256
 #: Least similarity of two job names to suspect a typo, such as wroker for worker.
 _ALIKE = 0.83
 _ENCODER = msgspec.msgpack.Encoder()
@@ -110,7 +110,7 @@ class ClusterSettings:
     step_timeout_s: float = 600.0
 
 
-class Cluster:
+class Cluster(Coordinated):
     """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
 
     store    holds the variables of this task
@@ -118,6 +118,8 @@ class Cluster:
     raises   DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
              and the time waited
     """
+
+    coordinator: CoordinatorClient
 
     def __init__(
         self,
@@ -137,39 +139,39 @@ class Cluster:
         first = first_of_a_life()
         self._steps = itertools.count(first + 1)
         name = self.task
-        self._client = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
+        self.coordinator = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
         self._unused_plans = UnusedPlans()
-        self._used = UsedState(name, lambda: self._client.roster)
+        self._used = UsedState(name, lambda: self.coordinator.session.roster)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
         recorder = Recorder()
         #: Writes the newest events to a file when something is stuck.
         self.flights = FlightRecorder(name, recorder, run_folder(os.environ))
-        self._client.call_on_dump(self.flights.dump_soon)
+        self.coordinator.session.call_on_dump(self.flights.dump_soon)
         self._server = TaskServer(
             name,
             transport,
-            process=self._client.process,
+            process=self.coordinator.session.process,
             store=store,
             address=address,
             settings=waits,
             recorder=recorder,
             flights=self.flights,
-            on_stall=self._client.ask_for_dumps,
-            described=self._client.describe,
+            on_stall=self.coordinator.ask_for_dumps,
+            described=self.coordinator.describe,
         )
-        self._server.count_steps_from(first)
+        self._server.channel.count_from(first)
         try:
             self._join()
         except BaseException:
             self._server.close()
-            self._client.close("could not join")
+            self.coordinator.close("could not join")
             raise
         _joined.add(self)
 
     def _join(self) -> None:
-        self._client.call_on_roster(self._server.roster_changed)
+        self.coordinator.session.call_on_roster(self._server.roster_changed)
         server = self._server
-        roster = self._client.join(
+        roster = self.coordinator.join(
             self.task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing
         )
         job, _ = split_task_name(self.task)
@@ -179,7 +181,7 @@ class Cluster:
         for meant in () if job.rstrip("0123456789") in jobs else get_close_matches(job, jobs, 1, _ALIKE):
             LOGGER.warning("%s has joined as the first of job %r, was %r meant?", self.task, job, meant)
         others = [task for task in roster.expected if split_task_name(task)[0] != job]
-        self._client.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
+        self.coordinator.wait_for_tasks(others, timeout_s=self._settings.join_timeout_s)
 
     @property
     def recorder(self) -> Recorder:
@@ -194,7 +196,7 @@ class Cluster:
     @property
     def tasks(self) -> tuple[str, ...]:
         """The live tasks, including this one."""
-        return tuple(info.task for info in self._client.roster.tasks if info.left_at_s is None)
+        return tuple(info.task for info in self.coordinator.session.roster.tasks if info.left_at_s is None)
 
     @property
     def server(self) -> TaskServer:
@@ -217,22 +219,6 @@ class Cluster:
         with home(variables), variables.together():
             yield
 
-    def claim(
-        self,
-        run: str,
-        total_steps: int,
-        *,
-        done: int = 0,
-        step_s: float = 0.0,
-        metrics: Mapping[str, float] = {},
-        more: bool = True,
-        not_finite: NotFinite | None = None,
-    ) -> range:
-        """Report the last claimed steps and get the next; see `CoordinatorClient.claim`."""
-        return self._client.claim(
-            run, total_steps, done=done, step_s=step_s, metrics=metrics, more=more, not_finite=not_finite
-        )
-
     def shared_step(self) -> AbstractContextManager[None]:
         """Run a step inside that other workers run too; see `applying.shared_step`."""
         return shared_step()
@@ -243,33 +229,11 @@ class Cluster:
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""
-        roster, (job, _) = self._client.roster, split_task_name(self.task)
+        roster, (job, _) = self.coordinator.session.roster, split_task_name(self.task)
         here = {info.task: info for info in roster.tasks if split_task_name(info.task)[0] == job}
         coming = {task for task in roster.expected if split_task_name(task)[0] == job}
         live = {task for task, info in here.items() if info.left_at_s is None}
         return tuple(sorted(live | coming)), len({*here} | coming)
-
-    def elect(self, what: str) -> bool:
-        """Return whether this task is the one that does `what`: the first live task that asks."""
-        return self._client.elect(what)
-
-    def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
-        """Wait until all members have come to the barrier `name`; return the tasks that passed it.
-
-        Members are the tasks of this one's job that are live or expected at the first arrival. The barrier goes on
-        without a member that leaves, or fails if any waiting task set `fails_on_leave`. A task that joins later is
-        a member of the next generation.
-        raises  DeadlineExceeded naming the missing tasks; TaskLost when the barrier has failed
-        """
-        return self._client.barrier(name, timeout_s=timeout_s, fails_on_leave=fails_on_leave).members
-
-    def tell_rounds(self, report: RoundsDone) -> None:
-        """Report the progress of a run of synchronous training, for the status of the cluster."""
-        self._client.tell_rounds(report)
-
-    def report(self, name: str, value: float) -> None:
-        """Add a result to the closing table of the run."""
-        self._client.report(name, float(value))
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -303,12 +267,12 @@ class Cluster:
         while self._endpoints:
             self._endpoints.pop().close()
         _joined.discard(self)
-        self._client.leave()
+        self.coordinator.leave()
         self._server.close()
 
     # Variables on other tasks.
 
-    def request(self, task: str, message: Any, payload: Any = b"") -> Reply:
+    def request(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
         """Send another task a request, and wait for its answer.
 
         raises  TaskLost when the task left, or lost state that this one uses on it; DeadlineExceeded, with a
@@ -317,60 +281,69 @@ class Cluster:
         try:
             return self._call(task, message, payload, 0.0)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
+            raise DeadlineExceeded(f"{error}; {self.coordinator.describe(task)}") from error
 
-    def request_for(self, task: str, message: AnyMessage, wait_s: float) -> Reply:
+    def request_for(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
         """Like `request`, when the task may wait `wait_s` before it answers."""
         return self._call(task, message, b"", wait_s)
 
-    def _call(self, task: str, message: AnyMessage, payload: Any, wait_s: float) -> Reply:
+    def _call(self, task: str, message: Request[Answer], payload: Payload, wait_s: float) -> Reply[Answer]:
         with self._used.explained([task]):
             return self._server.peer(task).call(message, payload, timeout_s=wait_s + self._settings.request_timeout_s)
 
-    def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> list[Reply | DflowError]:
+    def request_all(self, requests: Sequence[tuple[str, Request[Answer], Payload]]) -> list[Reply[Answer] | DflowError]:
         """Send requests to tasks concurrently; return the answer or the error of each, in order."""
         started = [self._started(*request) for request in requests]
         return [self._answer(task, wait) for (task, _, _), wait in zip(requests, started, strict=True)]
 
-    def _started(self, task: str, message: AnyMessage, payload: Any) -> PendingReply | DflowError:
+    def _started(self, task: str, message: Request[Answer], payload: Payload) -> PendingReply[Answer] | DflowError:
         try:
             with self._used.explained([task]):
                 return self._server.peer(task).start(message, payload)
         except DflowError as error:
             return error
 
-    def _answer(self, task: str, started: PendingReply | DflowError) -> Reply | DflowError:
+    def _answer(self, task: str, started: PendingReply[Answer] | DflowError) -> Reply[Answer] | DflowError:
         if isinstance(started, DflowError):
             return started
         try:
             with self._used.explained([task]):
                 return started.wait(self._settings.request_timeout_s)
         except DeadlineExceeded as error:
-            return DeadlineExceeded(f"{error}; {self._client.describe(task)}")
+            return DeadlineExceeded(f"{error}; {self.coordinator.describe(task)}")
         except DflowError as error:
             return error
 
     def place_all(self, requests: Sequence[PlaceVariable]) -> list[Placed | Failure]:
         """Return the task of each variable, where it is or must be created, or the failure, in order."""
-        answers = self._client.place_all(requests)
+        answers: list[Placed | Failure] = []
+        for first in range(0, len(requests), MOST_PLACED):
+            part = tuple(requests[first : first + MOST_PLACED])
+            answers += self.coordinator.ask(PlaceVariables(part)).answers
         for request, answer in zip(requests, answers, strict=True):
             if isinstance(answer, Placed):
                 self._used.note(request.name, answer)
         return answers
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
-        """Return the task where a queue or an accumulator is or must be created; see `CoordinatorClient.place`."""
-        placed = self._client.place(name, said, (), size_bytes, job=job, kind=kind, on=on)
-        if kind != "run":  # there may be many runs; a run's accumulator, on the same task, is noted
-            self._used.note(name, placed)
+    def place(self, request: PlaceVariable) -> Placed:
+        """Return the task where a queue or an accumulator is or must be created.
+
+        raises  VariableError when the name has another type; DeviceError without such a job, or when it is on another
+                task than `request.on`; TaskLost when the process that held it has left
+        """
+        placed = self.coordinator.ask(request)
+        if request.kind != "run":  # there may be many runs; a run's accumulator, on the same task, is noted
+            self._used.note(request.name, placed)
         return placed
 
     def unplace(self, name: str) -> None:
         """Free a name whose state no longer exists."""
-        self._client.unplace(name)
+        self.coordinator.ask(Unplace(name))
         self._used.forget(name)
 
-    def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
+    def request_step(
+        self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, timeout_s: float
+    ) -> Reply[Answer]:
         """Send another task a request that runs as a step there, and wait; cancel that step when this wait fails.
 
         raises  the error that the step ended with; TaskLost when the task left
@@ -435,7 +408,7 @@ class Cluster:
                 with self._used.explained([task]):
                     found[task] = registration.handle(self._settings.request_timeout_s)
             except DeadlineExceeded as error:
-                raise DeadlineExceeded(f"{error}; {self._client.describe(task)}") from error
+                raise DeadlineExceeded(f"{error}; {self.coordinator.describe(task)}") from error
         return found
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
@@ -479,7 +452,7 @@ class Cluster:
             timeout_s = self._settings.step_timeout_s
             # Slightly longer than the receives' own timeout, whose error says more than this one.
             if not end.wait(timeout_s + min(WORD_S, timeout_s)):
-                whose = "; ".join(map(self._client.describe, parts.running))
+                whose = "; ".join(map(self.coordinator.describe, parts.running))
                 text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
                 raise DeadlineExceeded(text + self._server.stalled(text))
             fetches = end.fetches()
@@ -505,11 +478,11 @@ class _Waited:
     """The end of a step's parts, for one waiting thread, which wakes once."""
 
     def __init__(self) -> None:
-        self._outcome: Outcome = ()
+        self._outcome: Outcome[Fetches] = ()
         self._is_over = threading.Lock()
         self._is_over.acquire()
 
-    def over(self, outcome: Outcome) -> None:
+    def over(self, outcome: Outcome[Fetches]) -> None:
         """Record the step's outcome and wake the waiting thread."""
         self._outcome = outcome
         self._is_over.release()

@@ -21,19 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    Arrays,
-    EndRestore,
-    ReadCheckpoint,
-    ReadVariables,
-    SavedVariable,
-    SaveVariables,
-    WriteVariable,
-)
+from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_of_resource
 from dflow.distributed.worker.variable_batch import CreatingTasks, Wanted, create, created_together, settle
 from dflow.lowering.files.array_files import ArrayFiles
@@ -41,7 +33,6 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner
 from dflow.tracing.devices.device import scope_here
-from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, DflowError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
@@ -120,8 +111,8 @@ class ClusterHome(ClusterResources):
         by_task = _by_task({variable.key: variable for variable in variables})
         answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
         values: dict[str, jax.Array] = {}
-        for (task, held), (answer, payload) in zip(by_task.items(), answers, strict=True):
-            arrays = decode_arrays(expect(answer, Arrays, short_task_name(task)).arrays, payload)
+        for held, (answer, payload) in zip(by_task.values(), answers, strict=True):
+            arrays = decode_arrays(answer.arrays, payload)
             values.update(zip(held, map(jax.device_put, arrays), strict=True))
         return [values[variable.key] for variable in variables]
 
@@ -154,7 +145,7 @@ class ClusterHome(ClusterResources):
             self._ask(messages)
             yield set_all
 
-    def _ask(self, messages: Mapping[str, AnyMessage]) -> list[Reply]:
+    def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Reply[Answer]]:
         """Return the answers of tasks, asked concurrently. Raises the first error in their order, if any."""
         answers = self._cluster.request_all([(task, message, b"") for task, message in messages.items()])
         found = []

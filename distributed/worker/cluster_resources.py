@@ -16,20 +16,15 @@ import jax.numpy as jnp
 
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    Arrays,
-    CallResource,
-    CreateResource,
-    ForgetState,
-    Placed,
-)
+from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
-from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings
@@ -44,19 +39,21 @@ from dflow.tracing.state.resources import Variable
 class ResourceTasks(Protocol):
     """The methods of a cluster that this file needs."""
 
-    def place_resource(self, name: str, kind: str, said: str, size_bytes: int, *, job: str, on: str) -> Placed:
-        """Return the task that holds the resource `name`, described by `said`, or that must create it."""
+    def place(self, request: PlaceVariable) -> Placed:
+        """Return the task that holds the resource, or that must create it."""
         ...
 
     def unplace(self, name: str) -> None:
         """Free a name whose state no longer exists."""
         ...
 
-    def request(self, task: str, message: AnyMessage, payload: Any = b"") -> Reply:
+    def request(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
         """Send another task a request, and wait for its answer."""
         ...
 
-    def request_step(self, task: str, message: Callable[[StepId], AnyMessage], payload: Any, timeout_s: float) -> Reply:
+    def request_step(
+        self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, timeout_s: float
+    ) -> Reply[Answer]:
         """Send another task a request that runs as a step there, and wait for its answer."""
         ...
 
@@ -82,8 +79,9 @@ class ClusterResources:
         settings: QueueSettings | AccumulatorSettings = resource.settings
         said = described(type, settings)
         try:
-            placed = self._tasks.place_resource(
-                resource.name, resource.kind, said, _size_bytes(type, settings), job=self._job, on=_stated(resource)
+            size_bytes = _size_bytes(type, settings)
+            placed = self._tasks.place(
+                PlaceVariable(resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=_stated(resource))
             )
             self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
         except (DeviceError, TaskLost) as error:
@@ -101,8 +99,7 @@ class ClusterResources:
             return CallResource(resource.key, op, step.origin, step.number, infos)
 
         answer, data = self._tasks.request_step(task, message, payload, op.timeout_s)
-        arrays = expect(answer, Arrays, short_task_name(task)).arrays
-        return [jax.device_put(array) for array in decode_arrays(arrays, data)]
+        return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""

@@ -11,7 +11,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from dflow.distributed.coordinator.variable_directory import lost_text
-from dflow.distributed.wire.messages import Placed, Roster, TaskInfo
+from dflow.distributed.wire.messages.placement import Placed
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost, TransportClosed
 from dflow.tracing.source import at, caller

@@ -25,22 +25,14 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.answers import expect
 from dflow.distributed.wire.array_lists import encode_arrays
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.failures import error_from, error_of
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    CreateVariable,
-    CreateVariables,
-    Failure,
-    Placed,
-    PlaceVariable,
-    ProgramCall,
-    VariablesCreated,
-)
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
 from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
-from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
 from dflow.tracing.source import at
 from dflow.tracing.state.initial_value import TypedInitial
@@ -60,7 +52,9 @@ class CreatingTasks(Protocol):
         """Return the task of each variable, where it is or must be created, or the failure, in order."""
         ...
 
-    def request_all(self, requests: Sequence[tuple[str, AnyMessage, Any]]) -> Sequence[Reply | DflowError]:
+    def request_all(
+        self, requests: Sequence[tuple[str, Request[Answer], Payload]]
+    ) -> Sequence[Reply[Answer] | DflowError]:
         """Send requests to tasks concurrently; return the answer or the error of each, in order."""
         ...
 
@@ -254,8 +248,7 @@ class _Creation:
                 missing += self._take(parcel, answer.message)
         return missing
 
-    def _take(self, parcel: _Parcel, message: Any) -> list[Wanted]:
-        answer = expect(message, VariablesCreated, short_task_name(parcel.task))
+    def _take(self, parcel: _Parcel, answer: VariablesCreated) -> list[Wanted]:
         for place, each in enumerate(parcel.wanted):
             if place in answer.failures:
                 self._failed[each.variable] = error_of(answer.failures[place], parcel.task)

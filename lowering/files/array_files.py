@@ -18,7 +18,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -29,9 +28,8 @@ import tensorstore
 from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.files.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
-from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, whole_folder, write_file
-from dflow.lowering.files.crc32c import crc32c
-from dflow.lowering.files.zarr_check import check_array
+from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, write_file
+from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
 from dflow.tracing.source import at, caller
@@ -40,13 +38,8 @@ from dflow.tracing.source import at, caller
 _CHUNK_BYTES = 64 << 20
 _IN_FLIGHT_BYTES = 256 << 20
 
-#: Arrays of at most this size, in bytes, are written without TensorStore, which takes at least 1 ms for each.
-_SMALL_BYTES = 4096
 #: The chunks of arrays from this size on are flushed as soon as they are written, while the next ones are copied.
 _FLUSHED_BYTES = 1 << 20
-
-#: A single context for all arrays, since each context starts its own threads.
-_CONTEXT = tensorstore.Context({"file_io_concurrency": {"limit": 4}})
 
 _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _PART = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
@@ -56,25 +49,6 @@ _RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_shard
 
 #: The position of a piece in its array.
 _Index = tuple[slice, ...]
-
-
-def write_arrays(
-    path: str | os.PathLike[str],
-    arrays: Mapping[str, Any],
-    metadata: Mapping[str, Any] | None = None,
-    *,
-    overwrite: bool = False,
-) -> None:
-    """Write a folder of arrays atomically: after a failure there is no folder, or the old one.
-
-    arrays     by name: JAX arrays, sharded or not, PRNG keys, NumPy arrays and numbers
-    metadata   further data for the reader, in types that JSON has
-    overwrite  whether a folder of arrays at `path` may be replaced; the old one stays until the new one is complete
-    raises     CheckpointExists when `path` exists and may not be replaced; CheckpointError when an array has a type
-               that cannot be written, or the disk refuses it
-    """
-    with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
-        fill_folder(folder, arrays, metadata)
 
 
 def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
@@ -181,17 +155,14 @@ class ArrayFiles:
             raise CheckpointError(
                 f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}{at(caller())}"
             )
-        dtype, shape = _stored_type(self.types[name])
-        folder = self.path / self._places[name]
         with self._unless_damaged(name):
-            check_array(folder, dtype, shape)
-        spec = _spec(folder) | {"open": True, "fill_missing_data_reads": False}
-        return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
+            return open_array(self.path / self._places[name], *stored_type(self.types[name]))
 
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
         """Start to read an array: the whole, or the pieces that the devices need, by their bounds."""
         with self._unless_damaged(name):
             store = opening.result()
+            check_array(self.path / self._places[name], store)
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
                 return _Reading.of(store)
             indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
@@ -224,7 +195,7 @@ class ArrayFiles:
 
 
 def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
-    """Open the folder that `write_arrays` wrote to `path`.
+    """Open a written folder of arrays at `path`.
 
     Raises NoCheckpoint if there is nothing, or a folder without a manifest; CheckpointError if the manifest is damaged
     or was written by a newer dflow.
@@ -307,7 +278,7 @@ class _Stored:
 
     def chunks(self) -> Iterator[tuple[_Index, Any]]:
         """Yield the pieces cut into chunks, with the stored dtype."""
-        stored = _stored_dtype(self.value.dtype)
+        stored = stored_dtype(self.value.dtype)
         for index, piece in self.pieces():
             data = np.asarray(piece)
             data = data if data.dtype == stored else np.asarray(data, order="C").view(stored)
@@ -322,10 +293,6 @@ class _Stored:
                     for begin, part, size in zip(first, inner, data.shape, strict=True)
                 )
                 yield outer, data[inner]
-
-    def is_small(self) -> bool:
-        """Whether the array has at most `_SMALL_BYTES` bytes, in one chunk."""
-        return self.value.nbytes <= _SMALL_BYTES and self.chunk_shape() == tuple(max(1, n) for n in self.value.shape)
 
     def chunk_shape(self) -> tuple[int, ...]:
         """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
@@ -350,22 +317,6 @@ def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[i
     return tuple(chunk)
 
 
-def _stored_dtype(dtype: Any) -> Any:
-    """Return the dtype on the disk: the array's own, or uint8 if TensorStore does not support it."""
-    try:
-        tensorstore.dtype(dtype)
-    except ValueError:
-        return np.dtype("uint8")
-    return np.dtype(dtype)
-
-
-def _stored_type(type: ArrayType) -> tuple[Any, tuple[int, ...]]:
-    if jnp.issubdtype(type.dtype, jax.dtypes.extended):
-        data = jax.eval_shape(jax.random.key_data, type.struct)
-        return np.dtype(data.dtype), data.shape
-    return _stored_dtype(type.dtype), type.shape
-
-
 def _restored(type: ArrayType, data: Any) -> Any:
     if jnp.issubdtype(type.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(jnp.asarray(data), impl=key_implementation(type.dtype))
@@ -373,50 +324,22 @@ def _restored(type: ArrayType, data: Any) -> Any:
 
 
 def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
-    large = {name: part for name, part in parts.items() if not part.is_small()}
     with ExitStack() as stack:
-        opening = {name: _create(folder, name, places[name], part) for name, part in large.items()}
+        opening = {name: _create(folder, name, places[name], part) for name, part in parts.items()}
         # After a failure no writes must be left running.
         stack.callback(_await_all, opening.values())
         started: deque[tuple[str, Any, int]] = deque()
         stack.callback(lambda: _await_all(written for _, written, _ in started))
         in_flight = 0
-        for name, part in large.items():
+        for name, part in parts.items():
             for index, data in part.chunks():
                 started.append((name, _started(name, opening[name], index, data, folder), data.nbytes))
                 in_flight += data.nbytes
                 while in_flight > _IN_FLIGHT_BYTES:
                     in_flight -= _finished(started[0], folder)
                     started.popleft()
-        for name in parts.keys() - large.keys():
-            with _unless_refused(name, folder):
-                _write_small(folder / places[name], parts[name])
         for written in started:
             _finished(written, folder)
-
-
-def _write_small(place: Path, part: _Stored) -> None:
-    """Write the files that TensorStore would write for an array of one chunk."""
-    place.mkdir()
-    shape = list(part.value.shape)
-    _write(place / "zarr.json", _zarr_file(_stored_dtype(part.value.dtype)) | {"shape": shape} | _zarr_metadata(part))
-    for _, data in part.chunks():
-        content = data.tobytes()
-        checksum = crc32c(content).to_bytes(4, "little")
-        (place / ".".join(["c", *("0" for _ in shape)])).write_bytes(content + checksum)
-
-
-@cache
-def _zarr_file(dtype: Any) -> dict[str, Any]:
-    """Return the content of `zarr.json` that TensorStore writes for an array of this dtype."""
-    store: Any = tensorstore.open(
-        {"driver": "zarr3", "kvstore": "memory://", "create": True},
-        dtype=dtype,
-        shape=(),
-        context=tensorstore.Context(),
-    ).result()
-    file: dict[str, Any] = json.loads(store.kvstore["zarr.json"])
-    return file
 
 
 def _await_all(futures: Iterable[Any]) -> None:
@@ -425,10 +348,10 @@ def _await_all(futures: Iterable[Any]) -> None:
 
 
 def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
-    spec = _spec(folder / place, flushed=part.value.nbytes >= _FLUSHED_BYTES)
-    spec |= {"create": True, "metadata": _zarr_metadata(part)}
+    flushed = part.value.nbytes >= _FLUSHED_BYTES
     with _unless_refused(name, folder):
-        return tensorstore.open(spec, dtype=_stored_dtype(part.value.dtype), shape=part.value.shape, context=_CONTEXT)
+        dtype = stored_dtype(part.value.dtype)
+        return create_array(folder / place, dtype, part.value.shape, part.chunk_shape(), flushed=flushed)
 
 
 def _started(name: str, opening: Any, index: _Index, data: Any, folder: Path) -> Any:
@@ -458,26 +381,6 @@ def _first_line(error: Exception) -> str:
     return re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0][:300]
 
 
-def _spec(path: Path, flushed: bool = False) -> dict[str, Any]:
-    # The folder is flushed as a whole before it appears.
-    return {
-        "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{path}/", "file_io_sync": flushed},
-        "store_data_equal_to_fill_value": True,
-    }
-
-
-def _zarr_metadata(part: _Stored) -> dict[str, Any]:
-    wide = _stored_dtype(part.value.dtype).itemsize > 1
-    to_bytes = {"name": "bytes", "configuration": {"endian": "little"}} if wide else {"name": "bytes"}
-    return {
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": part.chunk_shape()}},
-        # Chunks share one folder, since each folder takes time to make, to flush and to remove.
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
-        "codecs": [to_bytes, {"name": "crc32c"}],
-    }
-
-
 def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
     """Return the metadata that Orbax expects: a tree of one level, whose keys are the paths of the arrays."""
     return {
@@ -488,7 +391,7 @@ def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -
                     # For a jax.Array Orbax would require its devices.
                     "value_type": "np.ndarray",
                     "skip_deserialize": False,
-                    "write_shape": list(_stored_type(type)[1]),
+                    "write_shape": list(stored_type(type)[1]),
                 },
             }
             for name, type in types.items()

@@ -1,8 +1,8 @@
 """Atomic directories: a folder appears complete or not at all, and replaces an older one of its name the same way.
 
-It is written beside its final path under a hidden name, flushed to the disk, and renamed. If the system can exchange
-two names (Linux, macOS), there is a complete folder at the path at every moment. Elsewhere the old one is renamed
-first, and `present` finds it there if the process ends at that moment.
+It is written beside its final path under a hidden name, flushed to the disk, and renamed. Where the file system can
+exchange two names, there is a complete folder at the path at every moment. Elsewhere the old one is renamed first, and
+`present` finds it there if the process ends at that moment.
 
 Each attempt to write has a random name and a lock, which is free once its process has ended. The next attempt then
 removes its leftovers. Host names and process ids would not do, since containers share both. Invariant: no process
@@ -18,13 +18,12 @@ import os
 import re
 import secrets
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.errors import CheckpointError, CheckpointExists
@@ -238,15 +237,11 @@ def _tidy(place: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names atomically; return False if the system cannot. Raises OSError."""
-    first, second = os.fsencode(one), os.fsencode(other)
-    libc: Any = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None
-    if sys.platform == "linux" and hasattr(libc, "renameat2"):
-        failed = libc.renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _EXCHANGE)
-    elif sys.platform == "darwin" and hasattr(libc, "renamex_np"):
-        failed = libc.renamex_np(first, second, _EXCHANGE)
-    else:
+    """Exchange two names atomically; return False if the file system or the C library cannot. Raises OSError."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
         return False
+    failed = renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _EXCHANGE)
     number = ctypes.get_errno()
     if failed and number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         raise OSError(number, os.strerror(number), str(other))
@@ -294,9 +289,7 @@ def _do_all(work: Callable[[Part], None], parts: Sequence[Part], at_a_time: int)
 
 
 def _sync(path: Path) -> None:
-    if os.name != "posix" and path.is_dir():
-        return
-    handle = os.open(path, os.O_RDONLY if os.name == "posix" else os.O_RDWR)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -14,7 +14,7 @@ from typing import ClassVar, Protocol
 
 from dflow.lowering.passes.order import Order
 from dflow.lowering.passes.place import Place
-from dflow.lowering.placement.choose import TURNS, all_on, choose
+from dflow.lowering.placement.choose import all_on, choose
 from dflow.lowering.placement.instance import Instance, Price, instance, runs_alone
 from dflow.lowering.placement.problem import Machine
 from dflow.lowering.placement.score import Scored, scored
@@ -108,7 +108,7 @@ class Choose:
         )
         priced = self.clock()
         until = min(measured + self.budget_s, priced + SEARCH_S)
-        found = choose(problem.problem, turns=TURNS, is_over=lambda: self.clock() > until)
+        found = choose(problem.problem, is_over=lambda: self.clock() > until)
         simple = scored(problem.problem, all_on(problem.problem, number_of[self.place.devices[0]]))
         if not simple.score[0] and simple.step_s <= found.step_s * (1 + WORTH):
             found = simple

@@ -33,9 +33,8 @@ def as_calls(problem: Problem, assignment: Sequence[int]) -> tuple[Problem, Assi
         replace(value, producer=of_unit[value.producer]) if value.producer is not None else value
         for value in problem.values
     )
-    together = tuple((call,) for call in range(len(order)))
     devices = tuple(device for device, _, _ in order)
-    return Problem(problem.machine, units, values, together), devices, of_unit
+    return Problem(problem.machine, units, values), devices, of_unit
 
 
 def _joined(problem: Problem, of_unit: Sequence[int], call: int, members: Sequence[int]) -> Unit:

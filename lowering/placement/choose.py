@@ -1,125 +1,136 @@
-"""Choose an assignment: the best of simple and greedy ones, improved by local search.
+"""Choose an assignment: from two simple ones, move units as long as the simulated step gets shorter.
 
-In the simulation it is never worse than all units on any one device. For small problems all assignments are tried.
+The simple ones are all units on the best single device, and the list of units cut into one part per device. A move puts
+one unit or one region (connected units on one device) on another device, or swaps two units.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import combinations
+from typing import NamedTuple
 
-from dflow.lowering.placement.exhaustive import exhaustive, size
-from dflow.lowering.placement.greedy import greedy
 from dflow.lowering.placement.problem import Assignment, Problem
-from dflow.lowering.placement.regions import better
 from dflow.lowering.placement.score import Scored, predicted, scored
-from dflow.lowering.placement.search import search
 from dflow.tracing.errors import DeviceError
 
-#: Problems of at most this number of assignments are searched exhaustively.
-SMALL = 1024
-#: Number of iterations of the local search, unless it is ended earlier.
-TURNS = 4000
-#: Number of starting points of local searches, which share the iterations.
-SEARCHES = 4
+#: New devices of some units, by unit.
+_Move = Mapping[int, int]
 
 
-def choose(
-    problem: Problem,
-    *,
-    turns: int = TURNS,
-    seed: int = 0,
-    is_over: Callable[[], bool] = lambda: False,
-    exhaustive_up_to: int = SMALL,
-) -> Scored:
-    """Return the best assignment found; the same for the same arguments, unless `is_over` ends the search.
+class Alternative(NamedTuple):
+    """The best other device for a region, and the time in s that it adds to a step."""
 
-    For a problem with at most `exhaustive_up_to` assignments it is the optimum.
-    Raises DeviceError if no assignment keeps units of a block together, or none was found that fits into the memory.
+    region: tuple[int, ...]
+    device: int
+    loss_s: float
+
+
+def choose(problem: Problem, *, is_over: Callable[[], bool] = lambda: False) -> Scored:
+    """Return the best assignment found, in the simulation no worse than all units on any one device.
+
+    It is the same for the same problem, unless `is_over` ends the search.
+    Raises DeviceError if none was found that fits into the memory.
     """
-    _check_together(problem)
     _check_state(problem)
-    if size(problem) <= exhaustive_up_to:
-        best = exhaustive(problem)
-    else:
-        best = _searched(problem, turns, seed, is_over)
+    on_one = min(scored(problem, all_on(problem, device)) for device in problem.machine.devices)
+    best = min(_improved(problem, start, is_over) for start in (on_one, scored(problem, in_parts(problem))))
     if best.score[0]:
         raise DeviceError(_too_much(problem, best.assignment))
     return best
 
 
-def _searched(problem: Problem, turns: int, seed: int, is_over: Callable[[], bool]) -> Scored:
-    starts = sorted({scored(problem, start) for start in starting_points(problem)})
-    found = [
-        search(problem, start.assignment, turns=turns // SEARCHES, seed=seed + number, is_over=is_over)
-        for number, start in enumerate(starts[:SEARCHES])
-    ]
-    return _polished(problem, min(found), is_over)
-
-
-def _polished(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Scored:
-    """Return a local optimum, reached by moves of one block or region at a time, or the best until `is_over()`."""
-    while not is_over():
-        found = better(problem, best)
-        if found is None:
-            break
+def _improved(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Scored:
+    """Return an assignment that no single move improves, or the best until `is_over()`."""
+    while True:
+        found = _best_after(problem, best, _shifts(problem, best.assignment), is_over)
+        if found == best:
+            found = _best_after(problem, best, _swaps(problem, best.assignment), is_over)
+        if found == best:
+            return best
         best = found
+
+
+def _best_after(problem: Problem, best: Scored, moves: Iterable[_Move], is_over: Callable[[], bool]) -> Scored:
+    """Return the assignment after each move that improved it was made, until `is_over()`."""
+    for move in moves:
+        if is_over():
+            break
+        new = tuple(move.get(unit, device) for unit, device in enumerate(best.assignment))
+        if new != best.assignment:
+            best = min(best, scored(problem, new))
     return best
 
 
-def starting_points(problem: Problem) -> Iterator[Assignment]:
-    """Yield starting points: all on one device, greedy ones, and the list of units cut into one part per device."""
-    for device in problem.machine.devices:
-        yield all_on(problem, device)
-    for fills_gaps in (False, True):
-        for looks_ahead in (False, True):
-            yield greedy(problem, fills_gaps=fills_gaps, looks_ahead=looks_ahead)
-    yield in_parts(problem)
+def _shifts(problem: Problem, assignment: Assignment) -> Iterator[_Move]:
+    for units in (*regions(problem, assignment), *((unit,) for unit in _movable(problem))):
+        for device in problem.machine.devices:
+            yield {unit: device for unit in units if device in problem.units[unit].devices}
+
+
+def _swaps(problem: Problem, assignment: Assignment) -> Iterator[_Move]:
+    for one, other in combinations(_movable(problem), 2):
+        here, there = assignment[one], assignment[other]
+        if here != there and there in problem.units[one].devices and here in problem.units[other].devices:
+            yield {one: there, other: here}
+
+
+def _movable(problem: Problem) -> list[int]:
+    return [number for number, unit in enumerate(problem.units) if len(unit.devices) > 1]
 
 
 def all_on(problem: Problem, device: int) -> Assignment:
-    """Return the assignment with each block on `device` if it may run there, else on its first choice."""
-    return problem.spread([device if device in choices else choices[0] for choices in problem.choices])
+    """Return the assignment with each unit on `device` if it may run there, else on its first choice."""
+    return tuple(device if device in unit.devices else unit.devices[0] for unit in problem.units)
 
 
 def in_parts(problem: Problem) -> Assignment:
     """Return the list of units cut into parts of about equal cost, one part per device."""
-    total = sum(_cost(problem, number) for number in range(len(problem.units))) or 1.0
-    count, done = len(problem.machine.names), 0.0
-    devices = [-1] * len(problem.together)
-    for number, block in enumerate(problem.block_of):
-        if devices[block] < 0:
-            wanted, choices = min(count - 1, int(done / total * count)), problem.choices[block]
-            devices[block] = wanted if wanted in choices else choices[0]
-        done += _cost(problem, number)
-    return problem.spread(devices)
+    costs = [min(problem.cost(number, device) for device in unit.devices) for number, unit in enumerate(problem.units)]
+    total, count, done = sum(costs) or 1.0, len(problem.machine.names), 0.0
+    devices = []
+    for unit, cost in zip(problem.units, costs, strict=True):
+        device = min(count - 1, int(done / total * count))
+        devices.append(device if device in unit.devices else unit.devices[0])
+        done += cost
+    return tuple(devices)
 
 
-def _cost(problem: Problem, number: int) -> float:
-    return min(problem.cost(number, device) for device in problem.units[number].devices)
+def regions(problem: Problem, assignment: Assignment) -> list[tuple[int, ...]]:
+    """Return the units that have a choice of devices, grouped into connected units on one device."""
+    movable, found = _movable(problem), list[tuple[int, ...]]()
+    left = set(movable)
+    for first in movable:
+        region, edge = [], [first] if first in left else []
+        left.discard(first)
+        while edge:
+            unit = edge.pop()
+            region.append(unit)
+            near = {*problem.predecessors[unit], *problem.successors[unit]} & left
+            edge += [other for other in near if assignment[other] == assignment[unit]]
+            left.difference_update(edge)
+        found += [tuple(sorted(region))] if region else []
+    return found
 
 
-def _check_together(problem: Problem) -> None:
-    """Raise DeviceError for units of a block that have no device in common."""
-    for block, choices in zip(problem.together, problem.choices, strict=True):
-        if not choices:
-            units, names = [problem.units[unit] for unit in block], problem.machine.names
-            of_each = [f"{unit.name} on {', '.join(names[device] for device in unit.devices)}" for unit in units]
-            raise DeviceError(
-                f"these belong together, and may be on no one device: {'; '.join(of_each)}\n"
-                "  state one device for all of them, or none"
-            )
+def alternatives(problem: Problem, assignment: Assignment) -> list[Alternative]:
+    """Return the next best device of each region, with all else unchanged."""
+    base, found = scored(problem, assignment).step_s, []
+    for region in regions(problem, assignment):
+        others = []
+        for device in problem.machine.devices:
+            move = {unit: device for unit in region if device in problem.units[unit].devices}
+            new = tuple(move.get(unit, now) for unit, now in enumerate(assignment))
+            others += [(scored(problem, new).score, device)] if new != assignment else []
+        (_, step_s), device = min(others)
+        found.append(Alternative(region, device, step_s - base))
+    return found
 
 
 def _check_state(problem: Problem) -> None:
     """Raise DeviceError if the variables of a device do not fit into its memory."""
     for device, limit in enumerate(problem.machine.limits):
-        bound = [
-            unit
-            for block, choices in zip(problem.together, problem.choices, strict=True)
-            if choices == (device,)
-            for unit in block
-        ]
-        needed = sum(problem.units[unit].state_bytes for unit in bound)
+        needed = sum(unit.state_bytes for unit in problem.units if unit.devices == (device,))
         if limit is not None and needed > limit:
             raise DeviceError(
                 f"the variables on {problem.machine.names[device]} take {needed:,} bytes, but it has {limit:,}\n"

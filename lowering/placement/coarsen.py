@@ -8,8 +8,8 @@ never joined. Baechi's co-placement (Jeon et al. 2020) is similar.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from dflow.tracing.ir.graph import Graph
 
@@ -40,39 +40,29 @@ def coarsened(
         small *= 2
 
 
-@dataclass
 class _Groups:
-    graph: Graph
-    seconds: Sequence[float]
-    kinds: Sequence[object]
-    members: dict[int, list[int]] = field(init=False)
-    needs: dict[int, set[int]] = field(init=False)
-    needed_by: dict[int, set[int]] = field(init=False)
-    #: Nodes that cost nothing and need nothing, which are never joined.
-    sources: set[int] = field(init=False)
-    #: A chain of less than this time is joined, since a cut of it would gain little.
-    small_chain: float = field(init=False)
-    #: By group, the time that joins add to waits of other groups.
-    extra: dict[int, float] = field(init=False)
+    """Groups of nodes, each known by the index of one node; `needs` and `needed_by` are the groups around each."""
 
-    def __post_init__(self) -> None:
-        number_of = {value: number for number, node in enumerate(self.graph.nodes) for value in node.outputs}
-        self.members = {number: [number] for number in range(len(self.graph.nodes))}
-        self.needs = {number: set() for number in self.members}
-        self.needed_by = {number: set() for number in self.members}
-        self.extra = dict.fromkeys(self.members, 0.0)
-        self._cost = dict(enumerate(self.seconds))
-        self.sources = set()
-        self.small_chain = sum(self.seconds) * SMALL_CHAIN
-        for number, node in enumerate(self.graph.nodes):
-            for value in (*node.values, *node.after):
-                earlier = number_of.get(value)
-                if earlier is not None and earlier != number and earlier not in self.sources:
-                    self.needs[number].add(earlier)
-                    self.needed_by[earlier].add(number)
-            if not self.needs[number] and not self.seconds[number]:
-                self.sources.add(number)
-                del self.members[number], self.needs[number], self.needed_by[number]
+    def __init__(self, graph: Graph, seconds: Sequence[float], kinds: Sequence[object]) -> None:
+        self._kinds, self._cost = kinds, list(seconds)
+        self.members = {number: [number] for number in range(len(graph.nodes))}
+        self._needs: dict[int, set[int]] = {number: set() for number in self.members}
+        self._needed_by: dict[int, set[int]] = {number: set() for number in self.members}
+        #: A chain of less than this time is joined, since a cut of it would gain little.
+        self._small_chain = sum(seconds) * SMALL_CHAIN
+        #: By group, the time that joins add to waits of other groups.
+        self._extra = [0.0] * len(seconds)
+        #: Nodes that cost nothing and need nothing, which are never joined.
+        self._sources: list[int] = []
+        number_of = {value: number for number, node in enumerate(graph.nodes) for value in node.outputs}
+        for number, node in enumerate(graph.nodes):
+            for earlier in {number_of.get(value, number) for value in (*node.values, *node.after)} - {number}:
+                if earlier in self.members:
+                    self._needs[number].add(earlier)
+                    self._needed_by[earlier].add(number)
+            if not self._needs[number] and not seconds[number]:
+                self._sources.append(number)
+                del self.members[number]
 
     def join(self, small: float, *, chains_only: bool) -> None:
         """Join groups until no more can be joined."""
@@ -81,71 +71,52 @@ class _Groups:
             one = todo.pop()
             if one not in self.members:
                 continue
-            partner = self._partner(one, small, chains_only)
-            if partner is not None:
-                near = self._unite(*partner)
-                todo += sorted(near, reverse=True)
+            pairs = [(one, later) for later in sorted(self._needed_by[one])]
+            pairs += [(earlier, one) for earlier in sorted(self._needs[one])]
+            for earlier, later in pairs:
+                if (added := self._added_wait(earlier, later, small, chains_only)) is not None:
+                    self._extra[earlier] += self._extra[later] + added
+                    todo += sorted(self._unite(earlier, later), reverse=True)
+                    break
 
-    def _partner(self, one: int, small: float, chains_only: bool) -> tuple[int, int] | None:
-        for later in sorted(self.needed_by[one]):
-            if self._may_join(one, later, small, chains_only):
-                return one, later
-        for earlier in sorted(self.needs[one]):
-            if self._may_join(earlier, one, small, chains_only):
-                return earlier, one
-        return None
-
-    def _may_join(self, earlier: int, later: int, small: float, chains_only: bool) -> bool:
-        kind = self.kinds[earlier]
-        if kind is None or kind != self.kinds[later]:
-            return False
+    def _added_wait(self, earlier: int, later: int, small: float, chains_only: bool) -> float | None:
+        """Return the time that a join would add to waits of other groups; None if the two are not to be joined."""
+        if self._kinds[earlier] is None or self._kinds[earlier] != self._kinds[later]:
+            return None
         one, other = self._cost[earlier], self._cost[later]
-        is_only_need = self.needs[later] == {earlier}
-        is_only_use = self.needed_by[earlier] == {later}
+        is_only_need, is_only_use = self._needs[later] == {earlier}, self._needed_by[earlier] == {later}
         if is_only_need and is_only_use:
-            return min(one, other) < small or one + other < self.small_chain
-        if chains_only:
-            return False
-        extra = self.extra[earlier] + self.extra[later]
-        if is_only_need:  # others that need `earlier` would wait for `later` too
-            return other + extra < small
-        if is_only_use:  # `earlier` would wait for the others that `later` needs
-            return one + extra < small
-        return False
+            return 0.0 if min(one, other) < small or one + other < self._small_chain else None
+        if chains_only or not (is_only_need or is_only_use):
+            return None
+        # Others that need `earlier` would wait for `later` too, or `earlier` for the others that `later` needs.
+        added = other if is_only_need else one
+        return added if added + self._extra[earlier] + self._extra[later] < small else None
 
-    def _unite(self, earlier: int, later: int) -> set[int]:
-        """Make `later` a part of `earlier`; return it and its neighbours."""
-        if not (self.needs[later] == {earlier} and self.needed_by[earlier] == {later}):
-            added = self._cost[later] if self.needs[later] == {earlier} else self._cost[earlier]
-            self.extra[earlier] += self.extra[later] + added
-        else:
-            self.extra[earlier] += self.extra[later]
-        self.members[earlier] += self.members.pop(later)
-        self._cost[earlier] += self._cost.pop(later)
-        self._replace(self.needs, self.needed_by, earlier, later)
-        self._replace(self.needed_by, self.needs, earlier, later)
-        del self.extra[later]
-        return {earlier, *self.needs[earlier], *self.needed_by[earlier]}
-
-    def _replace(self, there: dict[int, set[int]], back: dict[int, set[int]], kept: int, gone: int) -> None:
-        others = there.pop(gone) - {kept}
-        for other in others:
-            back[other].discard(gone)
-            back[other].add(kept)
-        there[kept] = (there[kept] | others) - {gone, kept}
+    def _unite(self, kept: int, gone: int) -> set[int]:
+        """Make the group `gone` a part of `kept`, which it needs; return `kept` and its neighbours."""
+        self.members[kept] += self.members.pop(gone)
+        self._cost[kept] += self._cost[gone]
+        for there, back in ((self._needs, self._needed_by), (self._needed_by, self._needs)):
+            for other in there[gone] - {kept}:
+                back[other].add(kept)
+            for other in there[gone]:
+                back[other].discard(gone)
+            there[kept] = (there[kept] | there.pop(gone)) - {gone, kept}
+        return {kept, *self._needs[kept], *self._needed_by[kept]}
 
     def in_order(self) -> tuple[tuple[int, ...], ...]:
         """Return the groups in topological order; of several possible next ones, the one with the first node."""
-        waits = {group: len(needs) for group, needs in self.needs.items()}
-        ready = sorted((group for group, count in waits.items() if not count), reverse=True)
-        found: list[tuple[int, ...]] = [(source,) for source in sorted(self.sources)]
+        waits = {group: len(self._needs[group]) for group in self.members}
+        ready = [group for group, count in waits.items() if not count]
+        heapq.heapify(ready)
+        found: list[tuple[int, ...]] = [(source,) for source in self._sources]
         while ready:
-            group = ready.pop()
+            group = heapq.heappop(ready)
             found.append(tuple(sorted(self.members[group])))
-            for later in self.needed_by[group]:
+            for later in self._needed_by[group]:
                 waits[later] -= 1
                 if not waits[later]:
-                    ready.append(later)
-            ready.sort(reverse=True)
-        assert len(found) == len(self.members) + len(self.sources)
+                    heapq.heappush(ready, later)
+        assert len(found) == len(self.members) + len(self._sources)
         return tuple(found)

@@ -72,8 +72,7 @@ def instance(
         )
         for unit, (group, body, price) in enumerate(zip(groups, parts, priced, strict=True))
     )
-    together = tuple((unit,) for unit in range(len(units)))
-    return Instance(graph, groups, Problem(machine, units, values, together, True))
+    return Instance(graph, groups, Problem(machine, units, values))
 
 
 def runs_alone(node: Node) -> bool:

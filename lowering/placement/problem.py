@@ -1,13 +1,12 @@
 """A placement problem as numbers: units of work, the values between them, devices and the links between these.
 
 Nothing here depends on graphs. Units, values and devices are known by their indices. Units are in topological order. An
-assignment is a tuple with the device of each unit; `allows` tells whether it satisfies the constraints.
+assignment is a tuple with the device of each unit.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -105,17 +104,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Problem:
-    """Units, values and the machine.
-
-    `together`  the blocks: the units of each share a device; every unit is in one block
-    `fuses`     whether the units of a device between transfers run as one call (see `calls`)
-    """
+    """Units, values and the machine."""
 
     machine: Machine
     units: tuple[Unit, ...]
     values: tuple[Moved, ...]
-    together: tuple[tuple[int, ...], ...]
-    fuses: bool = False
 
     @cached_property
     def gives(self) -> tuple[tuple[int, ...], ...]:
@@ -162,23 +155,6 @@ class Problem:
         return tuple(map(tuple, found))
 
     @cached_property
-    def block_of(self) -> tuple[int, ...]:
-        """The block of each unit, as an index in `together`."""
-        found = [0] * len(self.units)
-        for number, block in enumerate(self.together):
-            for unit in block:
-                found[unit] = number
-        return tuple(found)
-
-    @cached_property
-    def choices(self) -> tuple[tuple[int, ...], ...]:
-        """The devices on which all units of a block may run, for each block."""
-        return tuple(
-            tuple(d for d in self.machine.devices if all(d in self.units[unit].devices for unit in block))
-            for block in self.together
-        )
-
-    @cached_property
     def is_limited(self) -> bool:
         """Whether any device has a limit of memory."""
         return any(limit is not None for limit in self.machine.limits)
@@ -214,14 +190,3 @@ class Problem:
         """Return the time of a unit on a device at full speed, in s. A unit that takes no time is not launched."""
         seconds = self.units[number].seconds[device]
         return seconds + self.machine.launch_s[device] if seconds else 0.0
-
-    def allows(self, assignment: Sequence[int]) -> bool:
-        """Whether each unit may run on its device, and the units of each block share one. Memory is not checked."""
-        return all(
-            assignment[block[0]] in choices and len({assignment[unit] for unit in block}) == 1
-            for block, choices in zip(self.together, self.choices, strict=True)
-        )
-
-    def spread(self, devices: Mapping[int, int] | Sequence[int]) -> Assignment:
-        """Return the assignment of the units, from the device of each block."""
-        return tuple(devices[block] for block in self.block_of)

@@ -22,13 +22,12 @@ class Scored(NamedTuple):
 
 
 def predicted(problem: Problem, assignment: Assignment, *, with_memory: bool = True) -> Prediction:
-    """Return the predicted step of the assignment; of its calls, if the problem's units are fused."""
-    if problem.fuses:
-        problem, assignment, _ = as_calls(problem, assignment)
-    return simulate(problem, assignment, with_memory=with_memory)
+    """Return the predicted step of the assignment: that of its calls."""
+    calls, devices, _ = as_calls(problem, assignment)
+    return simulate(calls, devices, with_memory=with_memory)
 
 
 def scored(problem: Problem, assignment: Assignment) -> Scored:
-    """Return the assignment with its score, from the simulation (of its calls, if the problem's units are fused)."""
+    """Return the assignment with its score, from the simulation."""
     found = predicted(problem, assignment, with_memory=problem.is_limited)
     return Scored((found.overflow(problem.machine.limits), found.step_s), assignment)

@@ -100,9 +100,8 @@ class _Run:
                 assert value.source is not None
                 self._made(number, value.source, 0.0)
         events = self._events
-        self._start_units(0.0)
-        while events:
-            now = events[0][0]
+        events, now = self._events, 0.0
+        while True:
             while events and events[0][0] == now:
                 _, what, turn = heapq.heappop(events)
                 if what < 0:
@@ -110,6 +109,9 @@ class _Run:
                 elif turn == self._turn[self.assignment[what]]:
                     self._ended(what, now)
             self._start_units(now)
+            if not events:
+                break
+            now = events[0][0]
 
     def _start_units(self, now: float) -> None:
         for device, ready in enumerate(self._ready):
@@ -195,7 +197,7 @@ def _peaks(problem: Problem, assignment: Sequence[int], run: _Run) -> tuple[int,
                 continue
             start = begun.get((number, device), run.start[value.producer] if value.producer is not None else 0.0)
             holds(device, start, last[number, device], value.size_bytes)
-    return tuple(base + _most(sorted(change)) for base, change in zip(always, changes, strict=True))
+    return tuple(base + most_held(sorted(change)) for base, change in zip(always, changes, strict=True))
 
 
 def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[tuple[int, int], float]:
@@ -213,7 +215,7 @@ def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[t
     return last
 
 
-def _most(changes: Sequence[tuple[float, int]]) -> int:
+def most_held(changes: Sequence[tuple[float, int]]) -> int:
     """Return the largest sum at any time. At equal times sorting puts ends (negative sizes) before starts."""
     most = held = 0
     for _, size in changes:

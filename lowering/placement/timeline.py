@@ -17,6 +17,7 @@ from functools import cached_property
 
 from dflow.lowering.placement.costs import Rates
 from dflow.lowering.placement.problem import Link
+from dflow.lowering.placement.simulate import most_held
 from dflow.lowering.placement.work import Work, work_of
 from dflow.lowering.values.snapshots import snapshots
 from dflow.tracing.ir import ops
@@ -38,11 +39,6 @@ class Timeline:
     graph: Graph
     start: Sequence[int]
     end: Sequence[int]
-
-    @property
-    def step_ns(self) -> int:
-        """The time until all nodes have run."""
-        return max(self.end, default=0)
 
     @cached_property
     def users(self) -> Mapping[Value, tuple[int, ...]]:
@@ -94,7 +90,7 @@ class Timeline:
                 if begin < end:
                     size = _size(value)
                     changes.setdefault(node.device or "", []).extend([(begin, size), (end, -size)])
-        return {device: _most(sorted(found)) for device, found in changes.items()}
+        return {device: most_held(sorted(found)) for device, found in changes.items()}
 
 
 _FOR_EVER = float("inf")
@@ -152,12 +148,3 @@ def _size(operand: object) -> int:
     type = getattr(operand, "type", None)
     held = type.of if isinstance(type, RefType) else type
     return held.size_bytes if isinstance(held, ArrayType) else 0
-
-
-def _most(changes: Sequence[tuple[float, int]]) -> int:
-    """Return the largest sum at any time. At equal times sorting puts ends (negative sizes) before starts."""
-    most = held = 0
-    for _, size in changes:
-        held += size
-        most = max(most, held)
-    return most

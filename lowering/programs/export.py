@@ -218,9 +218,8 @@ def _refusal(equation: Equation) -> tuple[str, str] | None:
     primitive, params = equation.primitive.name, equation.params
     if equation.primitive is host_p:
         resource = params["handle"].variable
-        method = params["op"].split(".")[1]
         return (
-            f"it uses {resource.title} ({method}), which is of this process",
+            f"it uses {resource.title} ({params['op'].method}), which is of this process",
             "export a function that takes what it would dequeue or take as arguments, and gives what it would put in",
         )
     if primitive in _REFUSED:

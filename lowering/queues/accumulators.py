@@ -24,8 +24,9 @@ from dflow.lowering.queues.accumulator_machine import (
     TakeGivenUp,
     WarnOfStepBack,
 )
-from dflow.lowering.queues.pending_operations import Answer, Cancel, Shared, Waiter
+from dflow.lowering.queues.pending_operations import Cancel, Found, Shared, Waiter
 from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate, property_of
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import AccumulatorError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
@@ -148,7 +149,7 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
             results.append(values if divisor is None else (values / divisor).astype(values.dtype))
         return results
 
-    def _decide(self, event: AccumulatorEvent) -> Iterable[tuple[int, Answer]]:
+    def _decide(self, event: AccumulatorEvent) -> Iterable[tuple[int, Outcome[Found]]]:
         for command in self.machine.handle(event):
             match command:
                 case Give(ticket, count):

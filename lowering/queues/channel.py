@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy.typing as npt
 
+from dflow.lowering.values.outcome import Outcome
+
 #: Limit of steps in one life of a task. Each life's first step number is a multiple of it, greater than any before.
 STEPS_OF_A_LIFE = 1 << 27
 
@@ -31,7 +33,7 @@ class StepId(NamedTuple):
 
 #: A transferred value. Small values from the network are NumPy arrays, which programs take without conversion.
 Sent = jax.Array | npt.NDArray[Any]
-Deliver = Callable[[Sent | BaseException], None]
+Deliver = Callable[[Outcome[Sent]], None]
 
 
 class Channel(Protocol):

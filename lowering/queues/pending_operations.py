@@ -22,18 +22,19 @@ from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 from dflow.lowering.queues.timers import Stoppable, start_timer
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, DflowError
 
 LOGGER = logging.getLogger("dflow")
 
-#: The outcome of a pending operation: its results, or the error.
-Answer = tuple[Any, ...] | BaseException
-OnDone = Callable[[Answer], None]
+#: Results of a pending operation.
+Found = tuple[Any, ...]
+OnDone = Callable[[Outcome[Found]], None]
 #: Ends a pending operation with an error, unless it has ended.
 Cancel = Callable[[BaseException], None]
 
 #: The answers to deliver, by ticket.
-Answers = deque[tuple[int, Answer]]
+Answers = deque[tuple[int, Outcome[Found]]]
 
 Event = TypeVar("Event")
 
@@ -50,7 +51,7 @@ class Waiter:
     #: Number of parts of the operation, which the resource completes one by one.
     count: int = 1
     #: The answer, once it is decided.
-    answer: Answer | None = None
+    answer: Outcome[Found] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Shared(ABC, Generic[Event]):
         self._gone: Gone | None = None
 
     @abstractmethod
-    def _decide(self, event: Event) -> Iterable[tuple[int, Answer]]:
+    def _decide(self, event: Event) -> Iterable[tuple[int, Outcome[Found]]]:
         """Apply an event; return the tickets of the operations that it completes, with answers. The lock is held."""
 
     @abstractmethod
@@ -200,7 +201,7 @@ class Shared(ABC, Generic[Event]):
             if answers:
                 self._deliver(answers)
 
-    def _deliver_one(self, ticket: int, answer: Answer) -> None:
+    def _deliver_one(self, ticket: int, answer: Outcome[Found]) -> None:
         waiter = self._waiters.get(ticket)
         if waiter is None:
             return
@@ -220,7 +221,7 @@ _ANSWERED = Waiter("nothing", lambda answer: None, 0.0, "")
 def wait(start: Callable[[OnDone], Cancel]) -> tuple[Any, ...]:
     """Start an operation and wait for its results. Raises its error; an interrupt cancels the operation."""
     # Cheaper than a Future, and `put` is atomic: an interrupt of the thread that answers cannot leave it half done.
-    done: SimpleQueue[Answer] = SimpleQueue()
+    done: SimpleQueue[Outcome[Found]] = SimpleQueue()
     cancel: Cancel | None = None
     try:
         cancel = start(done.put)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues.channel import Sent
-from dflow.lowering.queues.pending_operations import Answer, Cancel, OnDone, Shared, Waiter
+from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone, Shared, Waiter
 from dflow.lowering.queues.queue_elements import batch_of, given, rows_of
 from dflow.lowering.queues.queue_machine import (
     CloseAsked,
@@ -31,6 +31,7 @@ from dflow.lowering.queues.queue_machine import (
     Why,
 )
 from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate, property_of
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -116,7 +117,7 @@ class HeldQueue(Shared[QueueEvent]):
         with self._lock:
             return self.machine.order.contents()
 
-    def _decide(self, event: QueueEvent) -> Iterable[tuple[int, Answer]]:
+    def _decide(self, event: QueueEvent) -> Iterable[tuple[int, Outcome[Found]]]:
         for command in self.machine.handle(event):
             match command:
                 case Serve(ticket, elements):

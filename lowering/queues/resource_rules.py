@@ -14,15 +14,16 @@ import numpy as np
 from jax import jit as jax_jit
 
 from dflow.lowering.queues.channel import Sent
-from dflow.lowering.queues.pending_operations import Answer, Cancel, OnDone
+from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone
 from dflow.lowering.values.host_values import stays_on_host
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.resource_op import ResourceOp
 
-#: The outcome of an op: its results, or the error.
-Results = tuple[Sent, ...] | BaseException
-OnResults = Callable[[Results], None]
+#: Results of an op.
+Results = tuple[Sent, ...]
+OnResults = Callable[[Outcome[Results]], None]
 
 
 class HeldResource(Protocol):
@@ -74,7 +75,7 @@ def property_of(read: Callable[[Any], Any], dtype: Any) -> Rule:
 def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any]]) -> OnDone:
     """Return a callback that passes `made(answer)` to `on_results`, or the error of the answer or of `made`."""
 
-    def results_of(answer: Answer) -> Results:
+    def results_of(answer: Outcome[Found]) -> Outcome[Results]:
         if isinstance(answer, BaseException):
             return answer
         try:
@@ -82,7 +83,7 @@ def giving(on_results: OnResults, made: Callable[[tuple[Any, ...]], Sequence[Any
         except Exception as error:
             return error
 
-    def on_done(answer: Answer) -> None:
+    def on_done(answer: Outcome[Found]) -> None:
         try:
             results = results_of(answer)
         except BaseException:

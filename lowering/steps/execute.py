@@ -25,10 +25,11 @@ from dflow.lowering.steps.loops import PENDING, Loop, OnItem
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 
-#: The outcome of an execution: the fetches, or the error.
-Outcome = tuple[jax.Array, ...] | BaseException
+#: Results of a plan.
+Fetches = tuple[jax.Array, ...]
 #: Submits a function to a thread that may block.
 Submit = Callable[[Callable[[], None]], object]
 
@@ -51,7 +52,7 @@ class Execution:
         channel: Channel,
         step: StepId,
         feeds: Sequence[Any],
-        on_done: Callable[[Outcome], None],
+        on_done: Callable[[Outcome[Fetches]], None],
         submit: Submit,
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
@@ -82,7 +83,7 @@ class Execution:
         for slot in pending:
             self._wait_for_feed(slot, 1)
         self._ended = False
-        self._outcome: Outcome | None = None
+        self._outcome: Outcome[Fetches] | None = None
         #: Cancels the operation that an item waits for, by item; called when the execution fails.
         self._cancels: dict[int, Cancel] = {}
 
@@ -233,7 +234,7 @@ class Execution:
         self,
         body: int,
         feeds: Sequence[Any],
-        on_done: Callable[[Outcome], None],
+        on_done: Callable[[Outcome[Fetches]], None],
         held: Mapping[int, int] | None = None,
         on_item: OnItem | None = None,
         turn: int | None = None,
@@ -251,10 +252,10 @@ class Execution:
         if isinstance(outcome, BaseException):
             cancel(outcome)
 
-    def _received(self, index: int, item: Recv, value: Sent | BaseException) -> None:
+    def _received(self, index: int, item: Recv, value: Outcome[Sent]) -> None:
         self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
 
-    def _arrived(self, index: int, slots: Sequence[int], values: Sequence[Any] | BaseException) -> None:
+    def _arrived(self, index: int, slots: Sequence[int], values: Outcome[Sequence[Any]]) -> None:
         """Continue after an item that waited. This runs on the thread that delivers its results."""
         if isinstance(values, BaseException):
             self._fail(index, values)
@@ -305,7 +306,7 @@ class Execution:
             self._complete()
         return ready
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome[Fetches]) -> None:
         with self._lock:
             if self._ended:
                 return

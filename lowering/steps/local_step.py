@@ -18,11 +18,12 @@ from dflow.lowering.queues.channel import Deliver, Sent, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.executable import Executable, takes
-from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.lowered import Lowered
 from dflow.lowering.steps.plan import Call, calls_in
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.kept_shardings import kept_shardings
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device_name import device_name
 from dflow.tracing.errors import InternalError
 from dflow.tracing.jaxprs.trace import Traced
@@ -151,12 +152,12 @@ def lower_programs(
     ]
 
 
-def _run_here(executable: Executable, store: Store, feeds: Sequence[Any]) -> Outcome:
+def _run_here(executable: Executable, store: Store, feeds: Sequence[Any]) -> Outcome[Fetches]:
     """Run a plan on this thread; what others bring for it is done here too, not on their threads."""
-    outcomes: list[Outcome] = []
+    outcomes: list[Outcome[Fetches]] = []
     work: SimpleQueue[Callable[[], None]] = SimpleQueue()
 
-    def on_done(outcome: Outcome) -> None:
+    def on_done(outcome: Outcome[Fetches]) -> None:
         outcomes.append(outcome)
         work.put(lambda: None)
 
@@ -171,7 +172,7 @@ def _run_here(executable: Executable, store: Store, feeds: Sequence[Any]) -> Out
     return outcomes[0]
 
 
-def fetched(outcome: Outcome) -> tuple[jax.Array, ...]:
+def fetched(outcome: Outcome[Fetches]) -> tuple[jax.Array, ...]:
     """The fetches of an execution that has ended; raises what ended it."""
     if isinstance(outcome, BaseException):
         raise outcome

@@ -26,11 +26,8 @@ from jax import jit as jax_jit
 
 from dflow.lowering.steps.executable import Executable, may_conflict
 from dflow.lowering.steps.plan import Scan, While
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.ir.types import key_implementation, parse_type
-
-#: The outcome of a run of a body: its results, or the error.
-Outcome = Sequence[Any] | BaseException
-
 
 #: Stands for a value that the previous iteration has not computed yet.
 PENDING: Any = object()
@@ -63,7 +60,7 @@ class MakeRun(Protocol):
         self,
         body: int,
         feeds: Sequence[Any],
-        on_done: Callable[[Outcome], None],
+        on_done: Callable[[Outcome[Sequence[Any]]], None],
         held: Mapping[int, int] = ...,
         on_item: OnItem | None = ...,
         turn: int | None = ...,
@@ -100,7 +97,7 @@ class Loop:
         values: Sequence[Any],
         bodies: Sequence[Executable],
         make_run: MakeRun,
-        on_end: Callable[[Outcome], None],
+        on_end: Callable[[Outcome[Sequence[Any]]], None],
         submit: Callable[[Callable[[], None]], object],
     ) -> None:
         self._item, self._make_run, self._on_end, self._submit = item, make_run, on_end, submit
@@ -140,7 +137,7 @@ class Loop:
         for run in runs:
             run.cancel(error)
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: Outcome[Sequence[Any]]) -> None:
         with self._lock:
             if self._ended:
                 return
@@ -219,7 +216,7 @@ class Loop:
         for tell in told:
             tell()
 
-    def _tested(self, outcome: Outcome) -> None:
+    def _tested(self, outcome: Outcome[Sequence[Any]]) -> None:
         if isinstance(outcome, BaseException):
             self._end(outcome)
             return
@@ -234,7 +231,7 @@ class Loop:
 
         self._soon(go_on)
 
-    def _turn_ended(self, number: int, outcome: Outcome) -> None:
+    def _turn_ended(self, number: int, outcome: Outcome[Sequence[Any]]) -> None:
         if isinstance(outcome, BaseException):
             self._end(outcome)
             return

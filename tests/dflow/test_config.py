@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,9 @@ def test_a_budget_that_is_none_is_refused(text: str) -> None:
 def test_a_folder_is_a_path_and_other_variables_are_left_alone() -> None:
     found = from_environment({"DFLOW_DUMP": "some/where", "DFLOW_COORDINATOR": "127.0.0.1:1", "CHECK": "x"})
     assert found == Config(dump=Path("some/where"))
+
+
+def test_a_misspelt_variable_is_warned_of_with_the_name_it_is_near_to() -> None:
+    message = "DFLOW_COORDINATER is set, but dflow reads no variable of that name; did you mean DFLOW_COORDINATOR?"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        from_environment({"DFLOW_COORDINATER": "127.0.0.1:1"})

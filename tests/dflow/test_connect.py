@@ -40,13 +40,14 @@ def test_nobody_launched_this() -> None:
 
 
 #: The public methods of a cluster; dflow itself uses the others.
-CALLS = {"claim", "close", "elect", "index", "parameter_servers", "report", "task", "tasks", "traffic"}
+CALLS = {"barrier", "close", "elect", "index", "parameter_servers", "report", "task", "tasks", "traffic"}
 
 
 def test_alone_takes_the_calls_that_a_cluster_takes() -> None:
     alone = {name for name in dir(Alone()) if not name.startswith("_")}
     assert alone >= CALLS
-    assert alone - {"results"} <= {name for name in dir(Cluster) if not name.startswith("_")} | {"index", "task"}
+    of_clusters = {name for name in dir(Cluster) if not name.startswith("_")}
+    assert alone - of_clusters <= {"coordinator", "index", "results", "task"}
     with Alone().parameter_servers("ps"):
         assert dflow.Variable(1.0).device is None
 
@@ -139,7 +140,7 @@ def test_a_cluster_file_says_where_and_the_arguments_who(tmp_path: Path) -> None
     path = tmp_path / "cluster.toml"
     path.write_text(f'coordinator = "{coordinator.address}"\n[jobs]\nevaluator = ["127.0.0.1", "127.0.0.2"]\n')
     cluster = dflow.connect(cluster=path, job="evaluator", index=1)
-    [info] = cluster._client.roster.tasks
+    [info] = cluster.coordinator.session.roster.tasks
     assert (info.task, info.address.partition(":")[0]) == ("/job:evaluator/task:1", "127.0.0.2")
     cluster.close()
     with pytest.raises(ConfigError, match=r"cluster\.toml has no job 'worker'; it has evaluator"):
@@ -150,7 +151,7 @@ def test_a_cluster_file_says_where_and_the_arguments_who(tmp_path: Path) -> None
 def test_where_this_process_listens_can_be_said() -> None:
     coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
     cluster = dflow.connect(coordinator.address, index=0, address="127.0.0.3")
-    assert cluster._client.roster.tasks[0].address.startswith("127.0.0.3:")
+    assert cluster.coordinator.session.roster.tasks[0].address.startswith("127.0.0.3:")
     cluster.close()
     coordinator.close()
 

@@ -10,6 +10,7 @@ from dflow.__main__ import main
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import LISTENING, Coordinator
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages.status import GetStatus
 from tests.distributed.detection.recorded import indexed_job
 from tests.distributed.processes import Spawned
 
@@ -68,7 +69,7 @@ def test_a_coordinator_says_first_where_it_listens_and_ends_quietly_at_sigterm(t
         [line] = spawned.read_until(LISTENING)
         assert spawned.lines == [line]
         client = CoordinatorClient(SocketTransport(), line.removeprefix(LISTENING).strip(), name="tool")
-        assert client.status().expected == ("/job:ps/task:0",)
+        assert client.ask(GetStatus()).expected == ("/job:ps/task:0",)
         client.close()
         spawned.process.send_signal(signal.SIGTERM)
         assert spawned.finish() == (0, line)

@@ -14,7 +14,6 @@ import dflow
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.syntax.text import parse, text
 from dflow.tracing.syntax.verify import verify
@@ -36,6 +35,7 @@ from tests.programs.made import (
 )
 from tests.programs.reference import InexactError, Reference
 from tests.programs.statements import Program
+from tests.reference.interpret import interpret
 
 # No program may leave a value of its trace in an object of dflow.
 pytestmark = pytest.mark.usefixtures("all_holders")

@@ -14,9 +14,9 @@ import pytest
 import dflow
 from dflow.lowering.steps import local_step
 from dflow.tracing.errors import PlainJitError, QueueError, QueueTypeError
-from dflow.tracing.reference.interpret import interpret
-from dflow.tracing.reference.queue_model import QueueModel
 from tests.dflow.number_queues import F32, I32, drained, numbers
+from tests.reference.interpret import interpret
+from tests.reference.queue_model import QueueModel
 
 
 @pytest.mark.parametrize(

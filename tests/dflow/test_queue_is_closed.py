@@ -10,10 +10,10 @@ import dflow
 from dflow.testing import memory_cluster
 from dflow.tracing.errors import QueueError, VerifyError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.reference.interpret import interpret
-from dflow.tracing.reference.queue_model import QueueModel
 from dflow.tracing.syntax.text import parse
 from dflow.tracing.syntax.verify import verify
+from tests.reference.interpret import interpret
+from tests.reference.queue_model import QueueModel
 
 NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 

@@ -22,7 +22,6 @@ class Proxy:
         self._open: list[socket.socket] = []
         self.connections = 0
         self.cuts_at_once = False
-        self.flip_at: int | None = None
         threading.Thread(target=self._accept_all, daemon=True).start()
 
     @property
@@ -67,7 +66,6 @@ class Proxy:
         left = self._draw.randint(1, self._most_bytes)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
-                data = self._flipped(data)
                 if len(data) >= left:
                     sink.sendall(data[:left])
                     break
@@ -76,17 +74,6 @@ class Proxy:
         _cut(source)
         _cut(sink)
         source.close()
-
-    def _flipped(self, data: bytes) -> bytes:
-        """Return `data` with one bit flipped, if it contains byte number `flip_at`, counted from the setting of
-        `flip_at`.
-        """
-        with self._lock:
-            at = self.flip_at
-            if at is None:
-                return data
-            self.flip_at = at - len(data) if at >= len(data) else None
-        return data if at >= len(data) else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
 
 
 def _cut(sock: socket.socket) -> None:

@@ -16,7 +16,7 @@ import pytest
 from jax import lax
 
 import dflow
-from dflow.distributed.wire.messages import RegisterPlan
+from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.distributed.worker.cluster import Cluster
 from dflow.distributed.worker.standalone import Alone
 from dflow.testing import MemoryCluster, memory_cluster

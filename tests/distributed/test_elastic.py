@@ -13,6 +13,9 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.state.store import Store
 
@@ -65,7 +68,7 @@ def place() -> Iterator[Place]:
 def test_a_variable_whose_creator_died_after_it_was_placed_is_created_by_the_next(place: Place) -> None:
     place.ps(0)
     dead = place.client("/job:worker/task:7")
-    assert dead.place("w", "float32", (2,), 8).task == "/job:ps/task:0"
+    assert dead.ask(PlaceVariable("w", "float32", (2,), 8, "ps")).task == "/job:ps/task:0"
     dead.close("killed")
     worker = place.worker(0)
     with worker.parameter_servers():
@@ -79,7 +82,7 @@ def test_a_ps_task_that_joins_later_gets_new_variables_and_the_old_stay_where_th
     with worker.parameter_servers():
         first = dflow.Variable(np.zeros(4, np.float32), name="first")
         place.ps(1)
-        worker._client.wait_for_tasks(["/job:ps/task:1"], timeout_s=SOON_S)
+        worker.coordinator.wait_for_tasks(["/job:ps/task:1"], timeout_s=SOON_S)
         second = dflow.Variable(np.ones(4, np.float32), name="second")
 
     @dflow.jit
@@ -94,16 +97,17 @@ def test_a_ps_task_that_joins_later_gets_new_variables_and_the_old_stay_where_th
 def test_more_workers_than_were_expected_take_their_share_and_fewer_end_the_run(place: Place) -> None:
     place.ps(0)
     workers = [place.worker(index) for index in range(3)]
-    assert workers[0]._client.wait_for_tasks([worker.task for worker in workers], timeout_s=SOON_S).expected == ()
-    claims = [worker.claim("run", 30) for worker in workers]
+    roster = workers[0].coordinator.wait_for_tasks([worker.task for worker in workers], timeout_s=SOON_S)
+    assert roster.expected == ()
+    claims = [worker.coordinator.ask(ClaimSteps("run", worker.task, 30)).steps for worker in workers]
     assert [len(claim) for claim in claims] == [7, 2, 1]
     workers[1].close()
-    workers[2].claim("run", 30, done=len(claims[2]), more=False)
+    workers[2].coordinator.ask(ClaimSteps("run", workers[2].task, 30, done=len(claims[2]), more=False))
     done, claim = [*claims[2]], claims[0]
     while claim:
         done += claim
-        claim = workers[0].claim("run", 30, done=len(claim))
+        claim = workers[0].coordinator.ask(ClaimSteps("run", workers[0].task, 30, done=len(claim))).steps
     assert sorted(done) == list(range(30))
-    status = workers[0]._client.status()
+    status = workers[0].coordinator.ask(GetStatus())
     assert status.steps_done == status.steps_total == 30
     assert [info.left for info in status.tasks] == ["", "", "finished", ""]

@@ -45,8 +45,8 @@ def restart(memory: MemoryCluster, worker: Cluster) -> None:
     before.server.close()
     until(lambda: before_left(memory))
     memory.tasks["ps:0"] = StockTask(memory.network, task_name("ps", 0), memory.coordinator.address, address="")
-    process = memory.tasks["ps:0"].client.process
-    until(lambda: any(info.process == process for info in worker._client.roster.tasks))
+    process = memory.tasks["ps:0"].client.session.process
+    until(lambda: any(info.process == process for info in worker.coordinator.session.roster.tasks))
 
 
 def before_left(memory: MemoryCluster) -> bool:

@@ -21,7 +21,8 @@ from dflow.distributed.transport.security.certificates import issue_certificate,
 from dflow.distributed.transport.security.identity import Identity
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages import AnyMessage, Failure, Ok
+from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.message import Message
 
 DEADLINE_S = 30.0
 
@@ -68,16 +69,16 @@ KINDS = {
 class Recorder:
     """Keeps what arrives; answers requests by the given function, on the reader thread."""
 
-    def __init__(self, answer: Callable[[Peer, AnyMessage, memoryview, Responder], None] | None = None) -> None:
+    def __init__(self, answer: Callable[[Peer, Message, memoryview, Responder], None] | None = None) -> None:
         self._answer = answer or (lambda peer, message, payload, responder: responder.reply(Ok()))
-        self.notices: queue.SimpleQueue[tuple[AnyMessage, bytes]] = queue.SimpleQueue()
+        self.notices: queue.SimpleQueue[tuple[Message, bytes]] = queue.SimpleQueue()
         self.closed: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
 
-    def on_call(self, peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def on_call(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         """Answer by the given function."""
         self._answer(peer, message, payload, responder)
 
-    def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+    def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Keep the message, or raise if it is a `Failure`."""
         if isinstance(message, Failure):
             raise ValueError(message.text)
@@ -87,7 +88,7 @@ class Recorder:
         """Keep the closed peer and the reason."""
         self.closed.put((peer.name, reason))
 
-    def notice(self) -> tuple[AnyMessage, bytes]:
+    def notice(self) -> tuple[Message, bytes]:
         """Return the next notification."""
         return self.notices.get(timeout=DEADLINE_S)
 
@@ -96,15 +97,15 @@ class Recorder:
         return self.closed.get(timeout=DEADLINE_S)[1]
 
 
-def echo(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+def echo(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
     """Answer with the request itself."""
     responder.reply(message, payload)
 
 
-def hold(event: threading.Event) -> Callable[[Peer, AnyMessage, memoryview, Responder], None]:
+def hold(event: threading.Event) -> Callable[[Peer, Message, memoryview, Responder], None]:
     """Never answer; set `event` at a request."""
 
-    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def answer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         event.set()
 
     return answer

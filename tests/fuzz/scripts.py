@@ -18,8 +18,9 @@ import numpy as np
 
 from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
+from dflow.distributed.wire.all_messages import ANY_MESSAGE
 from dflow.distributed.wire.codec import encode_message
-from dflow.distributed.wire.messages import AnyMessage, Hello, Introduce
+from dflow.distributed.wire.messages.connection import Hello, Introduce
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.steps.plan import Plan
 from dflow.tracing.ir.types import ArrayType
@@ -28,7 +29,7 @@ from tests.fuzz.values import ENCODER, INTEGERS, damaged, struct_of, types_of
 TASK = "/job:ps/task:0"
 #: The members of the victim's cluster.
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
-MESSAGES = types_of(AnyMessage)
+MESSAGES = types_of(ANY_MESSAGE)
 PLAN = msgspec.inspect.type_info(Plan)
 #: Largest payload: a task that keeps payloads for a while then uses little memory.
 MAX_PAYLOAD = 4096

@@ -22,16 +22,10 @@ from pathlib import Path
 from dflow.distributed.transport.addresses import TcpAddress, UnixAddress, parse_address
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages import (
-    ArrayInfo,
-    Arrays,
-    CreateVariable,
-    CreateVariables,
-    GetStatus,
-    Introduce,
-    ReadVariables,
-    Status,
-)
+from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.connection import Introduce
+from dflow.distributed.wire.messages.status import GetStatus, Status
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ReadVariables
 from tests.fuzz.scripts import TASK, WORKERS, Script, script
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages import Roster, TaskInfo
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from tests.fuzz.scripts import TASK, WORKERS
 
 LIMITS = Limits(max_payload_bytes=1 << 20, hello_timeout_s=2.0, stall_timeout_s=2.0, resume_s=0.0)

@@ -17,7 +17,6 @@ from dflow.lowering.pipeline import ALONE
 from dflow.lowering.values.devices import device_named
 from dflow.tracing.devices.device_name import split_device_name
 from dflow.tracing.ir.graph import Graph
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.resources import Variable
 from tests.effort import examples
 from tests.graphs_ import Case, cases
@@ -25,6 +24,7 @@ from tests.lowering.meaning import DEVICES, PLACES, assert_equal_states, assert_
 from tests.lowering.one_process import Cluster
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
 from tests.programs.made import ARGUMENTS
+from tests.reference.interpret import interpret
 
 SEEDS = st.integers(0, 2**16)
 

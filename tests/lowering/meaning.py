@@ -14,12 +14,12 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import HANDLES, AccumulatorType, QueueType, RefType
-from dflow.tracing.reference.accumulator_model import AccumulatorModel
-from dflow.tracing.reference.interpret import Choose, interpret
-from dflow.tracing.reference.queue_model import QueueModel
 from dflow.tracing.syntax.text import parse, text
 from dflow.tracing.syntax.verify import verify
 from tests.golden import GoldenCase, check
+from tests.reference.accumulator_model import AccumulatorModel
+from tests.reference.interpret import Choose, interpret
+from tests.reference.queue_model import QueueModel
 
 WORKER, PS_0, PS_1 = "/job:worker/task:0", "/job:ps/task:0", "/job:ps/task:1"
 TASKS = (WORKER, PS_0, PS_1)

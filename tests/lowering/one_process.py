@@ -16,10 +16,11 @@ from dflow.lowering.pipeline import pipeline
 from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.local_step import lower_programs
 from dflow.lowering.steps.lowered import literals, make_plans
 from dflow.lowering.values.devices import device_named
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import RefType
@@ -96,7 +97,7 @@ class Cluster:
         chance = random.Random(seed)
         self._steps += 1
         step = StepId(WORKER, self._steps)
-        outcomes: dict[str, Outcome] = {}
+        outcomes: dict[str, Outcome[Fetches]] = {}
         work: list[Callable[[], None]] = []
         work += [partial(self._start, task, step, inputs, outcomes, work.append) for task in self._parts]
         while work:
@@ -116,12 +117,12 @@ class Cluster:
         task: str,
         step: StepId,
         inputs: Sequence[Any],
-        outcomes: dict[str, Outcome],
+        outcomes: dict[str, Outcome[Fetches]],
         submit: Callable[[Callable[[], None]], object],
     ) -> None:
         feeds = [*inputs, *self._literals] if task == WORKER else []
 
-        def on_done(outcome: Outcome) -> None:
+        def on_done(outcome: Outcome[Fetches]) -> None:
             assert task not in outcomes, f"{task} is done twice"
             outcomes[task] = outcome
 

@@ -18,7 +18,6 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.types import RefType
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
 from tests.graphs_ import Case, cases
@@ -34,6 +33,7 @@ from tests.lowering.meaning import (
 )
 from tests.lowering.one_process import Cluster
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
+from tests.reference.interpret import interpret
 
 PASSES = pipeline(WORKER, TASKS, DEVICES)
 NAMES = [one.name for one in PASSES]

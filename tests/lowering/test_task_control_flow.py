@@ -21,12 +21,12 @@ from dflow.lowering.steps.execute import Execution
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.context import home
 from tests.effort import examples
 from tests.graphs_ import DictHome
 from tests.lowering.meaning import PS_0, PS_1, TASKS, WORKER, assert_equal_states, assert_equal_values, chooser
 from tests.lowering.one_process import Cluster, Mailbox
+from tests.reference.interpret import interpret
 
 #: A statement takes the state and a number of the program, and returns the next number.
 Statement = Callable[["State", Any], Any]

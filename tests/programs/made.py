@@ -10,8 +10,6 @@ import numpy as np
 
 from dflow.state_backends import LOCAL
 from dflow.tracing.ir.queue_settings import QueueKind
-from dflow.tracing.reference.accumulator_model import AccumulatorModel
-from dflow.tracing.reference.queue_model import QueueModel
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.state.accumulators import ConditionalAccumulator
 from dflow.tracing.state.host_resource import HostResource
@@ -20,6 +18,8 @@ from dflow.tracing.state.resources import Variable
 from tests.programs.draw import CAPACITY, FULL, HELD_BACK
 from tests.programs.reference import AccumulatorCell, Cell, QueueCell
 from tests.programs.statements import Program
+from tests.reference.accumulator_model import AccumulatorModel
+from tests.reference.queue_model import QueueModel
 
 #: The arguments that programs are run on.
 ARGUMENTS = (np.array([1, -2, 3], np.float32), np.array([0, 5, -7], np.float32))

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.reference.accumulator_model import AccumulatorModel
-from dflow.tracing.reference.queue_model import QueueModel
 from dflow.tracing.rows.row_gradient import RowGradient
 from tests.programs.machines import AtOnce, ruled, with_rule
+from tests.reference.accumulator_model import AccumulatorModel
+from tests.reference.queue_model import QueueModel
 
 _AXIS = "batch"
 

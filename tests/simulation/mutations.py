@@ -24,7 +24,7 @@ from dflow.distributed.simulation.world import Ended, Schedule, simulate
 from dflow.distributed.steps import rendezvous, task_channel
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
-from dflow.distributed.wire.messages import Claimed
+from dflow.distributed.wire.messages.claims import Claimed
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.queues.accumulator_machine import EnoughSet
 

@@ -15,7 +15,9 @@ from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, C
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import RosterPacker, pack
-from dflow.distributed.wire.messages import AnyMessage, ClaimSteps, Heartbeat, Join, Roster
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster
 from dflow.tracing.devices.task_name import task_name
 
 HEARTBEAT_S = 1.0
@@ -76,7 +78,7 @@ class _Stream:
         claims = [peer * claim_s / self._workers for peer in range(self._workers)]
         totals = [Load(0, 0, 0.0)]
         for second in range(seconds):
-            sent: list[tuple[int, bool, AnyMessage]] = []
+            sent: list[tuple[int, bool, Message]] = []
             for peer, name in enumerate(self._names):
                 sent.append((peer, False, Heartbeat(name)))
                 while peer < self._workers and claims[peer] < second + 1:
@@ -91,7 +93,7 @@ class _Stream:
         )
         return CoordinatorLoad(len(self._names), steady, join)
 
-    def _measured(self, at_s: float, sent: Iterable[tuple[int, bool, AnyMessage]]) -> Load:
+    def _measured(self, at_s: float, sent: Iterable[tuple[int, bool, Message]]) -> Load:
         """Measure decoding and handling `sent`, and encoding the answers; a broadcast is encoded once for each peer."""
         frames = [(peer, is_call, encode_message(message)) for peer, is_call, message in sent]
         self._messages, self._size_bytes, self._again_s = len(frames), sum(len(frame) for _, _, frame in frames), 0.0
@@ -113,7 +115,7 @@ class _Stream:
                 case Broadcast(peers, news):
                     self._count(len(peers), *pack(news, goes_to_many=len(peers) > FEW))
 
-    def _count(self, receivers: int, message: AnyMessage, payload: bytes) -> None:
+    def _count(self, receivers: int, message: Message, payload: bytes) -> None:
         one = time.process_time()
         size_bytes = len(encode_message(message)) + len(payload)
         # The coordinator encodes the message for each receiver; here one encoding is measured and multiplied. All

@@ -8,6 +8,7 @@ from pathlib import Path
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 CERTIFICATE_VARIABLES = ("DFLOW_TLS_CERT", "DFLOW_TLS_KEY", "DFLOW_TLS_CA")
@@ -29,8 +30,8 @@ def choose_security(
         return MutualTls.in_folder(certificates)
     if secret_file is not None:
         return SharedSecret(secret_file)
-    files = [environment.get(name, "") for name in CERTIFICATE_VARIABLES]
-    secret = environment.get(SECRET_VARIABLE, "")
+    files = [read(name, environment) for name in CERTIFICATE_VARIABLES]
+    secret = read(SECRET_VARIABLE, environment)
     if any(files) and secret:
         raise ConfigError(f"{SECRET_VARIABLE} and {CERTIFICATE_VARIABLES[0]} are both set; unset one of them")
     if any(files) and not all(files):

@@ -12,7 +12,9 @@ from rich.console import Console
 
 import dflow
 from dflow.cli.live_status import Look, live_view, show_status, stragglers
-from dflow.distributed.wire.messages import EdgeTraffic, ResourceDepth, Status, TaskHealth, TaskInfo, TaskState
+from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.status import Status, TaskHealth
 from dflow.testing import memory_cluster
 
 PS, W0, W1, W2 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"

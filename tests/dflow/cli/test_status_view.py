@@ -7,7 +7,6 @@ from dflow.cli.status_view import (
     PlainView,
     StepRate,
     TerminalView,
-    TrafficRow,
     closing_tables,
     grouped_traffic,
     make_view,
@@ -15,7 +14,9 @@ from dflow.cli.status_view import (
     size_text,
     type_text,
 )
-from dflow.distributed.wire.messages import EdgeTraffic, NotFinite, Status, TaskInfo, VariableInfo, WorkerProgress
+from dflow.distributed.wire.messages.claims import NotFinite
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.status import Status, VariableInfo, WorkerProgress
 
 PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
@@ -108,9 +109,9 @@ def test_the_workers_that_get_or_send_the_same_are_one_row() -> None:
         ]
     )
     assert rows == [
-        TrafficRow("w", "ps:0", "worker:*", 6, 900),
-        TrafficRow("dw", "worker:*", "ps:0", 4, 200),
-        TrafficRow("b", "ps:1", "worker:0", 2, 100),
+        EdgeTraffic("w", "ps:0", "worker:*", 6, 900),
+        EdgeTraffic("dw", "worker:*", "ps:0", 4, 200),
+        EdgeTraffic("b", "ps:1", "worker:0", 2, 100),
     ]
 
 

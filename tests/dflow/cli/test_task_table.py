@@ -7,7 +7,7 @@ from rich.console import Console
 from dflow.cli.status_view import TerminalView
 from dflow.cli.task_table import launch_table
 from dflow.distributed.launching.launcher import TaskRow
-from dflow.distributed.wire.messages import Status, WorkerProgress
+from dflow.distributed.wire.messages.status import Status, WorkerProgress
 
 ROWS = [
     TaskRow("coordinator", "running", 0, ""),

@@ -18,12 +18,12 @@ from dflow.testing import memory_cluster
 from dflow.tracing.errors import GraphNameError, GraphTypeError, ParseError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.reference.interpret import interpret
 from tests.effort import examples
 from tests.programs.draw import programs
 from tests.programs.machines import Traced
 from tests.programs.made import ARGUMENTS, variables_of
 from tests.programs.statements import Program
+from tests.reference.interpret import interpret
 
 HERE = Path(__file__).name
 

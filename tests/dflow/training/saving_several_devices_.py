@@ -14,7 +14,8 @@ import zarr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import dflow
-from dflow.lowering.files.array_files import read_arrays, write_arrays
+from dflow.lowering.files.array_files import read_arrays
+from tests.lowering.files.written_arrays import write_arrays
 
 
 def test_a_sharded_array_is_written_by_shard_and_read_into_any_sharding(tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.lowering.files.array_files import read_arrays, write_arrays
+from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.array_manifest import MANIFEST
 from tests.effort import examples
 from tests.hostile_files import damage
+from tests.lowering.files.written_arrays import write_arrays
 
 
 def repaired(file: Path, document: Any) -> Any:
@@ -104,6 +105,13 @@ def test_what_is_no_file_is_refused_and_not_waited_for(path: Path, file: str, ki
     refused(path, "chunks instead of 1" if (file, kind) == ("w/c.0", "folder") else "not a regular file")
 
 
+def test_a_folder_of_chunks_behind_a_link_is_refused(path: Path) -> None:
+    """A pipe in it would not be seen."""
+    os.mkdir(path.parent / "elsewhere")
+    (path / "w" / "c").symlink_to(path.parent / "elsewhere")
+    refused(path, "not a regular file")
+
+
 def test_a_link_to_a_file_is_as_good_as_the_file(path: Path) -> None:
     """Some model stores keep the files elsewhere and link to them."""
     shutil.move(path / "w" / "c.0", path.parent / "blob")
@@ -117,7 +125,7 @@ def test_a_compressed_chunk_is_refused_before_it_unpacks(path: Path) -> None:
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "gzip", "configuration": {"level": 9}}]
     rewrite(path / "w" / "zarr.json", codecs=codecs)
     tracemalloc.start()
-    refused(path, r"it is stored by the codecs \['bytes', 'gzip'\], and dflow stores by \['bytes', 'crc32c'\]")
+    refused(path, "(?s)array 'w' .* is damaged or missing: .*codec")
     assert tracemalloc.get_traced_memory()[1] < 1 << 24
     tracemalloc.stop()
 
@@ -136,7 +144,7 @@ def test_an_array_larger_than_its_files_is_refused_before_it_takes_memory(path: 
 
 def test_a_file_longer_than_its_chunk_is_refused_unread(path: Path) -> None:
     os.truncate(path / "w" / "c.0", 1 << 40)
-    refused(path, "chunk c.0 has 1099511627776 bytes instead of 28")
+    refused(path, "a chunk has 1099511627776 bytes instead of 28")
 
 
 @pytest.fixture(scope="module")

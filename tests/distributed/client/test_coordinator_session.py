@@ -49,22 +49,13 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    AwaitBarrier,
-    Claimed,
-    ClaimSteps,
-    Elected,
-    ElectOnce,
-    Failure,
-    GetStatus,
-    Join,
-    Leave,
-    Ok,
-    Roster,
-    RosterChange,
-    TaskInfo,
-)
+from dflow.distributed.wire.messages.barriers import AwaitBarrier
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.status import GetStatus
 from tests.effort import examples
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -336,8 +327,8 @@ class Wire:
     """One connection: what is on its way, and whether it still works."""
 
     worker: int
-    up: deque[tuple[int, AnyMessage]] = field(default_factory=deque)
-    down: deque[tuple[int, AnyMessage]] = field(default_factory=deque)
+    up: deque[tuple[int, Message]] = field(default_factory=deque)
+    down: deque[tuple[int, Message]] = field(default_factory=deque)
     is_open: bool = True
 
 
@@ -421,7 +412,7 @@ class LossyWorld:
             case GaveUp(reason):
                 raise AssertionError(reason)
 
-    def ask(self, index: int, message: AnyMessage) -> int:
+    def ask(self, index: int, message: Message) -> int:
         worker = self.workers[index]
         worker.last_ask += 1
         self.follow(index, Asking(self.now_s, worker.last_ask, message))

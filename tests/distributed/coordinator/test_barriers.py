@@ -17,7 +17,9 @@ from dflow.distributed.coordinator.coordinator_events import Reply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages import AwaitBarrier, BarrierPassed, Failure
+from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import DeadlineExceeded, TaskLost
 from tests.effort import examples
 
@@ -307,23 +309,23 @@ def cluster() -> Iterator[Cluster]:
 
 def test_tasks_of_a_cluster_wait_for_each_other(cluster: Cluster) -> None:
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(cluster.first.barrier, "epoch", timeout_s=SOON_S)
-        passed = cluster.second.barrier("epoch", timeout_s=SOON_S)
+        waiting = pool.submit(cluster.first.ask, AwaitBarrier("epoch", A, timeout_s=SOON_S))
+        passed = cluster.second.ask(AwaitBarrier("epoch", B, timeout_s=SOON_S))
         assert passed.members == (A, B)
         assert waiting.result(SOON_S) == passed
 
 
 def begin(client: CoordinatorClient, request: AwaitBarrier) -> PendingReply:
     """Reach a barrier over the client's connection; when this returns, the client waits there."""
-    [peer] = client._driver._links.values()
+    [peer] = client.session._links.values()
     pending = peer.start(request)
-    client.status()
+    client.ask(GetStatus())
     return pending
 
 
 def test_an_error_names_who_is_missing_with_when_it_was_heard_and_what_it_is_at(cluster: Cluster) -> None:
     cluster.second._beat()
-    cluster.second.status()
+    cluster.second.ask(GetStatus())
     cluster.now_s += 1.0
     pending = begin(cluster.first, AwaitBarrier("epoch", A, 50, 5.0))
     cluster.now_s += 5.0
@@ -348,6 +350,9 @@ def test_a_task_that_leaves_the_cluster_leaves_its_barriers(cluster: Cluster) ->
 def test_an_expected_task_is_waited_for_before_it_has_joined(cluster: Cluster) -> None:
     pending = begin(cluster.join("/job:ps/task:7"), AwaitBarrier("servers", "/job:ps/task:7", 50, 5.0))
     last = cluster.join("/job:ps/task:0")
-    assert last.barrier("servers", timeout_s=SOON_S).members == ("/job:ps/task:0", "/job:ps/task:7")
+    assert last.ask(AwaitBarrier("servers", last.task, timeout_s=SOON_S)).members == (
+        "/job:ps/task:0",
+        "/job:ps/task:7",
+    )
     assert isinstance(pending.wait(SOON_S).message, BarrierPassed)
     last.close()

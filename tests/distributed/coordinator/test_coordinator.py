@@ -17,7 +17,12 @@ from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages import AnyMessage, ClaimSteps, EdgeTraffic, Heartbeat, Roster
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Roster
+from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.tracing.errors import (
     DeadlineExceeded,
     InternalError,
@@ -81,18 +86,17 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 def roster_event(client: CoordinatorClient, condition: Callable[[Roster], bool]) -> threading.Event:
     """Event that is set when the client sees a roster that fulfils the condition."""
     event = threading.Event()
-    client.call_on_roster(lambda roster: event.set() if condition(roster) else None)
+    client.session.call_on_roster(lambda roster: event.set() if condition(roster) else None)
     return event
 
 
 def test_tasks_learn_of_each_other(cluster: Cluster) -> None:
     first = cluster.task(WORKER0)
-    assert first.roster.expected == (PS0, WORKER1)
+    assert first.session.roster.expected == (PS0, WORKER1)
     cluster.task(PS0)
     roster = first.wait_for_tasks([WORKER0, PS0], timeout_s=SOON_S)
     assert [info.address for info in roster.tasks] == [f"at {WORKER0}", f"at {PS0}"]
-    assert first.live(PS0) is not None
-    assert first.live(WORKER1) is None
+    assert [info.task for info in first.session.roster.tasks if info.left_at_s is None] == [WORKER0, PS0]
 
 
 def test_a_wait_names_who_is_missing_and_why(cluster: Cluster) -> None:
@@ -113,21 +117,21 @@ def test_a_second_task_of_one_name_gets_both_addresses(cluster: Cluster) -> None
 
 def test_placement_and_its_errors_reach_the_asker(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.place("w", "float32", (2,), 8).task == PS0
-    assert second.place("w", "float32", (2,), 8).task == PS0
+    assert first.ask(PlaceVariable("w", "float32", (2,), 8, "ps")).task == PS0
+    assert second.ask(PlaceVariable("w", "float32", (2,), 8, "ps")).task == PS0
     with pytest.raises(VariableError, match=r"'w' is float32\[2\] and was asked for as float32\[3\]"):
-        second.place("w", "float32", (3,), 12)
+        second.ask(PlaceVariable("w", "float32", (3,), 12, "ps"))
 
 
 def test_a_claim_waits_until_another_worker_has_gone(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.claim("run", 1) == range(1)
+    assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(second.claim, "run", 1, timeout_s=SOON_S)
+        waiting = pool.submit(second.ask, ClaimSteps("run", second.task, 1), SOON_S)
         first.close("killed")
-        assert waiting.result(SOON_S) == range(1)
-    assert second.claim("run", 1, done=1, metrics={"loss": 0.5}) == range(1, 1)
-    status = cluster.client().status()
+        assert waiting.result(SOON_S).steps == range(1)
+    assert second.ask(ClaimSteps("run", second.task, 1, done=1, metrics={"loss": 0.5})).steps == range(1, 1)
+    status = cluster.client().ask(GetStatus())
     assert (status.steps_done, status.steps_total) == (1, 1)
     assert [(worker.task, worker.metrics) for worker in status.workers] == [(WORKER0, {}), (WORKER1, {"loss": 0.5})]
 
@@ -136,17 +140,17 @@ def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
     client = cluster.task(WORKER0)
     lost: list[str] = []
     gone = threading.Event()
-    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    client.session.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
     cluster.now_s += 1000
     cluster.coordinator.tick()
     assert gone.wait(SOON_S)
-    assert client.lost
+    assert client.session.lost
     with pytest.raises(TaskLost, match=r"did not take this task back: coordinator: worker:0 left at 1000.0 s"):
-        client.status()
-    [task] = cluster.client().status().tasks
+        client.ask(GetStatus())
+    [task] = cluster.client().ask(GetStatus()).tasks
     assert task.left == "no heartbeat for 10.0 s"
     late: list[str] = []
-    client.call_on_lost(late.append)
+    client.session.call_on_lost(late.append)
     assert late == lost
 
 
@@ -156,22 +160,22 @@ def test_traffic_of_the_last_moment_is_told_before_leaving(cluster: Cluster) -> 
     client.join(WORKER0, "here", traffic=lambda: sent)
     client.leave()
     client.leave()
-    status = cluster.client().status()
+    status = cluster.client().ask(GetStatus())
     assert status.traffic == sent
     assert status.tasks[0].left == "finished"
 
 
 def test_one_is_elected_and_results_are_kept(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert second.elect("init")
-    assert not first.elect("init")
-    first.report("accuracy", 0.75)
-    assert first.status().results == {"accuracy": 0.75}
+    assert second.ask(ElectOnce("init", second.task)).elected
+    assert not first.ask(ElectOnce("init", first.task)).elected
+    first.ask(Report("accuracy", 0.75))
+    assert first.ask(GetStatus()).results == {"accuracy": 0.75}
 
 
 def test_what_only_a_task_may_ask_is_refused_before_it_is_sent(cluster: Cluster) -> None:
     with pytest.raises(InternalError, match="join first"):
-        cluster.client().claim("run", 1)
+        cluster.client().ask(ClaimSteps("run", WORKER0, 1))
 
 
 def test_the_coordinators_end_for_longer_than_is_borne_wakes_those_who_wait(cluster: Cluster) -> None:
@@ -187,21 +191,21 @@ def test_the_coordinators_end_for_longer_than_is_borne_wakes_those_who_wait(clus
 def test_a_coordinator_started_again_takes_its_tasks_back_and_nobody_sees_a_change(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
     assert second.wait_for_tasks([WORKER0, WORKER1], timeout_s=SOON_S).version == 2
-    claimed = first.claim("run", 40)
-    assert first.elect("init")
+    claimed = first.ask(ClaimSteps("run", first.task, 40)).steps
+    assert first.ask(ElectOnce("init", first.task)).elected
     rosters: list[Roster] = []
-    first.call_on_roster(rosters.append)
+    first.session.call_on_roster(rosters.append)
     lost: list[str] = []
-    first.call_on_lost(lost.append)
+    first.session.call_on_lost(lost.append)
     address, before = cluster.coordinator.address, cluster.coordinator.status()
     cluster.coordinator.close()
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(second.claim, "run", 40, timeout_s=SOON_S)
+        waiting = pool.submit(second.ask, ClaimSteps("run", second.task, 40), SOON_S)
         cluster.start(address)
-        assert waiting.result(SOON_S).start == claimed.stop
-    assert first.claim("run", 40, done=len(claimed)).start > claimed.stop
-    assert not second.elect("init")
-    after = cluster.client().status()
+        assert waiting.result(SOON_S).steps.start == claimed.stop
+    assert first.ask(ClaimSteps("run", first.task, 40, done=len(claimed))).steps.start > claimed.stop
+    assert not second.ask(ElectOnce("init", second.task)).elected
+    after = cluster.client().ask(GetStatus())
     assert after.tasks == before.tasks
     assert after.steps_done == len(claimed)
     assert (len(rosters), lost) == (1, [])
@@ -210,7 +214,7 @@ def test_a_coordinator_started_again_takes_its_tasks_back_and_nobody_sees_a_chan
 def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cluster: Cluster) -> None:
     client = cluster.task(WORKER0)
     lost, gone = list[str](), threading.Event()
-    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    client.session.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
     cluster.coordinator.close()
     cluster.start(cluster.coordinator.address, MemoryStore())
     assert gone.wait(SOON_S)
@@ -220,32 +224,32 @@ def test_a_coordinator_without_the_state_of_the_first_takes_none_of_its_tasks(cl
 
 def test_a_claim_in_vain_names_the_worker_that_holds_the_steps(cluster: Cluster) -> None:
     first, second = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert first.claim("run", 1) == range(1)
+    assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
     held = r"; of the claimed steps, worker:0 \(.*\) holds 1: see its output, or end it, and others do them"
     with pytest.raises(DeadlineExceeded, match=held):
-        second.claim("run", 1, timeout_s=0.2)
+        second.ask(ClaimSteps("run", second.task, 1), 0.2)
 
 
 def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, waits = cluster.task(WORKER0), itertools.count(0.0, 100.0)
-    assert first.claim("run", 1) == range(1)
+    assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
     second = CoordinatorClient(
         cluster.transport, cluster.coordinator.address, name=WORKER1, is_threaded=False, clock=lambda: next(waits)
     )
     cluster.clients.append(second)
     second.join(WORKER1, "h:1")
     with ThreadPoolExecutor() as pool:
-        claim = pool.submit(second.claim, "run", 1)
+        claim = pool.submit(second.ask, ClaimSteps("run", second.task, 1))
 
         def is_announced() -> bool:
-            second.tick()
+            second.session.tick()
             return "worker:1 has waited 60 s for steps; of the claimed steps, worker:0 (" in caplog.text
 
         waiting.until(is_announced)
-        assert first.claim("run", 1, done=1) == range(1, 1)
-        assert claim.result(SOON_S) == range(1, 1)
+        assert first.ask(ClaimSteps("run", first.task, 1, done=1)).steps == range(1, 1)
+        assert claim.result(SOON_S).steps == range(1, 1)
     assert caplog.text.count("has waited 60 s") == 1
 
 
@@ -253,10 +257,10 @@ def test_what_is_asked_in_vain_says_since_when_there_is_no_coordinator(cluster: 
     client = cluster.task(WORKER0)
     cluster.coordinator.close()
     with pytest.raises(DeadlineExceeded, match=r"did not answer GetStatus of .* there is no connection to it since"):
-        client.status(timeout_s=0.5)
+        client.ask(GetStatus(), 0.5)
     with pytest.raises(DeadlineExceeded, match=r"1 are missing: ps:0; .* there is no connection to it since"):
         client.wait_for_tasks([PS0], timeout_s=0.01)
-    assert "there is no connection" in client.outage
+    assert "there is no connection" in client.session.outage
 
 
 def test_a_client_without_a_thread_does_in_a_tick_what_is_due(cluster: Cluster) -> None:
@@ -269,11 +273,11 @@ def test_a_client_without_a_thread_does_in_a_tick_what_is_due(cluster: Cluster) 
     )
     cluster.clients.append(client)
     client.join(WORKER0, "here")
-    client.tick()
+    client.session.tick()
     assert not beats(cluster)
     cluster.now_s += 1.0
-    client.tick()
-    client.status()
+    client.session.tick()
+    client.ask(GetStatus())
     assert beats(cluster) == [Heartbeat(WORKER0)]
 
 
@@ -285,20 +289,20 @@ def test_a_task_is_described_for_errors_about_it(cluster: Cluster) -> None:
     assert first.describe(PS0) == "ps:0 (has not joined)"
     cluster.now_s += 5.0
     second._beat()
-    second.status()
+    second.ask(GetStatus())
     cluster.now_s += 2.5
     heard = "worker:1 (last heard 2.5 s ago, 12 steps ended, now at: step 13: waits for edge 'w')"
     assert first.describe(WORKER1) == heard
     second.leave()
     assert first.describe(WORKER1) == "worker:1 (left at 7.5 s: finished)"
     cluster.coordinator.close()
-    first.call_on_lost(lambda reason: None)
+    first.session.call_on_lost(lambda reason: None)
     with pytest.raises(DeadlineExceeded):
-        first.status(timeout_s=0.5)
+        first.ask(GetStatus(), 0.5)
     assert first.describe(WORKER0).startswith("worker:0 (there is no connection to it since")
 
 
-def beats(cluster: Cluster) -> list[AnyMessage]:
+def beats(cluster: Cluster) -> list[Message]:
     return [event.message for event in cluster.coordinator.log() if isinstance(event, Told)]
 
 
@@ -317,7 +321,7 @@ def test_traffic_over_more_edges_than_fit_into_a_message_is_told_in_sum(cluster:
     sent = tuple(EdgeTraffic(f"edge {n} {'x' * 200}", WORKER0, PS0, 1, n) for n in range(10_000))
     client.join(WORKER0, "here", traffic=lambda: sent)
     client.leave()
-    status = cluster.client().status()
+    status = cluster.client().ask(GetStatus())
     assert status.tasks[0].left == "finished"
     assert status.traffic[0] == sent[-1]
     assert len(status.traffic) == EDGES_TOLD + 1
@@ -334,7 +338,7 @@ def test_a_roster_of_more_than_fits_into_a_message_reaches_all(cluster: Cluster)
         cluster.client(f"/job:big/task:{index}").join(f"/job:big/task:{index}", place)
     cluster.client("/job:big/task:8").join("/job:big/task:8", place)
     first.wait_for_tasks([f"/job:big/task:{index}" for index in range(9)], timeout_s=SOON_S)
-    assert len(first.status().tasks) == len(first.roster.tasks) == 21
+    assert len(first.ask(GetStatus()).tasks) == len(first.session.roster.tasks) == 21
 
 
 def test_the_log_has_every_event_with_its_time(cluster: Cluster) -> None:
@@ -380,8 +384,8 @@ def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -
 
     client = CoordinatorClient(Watched(), coordinator.address, name="tool", clock=clock, is_threaded=False)
     with ThreadPoolExecutor() as pool:
-        status = pool.submit(client.status, timeout_s=SOON_S)
-        until(status.done, client.tick)
+        status = pool.submit(client.ask, GetStatus(), SOON_S)
+        until(status.done, client.session.tick)
     assert status.result().tasks == ()
     client.close()
     coordinator.close()
@@ -412,9 +416,9 @@ def test_a_callback_that_fails_does_not_end_the_heartbeats(
 
 def test_a_call_that_is_interrupted_is_withdrawn(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     client, other = cluster.task(WORKER0), cluster.task(WORKER1)
-    assert other.claim("run", 1) == range(1)
+    assert other.ask(ClaimSteps("run", other.task, 1)).steps == range(1)
     with monkeypatch.context() as patched:
         patched.setattr(Future, "result", lambda future, timeout_s=None: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
-            client.claim("run", 1)
-    assert client.open_asks == 0
+            client.ask(ClaimSteps("run", client.task, 1))
+    assert client.session.open_asks == 0

@@ -11,7 +11,9 @@ import pytest
 
 import dflow
 from dflow.distributed.coordinator.coordinator import LISTENING
-from dflow.distributed.wire.messages import Roster
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.roster import Roster
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
 from tests.distributed.processes import Spawned
 
@@ -50,8 +52,8 @@ def test_a_coordinator_that_is_killed_stops_no_step_and_its_successor_knows_all(
             return total.read()
 
         rosters: list[Roster] = []
-        worker._client.call_on_roster(rosters.append)
-        claimed = worker.claim("run", 10)
+        worker.coordinator.session.call_on_roster(rosters.append)
+        claimed = worker.coordinator.ask(ClaimSteps("run", worker.task, 10)).steps
         step(jnp.ones(3))
         first.process.kill()
         first.process.wait()
@@ -61,11 +63,12 @@ def test_a_coordinator_that_is_killed_stops_no_step_and_its_successor_knows_all(
         second, again = spawn_coordinator(tmp_path, address)
         with second:
             assert again == address
-            assert worker.claim("run", 10, done=len(claimed)).start == claimed.stop
+            later = worker.coordinator.ask(ClaimSteps("run", worker.task, 10, done=len(claimed))).steps
+            assert later.start == claimed.stop
             with worker.parameter_servers():
                 more = dflow.Variable(np.ones(2, np.float32), name="more")
             np.testing.assert_array_equal(more.read(), [1, 1])
-            status = worker._client.status()
+            status = worker.coordinator.ask(GetStatus())
             assert [info.left for info in status.tasks] == ["", ""]
             assert [info.name for info in status.variables] == ["total", "more"]
             assert status.steps_done == len(claimed)

@@ -21,23 +21,14 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    Claimed,
-    ClaimSteps,
-    ElectOnce,
-    Heartbeat,
-    Join,
-    Leave,
-    Mark,
-    Marked,
-    Ok,
-    PlaceVariable,
-    Report,
-    Roster,
-    Status,
-    TaskInfo,
-)
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.marked import Mark, Marked
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster, TaskInfo
+from dflow.distributed.wire.messages.status import Report, Status
 from tests.effort import examples
 
 #: With these settings a dead task leaves in the same tick, with and without a restart of the coordinator.
@@ -56,7 +47,7 @@ class Client:
     incarnation: str
     peer: int
     claim: ClaimSteps
-    open: dict[int, AnyMessage] = field(default_factory=dict)
+    open: dict[int, Message] = field(default_factory=dict)
     held: int = 0
 
 
@@ -68,7 +59,7 @@ class World:
         self.now_s = 0.0
         self.numbers = 0
         self.clients: dict[str, Client] = {}
-        self.answers: dict[int, AnyMessage] = {}
+        self.answers: dict[int, Message] = {}
         self.connections = self.starts = 0
         self.start()
 
@@ -120,7 +111,7 @@ class World:
         self.connections += 1
         return self.connections
 
-    def ask(self, client: Client, message: AnyMessage, death: str) -> None:
+    def ask(self, client: Client, message: Message, death: str) -> None:
         ask = self.number()
         client.open[ask] = message
         self.carry_out(Asked(self.now_s, client.peer, ask, message), death)
@@ -166,7 +157,7 @@ class World:
                     self.now_s += 2.0
                     self.heartbeats()
 
-    def outcome(self) -> tuple[dict[int, AnyMessage], Status]:
+    def outcome(self) -> tuple[dict[int, Message], Status]:
         """All answers and the final state of the coordinator, without parts that depend on the number of restarts."""
         status = self.state.status(self.now_s)
         tasks = tuple(_without_reason(info) for info in status.tasks)
@@ -179,7 +170,7 @@ class World:
         return answers, msgspec.structs.replace(status, tasks=tasks, health=())
 
 
-def _without_mark(answer: AnyMessage) -> AnyMessage:
+def _without_mark(answer: Message) -> Message:
     return msgspec.structs.replace(answer, mark=Mark()) if isinstance(answer, Marked) else answer
 
 

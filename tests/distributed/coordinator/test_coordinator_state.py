@@ -18,33 +18,16 @@ from dflow.distributed.coordinator.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    Claimed,
-    ClaimSteps,
-    DumpEvents,
-    EdgeTraffic,
-    Elected,
-    ElectOnce,
-    Failure,
-    GetHealth,
-    GetStatus,
-    Health,
-    Heartbeat,
-    Join,
-    Leave,
-    NotFinite,
-    Ok,
-    Placed,
-    PlaceVariable,
-    ReadVariables,
-    Report,
-    Roster,
-    RosterChange,
-    RoundsDone,
-    Status,
-    Unplace,
-)
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
+from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, RosterChange
+from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
+from dflow.distributed.wire.messages.variables import ReadVariables
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 
@@ -61,7 +44,7 @@ def replies(commands: Iterable[Command]) -> list[Reply]:
     return [command for command in commands if isinstance(command, Reply)]
 
 
-def answer(commands: Iterable[Command], ask: int) -> AnyMessage:
+def answer(commands: Iterable[Command], ask: int) -> Message:
     [message] = [command.message for command in commands if isinstance(command, Reply) and command.ask == ask]
     return message
 
@@ -293,7 +276,7 @@ HAPPENINGS = st.lists(
 )
 
 
-def events(happenings: list[tuple[str, int, AnyMessage | None]]) -> list[Event]:
+def events(happenings: list[tuple[str, int, Message | None]]) -> list[Event]:
     made: list[Event] = []
     for number, (what, peer, message) in enumerate(happenings):
         at_s = number * 1.5
@@ -306,7 +289,7 @@ def events(happenings: list[tuple[str, int, AnyMessage | None]]) -> list[Event]:
 
 @given(HAPPENINGS)
 def test_each_ask_is_answered_once_and_none_is_left_when_all_have_gone(
-    happenings: list[tuple[str, int, AnyMessage | None]],
+    happenings: list[tuple[str, int, Message | None]],
 ) -> None:
     state = CoordinatorState({"ps": 1, "worker": 2})
     script = [*events(happenings), Ticked(1000.0)]
@@ -316,7 +299,7 @@ def test_each_ask_is_answered_once_and_none_is_left_when_all_have_gone(
 
 
 @given(HAPPENINGS)
-def test_the_log_handled_again_gives_the_same_commands(happenings: list[tuple[str, int, AnyMessage | None]]) -> None:
+def test_the_log_handled_again_gives_the_same_commands(happenings: list[tuple[str, int, Message | None]]) -> None:
     state = CoordinatorState({"ps": 1, "worker": 2})
     commands = [command for event in events(happenings) for command in state.handle(event)]
     replay = CoordinatorState({"ps": 1, "worker": 2})

@@ -18,7 +18,7 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages import WorkerProgress
+from dflow.distributed.wire.messages.status import GetStatus, Report, WorkerProgress
 from dflow.tracing.errors import ConfigError, DflowError, InternalError
 from tests.effort import examples
 
@@ -191,11 +191,11 @@ def test_a_coordinator_that_cannot_write_answers_no_more_and_says_why() -> None:
     client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
     client.join("/job:worker/task:0", "here")
     before = store.writes
-    client.status()
+    client.ask(GetStatus())
     assert store.writes == before, "a question writes nothing"
     store.is_full = True
     with pytest.raises(DflowError):
-        client.report("accuracy", 1.0, timeout_s=1.0)
+        client.ask(Report("accuracy", 1.0), 1.0)
     assert faults == ["the coordinator's state could not be written: no space left"]
     coordinator.close()
     assert store.is_closed
@@ -209,11 +209,11 @@ def test_a_coordinator_that_fails_ends_with_the_reason_and_writes_nothing_of_wha
     coordinator = Coordinator(network, "", {}, store=store, tick_s=None, on_fault=faults.append)
     client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
     client.join("/job:worker/task:0", "here")
-    client.report("accuracy", 1.0)
+    client.ask(Report("accuracy", 1.0))
     before = store.writes
     monkeypatch.setattr(CoordinatorState, "status", lambda state, at_s: 1 // 0)
     with pytest.raises(DflowError):
-        client.status(timeout_s=1.0)
+        client.ask(GetStatus(), 1.0)
     coordinator.tick()
     assert faults == ["it has failed: ZeroDivisionError: integer division or modulo by zero"]
     assert store.writes == before

@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from dflow.distributed.coordinator.coordinator_events import Asked, Event, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.event_log import LOG_BYTES, EventLog
-from dflow.distributed.wire.messages import EdgeTraffic, GetHealth, Heartbeat
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat
+from dflow.distributed.wire.messages.status import GetHealth
 
 
 @given(st.lists(st.integers(0, 3000), max_size=60))

@@ -17,7 +17,7 @@ from dflow.distributed.coordinator.membership import (
     RefuseJoin,
     ReleaseTask,
 )
-from dflow.distributed.wire.messages import Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.roster import Roster, RosterChange, TaskInfo
 from dflow.distributed.wire.roster_changes import changed_roster
 from tests.effort import examples
 

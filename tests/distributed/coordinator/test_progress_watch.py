@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan, StallEnded
-from dflow.distributed.wire.messages import TaskHealth
+from dflow.distributed.wire.messages.status import TaskHealth
 from tests.effort import examples
 
 TASK = "/job:ps/task:0"

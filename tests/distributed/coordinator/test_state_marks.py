@@ -18,7 +18,11 @@ from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages import AnyMessage, Failure, Join, Mark, PlaceVariable, Roster
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.marked import Mark
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import PlaceVariable
+from dflow.distributed.wire.messages.roster import Join, Roster
 from tests.effort import examples
 
 WORKER0, WORKER1 = "/job:worker/task:0", "/job:worker/task:1"
@@ -76,7 +80,7 @@ class Disk:
         self.writes += [command.changes for command in commands if isinstance(command, Persist)]
         return commands
 
-    def ask(self, peer: int, message: AnyMessage) -> AnyMessage:
+    def ask(self, peer: int, message: Message) -> Message:
         [answer] = [
             command.message for command in self.handle(Asked(0.0, peer, 1, message)) if isinstance(command, Reply)
         ]
@@ -107,8 +111,8 @@ def test_a_flipped_bit_in_the_write_ahead_log_is_found_out(tmp_path: Path) -> No
     first = Coordinator(network, "", {"ps": 1, "worker": 1}, store=SqliteStore(tmp_path / "state"), tick_s=None)
     client = CoordinatorClient(network, first.address, name=WORKER0, settings=SessionSettings(longest_pause_s=0.05))
     client.join(WORKER0, "h:1")
-    client.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
-    client.place("w", "float32", (), 4)
+    client.session.call_on_lost(lambda reason: (lost.append(reason), gone.set())[1])
+    client.ask(PlaceVariable("w", "float32", (), 4, "ps"))
     (tmp_path / "damaged").mkdir()
     for file in tmp_path.glob("state*"):
         shutil.copy(file, tmp_path / "damaged")

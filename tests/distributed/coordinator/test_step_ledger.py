@@ -4,15 +4,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dflow.distributed.coordinator.coordinator_events import Reply
-from dflow.distributed.coordinator.step_ledger import LedgerEvent, StepLedger, StepsAsked, WorkerLeft
-from dflow.distributed.wire.messages import Claimed, ClaimSteps, Failure
+from dflow.distributed.coordinator.step_ledger import StepLedger
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.connection import Failure
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
 
 
-def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> StepsAsked:
-    return StepsAsked(ask, ClaimSteps("run", task, total, 0, 0, done, **rest))  # type: ignore[arg-type]
+def asked(ask: int, task: str, done: int = 0, total: int = 100, **rest: object) -> tuple[int, ClaimSteps]:
+    return ask, ClaimSteps("run", task, total, 0, 0, done, **rest)  # type: ignore[arg-type]
 
 
 class Numbered:
@@ -24,16 +25,18 @@ class Numbered:
         self.open: dict[int, tuple[str, int]] = {}
         self.seen: dict[str, int] = {}
 
-    def handle(self, event: LedgerEvent) -> list[Reply]:
-        if isinstance(event, StepsAsked):
-            self.number += 1
-            task = event.claim.task
-            self.open[event.ask] = task, self.number
-            numbered = msgspec.structs.replace(event.claim, number=self.number, last=self.seen.get(task, 0))
-            event = StepsAsked(event.ask, numbered)
-        else:
-            self.seen.pop(event.task, None)
-        replies = self.ledger.handle(event)
+    def claim(self, ask: int, claim: ClaimSteps) -> list[Reply]:
+        self.number += 1
+        self.open[ask] = claim.task, self.number
+        numbered = msgspec.structs.replace(claim, number=self.number, last=self.seen.get(claim.task, 0))
+        return self.noted(self.ledger.claim(ask, numbered))
+
+    def leave(self, left: dict[str, str]) -> list[Reply]:
+        for task in left:
+            self.seen.pop(task, None)
+        return self.noted(self.ledger.leave(left))
+
+    def noted(self, replies: list[Reply]) -> list[Reply]:
         for reply in replies:
             task, number = self.open.pop(reply.ask)
             if isinstance(reply.message, Claimed):
@@ -44,7 +47,7 @@ class Numbered:
 def test_one_worker_gets_the_steps_in_order() -> None:
     ledger, first, sizes = Numbered(), 0, []
     while True:
-        [reply] = ledger.handle(asked(0, A, done=sizes[-1] if sizes else 0))
+        [reply] = ledger.claim(*asked(0, A, done=sizes[-1] if sizes else 0))
         assert isinstance(reply.message, Claimed)
         assert reply.message.first == first
         if reply.message.count == 0:
@@ -58,107 +61,109 @@ def test_one_worker_gets_the_steps_in_order() -> None:
 
 def test_claims_are_smaller_with_more_workers() -> None:
     ledger = Numbered()
-    assert ledger.handle(asked(1, A)) == [Reply(1, Claimed(0, 16))]
-    assert ledger.handle(asked(2, B)) == [Reply(2, Claimed(16, 84 // 8))]
-    assert ledger.handle(asked(3, C)) == [Reply(3, Claimed(26, 74 // 12))]
+    assert ledger.claim(*asked(1, A)) == [Reply(1, Claimed(0, 16))]
+    assert ledger.claim(*asked(2, B)) == [Reply(2, Claimed(16, 84 // 8))]
+    assert ledger.claim(*asked(3, C)) == [Reply(3, Claimed(26, 74 // 12))]
 
 
 def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A))
-    ledger.handle(asked(2, B))
-    ledger.handle(WorkerLeft(A, "killed"))
-    assert ledger.handle(asked(3, B, done=10)) == [Reply(3, Claimed(0, 16))]
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, B))
+    ledger.leave({A: "killed"})
+    assert ledger.claim(*asked(3, B, done=10)) == [Reply(3, Claimed(0, 16))]
 
 
 def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A))
-    assert ledger.handle(asked(2, A, done=5)) == [Reply(2, Claimed(5, 16))]
+    ledger.claim(*asked(1, A))
+    assert ledger.claim(*asked(2, A, done=5)) == [Reply(2, Claimed(5, 16))]
 
 
 def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=1))
-    assert ledger.handle(asked(2, B, total=1)) == []
-    assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(2, Claimed(0, 1))]
+    ledger.claim(*asked(1, A, total=1))
+    assert ledger.claim(*asked(2, B, total=1)) == []
+    assert ledger.leave({A: "killed"}) == [Reply(2, Claimed(0, 1))]
 
 
 def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=1))
-    ledger.handle(asked(2, B, total=1))
-    ledger.handle(asked(3, C, total=1))
-    replies = ledger.handle(asked(4, A, done=1, total=1))
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    ledger.claim(*asked(3, C, total=1))
+    replies = ledger.claim(*asked(4, A, done=1, total=1))
     assert replies == [Reply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
 
 
 def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=1))
-    ledger.handle(asked(2, B, total=1))
-    assert ledger.handle(WorkerLeft(B, "reset")) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    assert ledger.leave({B: "reset"}) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
 
 
 def test_of_those_that_leave_together_none_is_given_what_another_gives_back() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=1))
-    ledger.handle(asked(2, B, total=1))
-    ledger.handle(asked(3, C, total=1))
-    replies = ledger.ledger.leave([WorkerLeft(A, "killed"), WorkerLeft(B, "killed")])
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    ledger.claim(*asked(3, C, total=1))
+    replies = ledger.ledger.leave({A: "killed", B: "killed"})
     assert replies == [Reply(2, Failure("TaskLost", "worker:1 has left: killed")), Reply(3, Claimed(0, 1))]
 
 
-def numbered(ask: int, task: str, number: int, last: int = 0, done: int = 0, total: int = 100) -> StepsAsked:
-    return StepsAsked(ask, ClaimSteps("run", task, total, number, last, done))
+def numbered(
+    ask: int, task: str, number: int, last: int = 0, done: int = 0, total: int = 100
+) -> tuple[int, ClaimSteps]:
+    return ask, ClaimSteps("run", task, total, number, last, done)
 
 
 def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
     ledger = StepLedger()
-    ledger.handle(numbered(1, A, 1))
-    given = ledger.handle(numbered(2, B, 1))
-    ledger.handle(WorkerLeft(A, "killed"))
-    again = ledger.handle(numbered(3, B, 1))
+    ledger.claim(*numbered(1, A, 1))
+    given = ledger.claim(*numbered(2, B, 1))
+    ledger.leave({A: "killed"})
+    again = ledger.claim(*numbered(3, B, 1))
     assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
-    assert ledger.handle(numbered(4, B, 2, 1, 10)) == [Reply(4, Claimed(0, 16))]
-    assert ledger.handle(numbered(5, B, 2, 1, 10)) == [Reply(5, Claimed(0, 16))]
+    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [Reply(4, Claimed(0, 16))]
+    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [Reply(5, Claimed(0, 16))]
     assert ledger.steps_done == ledger.workers()[1].steps == 10
 
 
 def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_first() -> None:
     ledger = StepLedger()
-    ledger.handle(numbered(1, A, 1, total=1))
-    ledger.handle(numbered(2, B, 1, total=1))
-    [first] = ledger.handle(numbered(3, B, 1, total=1))
+    ledger.claim(*numbered(1, A, 1, total=1))
+    ledger.claim(*numbered(2, B, 1, total=1))
+    [first] = ledger.claim(*numbered(3, B, 1, total=1))
     assert isinstance(first.message, Failure)
     assert (first.ask, first.message.text) == (2, "worker:1 has sent this claim again")
-    assert ledger.handle(WorkerLeft(A, "killed")) == [Reply(3, Claimed(0, 1))]
+    assert ledger.leave({A: "killed"}) == [Reply(3, Claimed(0, 1))]
 
 
 def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
     ledger = StepLedger()
-    ledger.handle(numbered(1, A, 1))
-    ledger.handle(numbered(2, A, 2, 1, 16))
-    assert ledger.handle(numbered(3, A, 3, 1, 16)) == [Reply(3, Claimed(16, 16))]
+    ledger.claim(*numbered(1, A, 1))
+    ledger.claim(*numbered(2, A, 2, 1, 16))
+    assert ledger.claim(*numbered(3, A, 3, 1, 16)) == [Reply(3, Claimed(16, 16))]
     assert ledger.steps_done == 16
 
 
 def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
     ledger = StepLedger()
-    ledger.handle(numbered(1, A, 5))
-    [late] = ledger.handle(numbered(2, A, 4))
+    ledger.claim(*numbered(1, A, 5))
+    [late] = ledger.claim(*numbered(2, A, 4))
     assert isinstance(late.message, Failure)
     assert "claim 4 of worker:0 came after its claim 5" in late.message.text
-    [unknown] = ledger.handle(numbered(3, B, 3, last=2, done=1))
+    [unknown] = ledger.claim(*numbered(3, B, 3, last=2, done=1))
     assert isinstance(unknown.message, Failure)
     assert "worker:1 reports claim 2 in claim 3, and its newest is 0" in unknown.message.text
 
 
 def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=1))
-    ledger.handle(asked(2, B, total=1))
-    [reply] = ledger.handle(asked(3, B, total=1))
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    [reply] = ledger.claim(*asked(3, B, total=1))
     assert reply.ask == 2
     assert isinstance(reply.message, Failure)
     assert "a later claim of worker:1 has taken the place" in reply.message.text
@@ -166,11 +171,11 @@ def test_a_second_ask_takes_the_place_of_one_that_waits() -> None:
 
 def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=100))
-    [reply] = ledger.handle(asked(2, B, total=50))
+    ledger.claim(*asked(1, A, total=100))
+    [reply] = ledger.claim(*asked(2, B, total=50))
     assert isinstance(reply.message, Failure)
     assert "it has 100 steps and worker:1 asks for 50" in reply.message.text
-    [reply] = ledger.handle(StepsAsked(3, ClaimSteps("other", B, -1, 1)))
+    [reply] = ledger.claim(3, ClaimSteps("other", B, -1, 1))
     assert isinstance(reply.message, Failure)
     assert "asks for -1 steps" in reply.message.text
     assert ledger.ledger.steps_total == 100
@@ -178,50 +183,50 @@ def test_another_number_of_steps_is_refused_with_both_numbers() -> None:
 
 def test_more_done_than_claimed_is_refused() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A))
-    [reply] = ledger.handle(asked(2, A, done=17))
+    ledger.claim(*asked(1, A))
+    [reply] = ledger.claim(*asked(2, A, done=17))
     assert isinstance(reply.message, Failure)
     assert "worker:0 reports 17 steps done of a claim of 16" in reply.message.text
 
 
 def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_rest() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=3))
-    ledger.handle(asked(2, B, total=3))
-    assert ledger.handle(asked(3, C, total=3)) == [Reply(3, Claimed(2, 1))]
-    assert ledger.handle(asked(4, C, total=3, done=1)) == []
-    replies = ledger.handle(asked(5, A, total=3, more=False))
+    ledger.claim(*asked(1, A, total=3))
+    ledger.claim(*asked(2, B, total=3))
+    assert ledger.claim(*asked(3, C, total=3)) == [Reply(3, Claimed(2, 1))]
+    assert ledger.claim(*asked(4, C, total=3, done=1)) == []
+    replies = ledger.claim(*asked(5, A, total=3, more=False))
     assert replies == [Reply(5, Claimed(0, 0)), Reply(4, Claimed(0, 1))]
     assert ledger.ledger.steps_done == 1
 
 
 def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_share() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A))
-    ledger.handle(asked(2, B))
-    assert ledger.handle(asked(3, A, done=5, more=False)) == [Reply(3, Claimed(0, 0))]
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, B))
+    assert ledger.claim(*asked(3, A, done=5, more=False)) == [Reply(3, Claimed(0, 0))]
     assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
-    assert ledger.handle(asked(4, B, done=10)) == [Reply(4, Claimed(5, 11))]
-    assert ledger.handle(asked(5, B, done=11)) == [Reply(5, Claimed(26, 16))]
+    assert ledger.claim(*asked(4, B, done=10)) == [Reply(4, Claimed(5, 11))]
+    assert ledger.claim(*asked(5, B, done=11)) == [Reply(5, Claimed(26, 16))]
 
 
 def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A, total=1))
-    assert ledger.handle(asked(2, B, total=1)) == []
-    [refused, stopped] = ledger.handle(asked(3, B, total=1, more=False))
+    ledger.claim(*asked(1, A, total=1))
+    assert ledger.claim(*asked(2, B, total=1)) == []
+    [refused, stopped] = ledger.claim(*asked(3, B, total=1, more=False))
     assert refused.ask == 2
     assert isinstance(refused.message, Failure)
     assert stopped == Reply(3, Claimed(0, 0))
-    assert ledger.handle(asked(4, A, total=1, more=False)) == [Reply(4, Claimed(0, 0))]
-    assert ledger.handle(asked(5, B, total=1)) == [Reply(5, Claimed(0, 1))]
+    assert ledger.claim(*asked(4, A, total=1, more=False)) == [Reply(4, Claimed(0, 0))]
+    assert ledger.claim(*asked(5, B, total=1)) == [Reply(5, Claimed(0, 1))]
 
 
 def test_progress_keeps_the_newest_of_each_worker() -> None:
     ledger = Numbered()
-    ledger.handle(asked(1, A))
-    ledger.handle(asked(2, A, done=16, step_s=0.5, metrics={"loss": 2.0}))
-    ledger.handle(asked(3, A, done=4))
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, A, done=16, step_s=0.5, metrics={"loss": 2.0}))
+    ledger.claim(*asked(3, A, done=4))
     [worker] = ledger.ledger.workers()
     assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.5, {"loss": 2.0})
 
@@ -251,7 +256,7 @@ class RandomRun(RuleBasedStateMachine):
         held = self.claims.pop(task, range(0))
         self.done += held[:done]
         self.asks[self.next_ask] = task
-        self.take(self.ledger.handle(asked(self.next_ask, task, done, self.total, more=more)))
+        self.take(self.ledger.claim(*asked(self.next_ask, task, done, self.total, more=more)))
         self.next_ask += 1
 
     @precondition(lambda self: self.next_ask == 0)
@@ -274,7 +279,7 @@ class RandomRun(RuleBasedStateMachine):
     @rule(task=st.sampled_from([A, B, C]))
     def die(self, task: str) -> None:
         self.claims.pop(task, None)
-        self.take(self.ledger.handle(WorkerLeft(task, "killed")))
+        self.take(self.ledger.leave({task: "killed"}))
         assert task not in self.asks.values(), "a dead worker's ask is answered too"
 
     @invariant()
@@ -313,7 +318,7 @@ def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
         for index in sorted(active):
             held = claims.pop(index, range(0))
             done += held
-            for reply in ledger.handle(asked(index, tasks[index], len(held), total)):
+            for reply in ledger.claim(*asked(index, tasks[index], len(held), total)):
                 assert isinstance(reply.message, Claimed)
                 claims[reply.ask] = range(reply.message.first, reply.message.first + reply.message.count)
         active = {index for index in active if claims.get(index)}

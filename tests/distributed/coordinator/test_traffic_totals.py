@@ -1,5 +1,5 @@
 from dflow.distributed.coordinator.traffic_totals import OTHERS, TrafficTotals, largest
-from dflow.distributed.wire.messages import EdgeTraffic
+from dflow.distributed.wire.messages.roster import EdgeTraffic
 
 
 def sent(values: int) -> EdgeTraffic:

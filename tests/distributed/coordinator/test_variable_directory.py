@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
-from dflow.distributed.wire.messages import Failure, Placed, PlaceVariable
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 
 TASKS = ("/job:ps/task:0", "/job:ps/task:1")
 

@@ -18,6 +18,8 @@ import os, signal, subprocess, sys, threading
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.status import Report
 watch()
 index = int(os.environ["DFLOW_INDEX"])
 task = f"/job:{os.environ['DFLOW_JOB']}/task:{index}"
@@ -132,7 +134,7 @@ def test_a_crash_lets_the_others_end_and_gives_1(tmp_path: Path) -> None:
 if index == 0:
     raise RuntimeError("no more")
 left = threading.Event()
-client.call_on_roster(lambda roster: left.set() if any(info.left for info in roster.tasks) else None)
+client.session.call_on_roster(lambda roster: left.set() if any(info.left for info in roster.tasks) else None)
 assert left.wait(60)
 print("went on")
 client.leave()
@@ -150,17 +152,17 @@ def test_a_killed_worker_is_reported_and_the_run_is_good(tmp_path: Path) -> None
     script = (
         CONNECT
         + """
-steps = client.claim("run", 1) if index == 0 else range(0)
-client.report(f"claimed {index}", 1.0)
+steps = client.ask(ClaimSteps("run", client.task, 1)).steps if index == 0 else range(0)
+client.ask(Report(f"claimed {index}", 1.0))
 if index == 0:
     assert steps == range(1)
     os.kill(os.getpid(), signal.SIGKILL)
 seen = threading.Event()
-client.call_on_roster(lambda roster: seen.set() if any(info.left for info in roster.tasks) else None)
+client.session.call_on_roster(lambda roster: seen.set() if any(info.left for info in roster.tasks) else None)
 assert seen.wait(60)
-assert client.claim("run", 1) == range(1)
-assert client.claim("run", 1, done=1, step_s=0.25, metrics={"loss": 0.5}) == range(1, 1)
-client.report("accuracy", 0.9375)
+assert client.ask(ClaimSteps("run", client.task, 1)).steps == range(1)
+assert client.ask(ClaimSteps("run", client.task, 1, done=1, step_s=0.25, metrics={"loss": 0.5})).steps == range(1, 1)
+client.ask(Report("accuracy", 0.9375))
 client.leave()
 """
     )
@@ -227,14 +229,14 @@ def test_a_coordinator_that_is_started_again_goes_on_and_the_workers_with_it(tmp
     script = (
         CONNECT
         + """
-steps = client.claim("run", 3)
+steps = client.ask(ClaimSteps("run", client.task, 3)).steps
 siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
 [pid] = [pid for pid in siblings if b"coordinator" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]
 os.kill(int(pid), signal.SIGKILL)
 done = len(steps)
-while steps := client.claim("run", 3, done=len(steps)):
+while steps := client.ask(ClaimSteps("run", client.task, 3, done=len(steps))).steps:
     done += len(steps)
-client.report("done", done)
+client.ask(Report("done", done))
 client.leave()
 """
     )
@@ -314,7 +316,7 @@ def note(roster):
     lives[:] = [info for info in roster.tasks if info.task == "/job:ps/task:0"]
     if len(lives) == 2:
         both.set()
-client.call_on_roster(note)
+client.session.call_on_roster(note)
 roster = client.wait_for_tasks(["/job:ps/task:0"], timeout_s=60)
 siblings = open(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read().split()
 [ps] = [pid for pid in siblings if b"task" in open(f"/proc/{pid}/cmdline", "rb").read().split(bytes(1))]

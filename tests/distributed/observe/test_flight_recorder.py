@@ -21,7 +21,7 @@ from dflow.distributed.observe.flight_text import flight_text
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.transport.base import RefuseAll
-from dflow.distributed.wire.messages import Dumped, DumpEvents
+from dflow.distributed.wire.messages.observing import Dumped, DumpEvents
 from dflow.distributed.worker.cluster import ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Plan, Recv

@@ -20,7 +20,7 @@ from dflow.distributed.observe.clock_alignment import Offset
 from dflow.distributed.observe.task_observer import MOST_EVENTS
 from dflow.distributed.observe.trace_file import first_steps, trace_of
 from dflow.distributed.observe.tracer import Here, Trace, Tracer
-from dflow.distributed.wire.messages import StartTrace
+from dflow.distributed.wire.messages.observing import StartTrace
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.steps.recorder import (
     EVENTS_KEPT,

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.steps.flow_control import COST_BYTES, Answer, GiveCredit, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
-from dflow.distributed.wire.messages import CancelStep
+from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import StepCancelled

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.steps.plan_registry import MOST_UNUSED, PlanRegistry
-from dflow.distributed.wire.messages import RegisterPlan
+from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.lowering.programs.program import Program, export_program, lower_program
 from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Send, UseResource, While
 from dflow.tracing import errors

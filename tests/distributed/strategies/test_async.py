@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.worker.standalone import Alone
 from dflow.tracing.errors import RemoteError, StrategyError, TransportClosed
 
@@ -27,34 +29,50 @@ DEADLINE_S = 60.0
 class Scripted:
     """A source of steps that gives fixed claims, and records the arguments of each request."""
 
+    task = "/job:worker/task:0"
+
+    def __init__(self, *claims: range) -> None:
+        self.coordinator = self
+        self.claims = list(claims)
+        self.told: list[ClaimSteps] = []
+
     def shared_step(self) -> Any:
         """Refuse nothing."""
         return nullcontext()
 
-    def __init__(self, *claims: range) -> None:
-        self.claims = list(claims)
-        self.told: list[dict[str, Any]] = []
+    def ask(self, claim: ClaimSteps) -> Claimed:
+        """Hand out the next claim, or none when no more are wanted."""
+        self.told.append(claim)
+        steps = self.claims.pop(0) if claim.more and self.claims else range(0)
+        return Claimed(steps.start, len(steps))
 
-    def claim(self, run: str, total_steps: int, **told: Any) -> range:
-        """Return the next claim, or an empty range when no more are wanted."""
-        self.told.append(told)
-        if not told.get("more", True):
-            return range(0)
-        return self.claims.pop(0) if self.claims else range(0)
+
+@dataclass
+class Worker:
+    """A worker that is nothing but a client of the coordinator."""
+
+    coordinator: CoordinatorClient
+
+    def __post_init__(self) -> None:
+        self.task = self.coordinator.task
+
+    def shared_step(self) -> Any:
+        """Nothing is refused here."""
+        return nullcontext()
 
 
 class Lost(Scripted):
     """A coordinator that is lost after the first claim."""
 
-    def claim(self, run: str, total_steps: int, **told: Any) -> range:
-        """Answer the first claim."""
+    def ask(self, claim: ClaimSteps) -> Claimed:
+        """Answer once."""
         if self.told:
             raise TransportClosed("the coordinator is lost")
-        return super().claim(run, total_steps, **told)
+        return super().ask(claim)
 
 
 def told(source: Scripted) -> list[tuple[int, bool]]:
-    return [(words["done"], words["more"]) for words in source.told[1:]]
+    return [(claim.done, claim.more) for claim in source.told[1:]]
 
 
 def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> None:
@@ -86,7 +104,7 @@ def test_no_batch_is_taken_that_no_step_uses() -> None:
 def test_real_scalars_are_shown_as_progress(outcome: Any, metrics: dict[str, float]) -> None:
     source = Scripted(range(1))
     list(Async(source).run(lambda _: outcome, [0], steps=1))
-    assert source.told[-1]["metrics"] == metrics
+    assert source.told[-1].metrics == metrics
 
 
 def test_alone_does_exactly_the_steps_asked_for() -> None:
@@ -133,20 +151,19 @@ def test_the_other_workers_do_what_one_leaves_undone() -> None:
     for index in range(3):
         task = f"/job:worker/task:{index}"
         clients.append(CoordinatorClient(network, coordinator.address, name=task))
-        clients[index].shared_step = nullcontext
         clients[index].join(task, f"nowhere:{index}")
 
     def work(index: int) -> int:
         batches = itertools.repeat(0) if index == 0 else range(index)
-        return sum(1 for _ in Async(clients[index]).run(lambda _: None, batches, steps=100, name="run"))
+        return sum(1 for _ in Async(Worker(clients[index])).run(lambda _: None, batches, steps=100, name="run"))
 
     with ThreadPoolExecutor(3) as pool:
         done = [future.result(DEADLINE_S) for future in [pool.submit(work, index) for index in range(3)]]
     assert sum(done) == coordinator.status().steps_done == 100
     assert done[1] <= 1
     assert done[2] <= 2
-    assert clients[0].claim("other run", 100)
-    assert clients[1].claim("other run", 100, more=False) == range(0)
+    assert clients[0].ask(ClaimSteps("other run", clients[0].task, 100)).steps
+    assert clients[1].ask(ClaimSteps("other run", clients[1].task, 100, more=False)).steps == range(0)
     for client in clients:
         client.leave()
     coordinator.close()
@@ -161,13 +178,13 @@ def test_two_runs_of_one_program_have_names_of_their_own() -> None:
 def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
     cluster = Alone()
     told: list[tuple[int, bool]] = []
-    claim = cluster.claim
+    ask = cluster.coordinator.ask
 
-    def noted(run: str, total_steps: int, *, done: int = 0, more: bool = True, **progress: Any) -> range:
-        told.append((done, more))
-        return claim(run, total_steps, done=done, more=more, **progress)
+    def noted(claim: ClaimSteps) -> Claimed:
+        told.append((claim.done, claim.more))
+        return ask(claim)
 
-    cluster.claim = noted  # type: ignore[method-assign]
+    cluster.coordinator.ask = noted  # type: ignore[method-assign]
 
     def step(number: int) -> int:
         if number == 3:
@@ -205,7 +222,7 @@ def test_the_first_loss_that_is_not_finite_is_reported_with_its_step_though_a_la
     source = Scripted(range(4), range(4, 7))
     values = [1.0, 2.0, np.nan, 3.0, np.inf, np.nan, 1.0]
     list(Async(source).run(lambda outcome: outcome, losses(values), steps=7))
-    first, second = (words["not_finite"] for words in source.told[1:])
+    first, second = (claim.not_finite for claim in source.told[1:])
     assert (first.step, first.metric, str(first.value)) == (2, "loss", "nan")
     assert (second.step, second.metric, second.value) == (4, "loss", np.inf)
 
@@ -215,7 +232,7 @@ def test_a_loss_that_is_not_finite_is_reported_when_the_program_stops_at_it() ->
     outcomes = Async(source).run(lambda outcome: outcome, losses([1.0, np.nan]), steps=7)
     assert [next(outcomes)["loss"], next(outcomes)["loss"]] == [1.0, pytest.approx(np.nan, nan_ok=True)]
     outcomes.close()  # type: ignore[attr-defined]
-    assert (source.told[-1]["more"], source.told[-1]["not_finite"].step) == (False, 1)
+    assert (source.told[-1].more, source.told[-1].not_finite.step) == (False, 1)
 
 
 def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture) -> None:

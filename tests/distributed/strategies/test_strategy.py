@@ -35,7 +35,7 @@ def test_a_strategy_is_one_class_with_the_arguments_of_all() -> None:
 
 def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     class Again(Twice):
-        """Has numbers of its own."""
+        """Numbers its runs apart from those of `Twice`."""
 
     one, other = Twice(), Again()
     for strategy in (one, one, other):

@@ -12,8 +12,8 @@ import pytest
 
 from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.wire.array_lists import encode_arrays
-from dflow.distributed.wire.messages import (
-    AnyMessage,
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
     OpenRounds,
@@ -39,7 +39,7 @@ class ByHand:
         self.steps: list[int] = []
         self.forgotten: list[str] = []
         self.updates: list[tuple[weakref.ref[Any], Done]] = []
-        self.answers: list[AnyMessage | BaseException] = []
+        self.answers: list[Message | BaseException] = []
         self.gone: set[str] = set()
         self.host = StepAggregator(
             PS,
@@ -68,7 +68,7 @@ class ByHand:
     def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done) -> None:
         self.updates.append((weakref.ref(feeds[0]), on_done))
 
-    def reply(self, message: AnyMessage, payload: bytes = b"") -> None:
+    def reply(self, message: Message, payload: bytes = b"") -> None:
         self.answers.append(message)
 
     def fail(self, error: BaseException) -> None:

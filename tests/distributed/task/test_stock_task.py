@@ -10,6 +10,7 @@ from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import RemoteError
 from tests.distributed.launching.test_launcher import CONNECT, launch
 from tests.distributed.processes import DEADLINE_S, Spawned
@@ -42,7 +43,7 @@ def test_it_joins_and_leaves_quietly_at_sigterm(coordinator: Coordinator, tmp_pa
         client = joined(coordinator)
         task.process.send_signal(signal.SIGTERM)
         assert task.finish() == (0, "")
-    assert [info.left for info in client.status().tasks if info.task == PS0] == ["stopped"]
+    assert [info.left for info in client.ask(GetStatus()).tasks if info.task == PS0] == ["stopped"]
     client.close()
 
 
@@ -70,8 +71,9 @@ def test_launched_ps_tasks_end_well_after_the_workers(tmp_path: Path) -> None:
     script = (
         CONNECT
         + """
+from dflow.distributed.wire.messages.placement import PlaceVariable
 client.wait_for_tasks(["/job:ps/task:0", "/job:ps/task:1"], timeout_s=60)
-print("placed on", client.place("w", "float32", (3, 3, 1, 16), 576).task)
+print("placed on", client.ask(PlaceVariable("w", "float32", (3, 3, 1, 16), 576, "ps")).task)
 client.leave()
 """
     )

@@ -20,32 +20,21 @@ from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Peer, Reply, Transport
 from dflow.distributed.wire.array_lists import decode_arrays
 from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages import (
-    AnyMessage,
-    ArrayInfo,
-    Arrays,
-    CallResource,
-    CancelStep,
-    CreateResource,
+from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
+from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
+from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
+from dflow.distributed.wire.messages.status import GetStatus
+from dflow.distributed.wire.messages.transfers import Tensor
+from dflow.distributed.wire.messages.variables import (
     CreateVariable,
     CreateVariables,
     ForgetState,
-    GetStatus,
-    GetTaskState,
-    Introduce,
-    LeaveRounds,
-    NextRound,
-    Ok,
-    OpenRounds,
-    ProposeRounds,
     ReadVariables,
-    Registered,
-    RegisterPlan,
-    Roster,
-    RunPlan,
-    TaskInfo,
-    TaskState,
-    Tensor,
     VariablesCreated,
     WriteVariable,
 )
@@ -100,7 +89,7 @@ class Cluster:
         peer.start(Introduce(0))
         return peer
 
-    def ask(self, message: AnyMessage, payload: bytes | memoryview = b"") -> Reply:
+    def ask(self, message: Message, payload: bytes | memoryview = b"") -> Reply:
         """Send a request to the parameter server."""
         return self.client.call(message, payload, timeout_s=DEADLINE_S)
 
@@ -161,7 +150,7 @@ def test_a_variable_is_created_read_and_written(cluster: Cluster) -> None:
 def test_the_first_to_create_wins_and_the_rest_find_it(cluster: Cluster) -> None:
     clients = [cluster.reach_ps(name) for name in CLIENTS[1:]]
 
-    def ask(client: Peer, number: int) -> AnyMessage:
+    def ask(client: Peer, number: int) -> Message:
         return client.call(creation(ONES), encode_array(number * ONES), timeout_s=DEADLINE_S).message
 
     with ThreadPoolExecutor(8) as pool:
@@ -177,7 +166,7 @@ def test_bfloat16_variables_travel(cluster: Cluster) -> None:
     assert read(cluster) == [1.5, -2.0]
 
 
-REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
+REFUSED: list[tuple[Message, Callable[[], bytes], type[Exception], str]] = [
     (ReadVariables(("v",)), bytes, errors.VariableError, "no variable 'v'"),
     (WriteVariable("v", "float32", (1,)), lambda: bytes(4), errors.VariableError, "no variable 'v'"),
     (WriteVariable("w", "float32", (2,)), lambda: bytes(8), errors.VariableShapeError, r"holds f32\[3\]"),
@@ -195,7 +184,7 @@ REFUSED: list[tuple[AnyMessage, Callable[[], bytes], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("message", "payload", "kind", "text"), REFUSED, ids=lambda case: getattr(case, "name", None))
 def test_a_request_that_fails_says_why_and_the_task_goes_on(
-    cluster: Cluster, message: AnyMessage, payload: Callable[[], bytes], kind: type[Exception], text: str
+    cluster: Cluster, message: Message, payload: Callable[[], bytes], kind: type[Exception], text: str
 ) -> None:
     create(cluster)
     with pytest.raises(kind, match=text):
@@ -366,7 +355,7 @@ def test_one_plan_runs_in_a_step_at_a_time(cluster: Cluster) -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_no_task_speaks_for_another(cluster: Cluster, message: AnyMessage) -> None:
+def test_no_task_speaks_for_another(cluster: Cluster, message: Message) -> None:
     with pytest.raises(errors.SecurityError, match=f"{CLIENT} may not speak for {WORKER}"):
         cluster.ask(message)
 
@@ -611,7 +600,7 @@ def test_values_go_back_over_the_connection_that_the_step_came_by(cluster: Clust
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_a_process_that_never_joined_is_refused(cluster: Cluster, message: AnyMessage) -> None:
+def test_a_process_that_never_joined_is_refused(cluster: Cluster, message: Message) -> None:
     create(cluster)
     stranger = reach(cluster.transport, cluster.ps.address, Recorder(), name=CLIENT)
     expected = "ps:0 serves only members of its cluster: chief:0 has not joined it; join by dflow.connect()"

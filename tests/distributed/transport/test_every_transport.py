@@ -20,7 +20,13 @@ from dflow.distributed.transport.base import (
     Responder,
 )
 from dflow.distributed.wire.codec import ALIGNMENT_BYTES
-from dflow.distributed.wire.messages import AnyMessage, Failure, Heartbeat, Ok, Placed, ReadVariables, Registered
+from dflow.distributed.wire.large_message import pack
+from dflow.distributed.wire.messages.connection import Failure, Introduce, Ok, Packed
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import Placed
+from dflow.distributed.wire.messages.plans import Registered, RegisterPlan
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster, TaskInfo
+from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, echo, hold, reach
 
@@ -50,7 +56,7 @@ def serve(kind: Kind) -> Iterator[Serve]:
 
 
 def test_both_ends_learn_each_others_names(serve: Serve) -> None:
-    def name_of_peer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def name_of_peer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         responder.reply(Placed(peer.name))
 
     peer, _ = serve(Recorder(name_of_peer))
@@ -62,9 +68,9 @@ def test_both_ends_learn_each_others_names(serve: Serve) -> None:
 def test_a_payload_comes_back_whole_aligned_and_writable(serve: Serve, size_bytes: int) -> None:
     peer, _ = serve(Recorder(echo))
     sent = np.random.default_rng(0).integers(0, 256, size_bytes, dtype=np.uint8)
-    message, payload = peer.call(ReadVariables(("w",)), sent.data, timeout_s=DEADLINE_S)
+    message, payload = peer.call(Registered(1), sent.data, timeout_s=DEADLINE_S)
     received = np.frombuffer(payload, np.uint8)
-    assert message == ReadVariables(("w",))
+    assert message == Registered(1)
     assert np.array_equal(received, sent)
     assert received.flags.writeable
     assert size_bytes < MIN_ALIGNED_BYTES or received.ctypes.data % ALIGNMENT_BYTES == 0
@@ -79,7 +85,7 @@ def test_notifications_arrive_in_order(serve: Serve) -> None:
 
 
 def test_replies_and_notices_of_a_handler_keep_their_order(serve: Serve) -> None:
-    def announce(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def announce(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         for number in range(50):
             peer.notify(Registered(number), bytes(100_000))
         responder.reply(Ok())
@@ -101,9 +107,9 @@ def test_each_reply_reaches_its_own_call(serve: Serve) -> None:
 
 
 def test_replies_may_come_later_from_another_thread_in_any_order(serve: Serve) -> None:
-    held: list[tuple[AnyMessage, Responder]] = []
+    held: list[tuple[Message, Responder]] = []
 
-    def answer_in_reverse(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def answer_in_reverse(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         held.append((message, responder))
         if len(held) == 5:
             threading.Thread(target=lambda: [r.reply(m) for m, r in reversed(held)]).start()
@@ -116,7 +122,7 @@ def test_replies_may_come_later_from_another_thread_in_any_order(serve: Serve) -
 def test_the_server_may_call_the_client(serve: Serve) -> None:
     server_side: list[Peer] = []
 
-    def keep(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def keep(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         server_side.append(peer)
         responder.reply(Ok())
 
@@ -126,7 +132,7 @@ def test_the_server_may_call_the_client(serve: Serve) -> None:
 
 
 def test_a_failure_is_raised_as_its_class_and_names_the_peer(serve: Serve) -> None:
-    def fail(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def fail(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         error = errors.VariableError("there is no variable 'w'")
         error.add_note("create it first")
         raise error
@@ -151,7 +157,7 @@ def test_a_handler_that_fails_leaves_the_connection_open(serve: Serve) -> None:
 
 
 def test_an_enormous_failure_text_is_cut(serve: Serve) -> None:
-    def fail(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def fail(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         raise ValueError("x" * 5_000_000)
 
     peer, _ = serve(Recorder(fail))
@@ -169,7 +175,7 @@ def test_a_side_that_only_asks_refuses_requests(serve: Serve) -> None:
 def test_a_second_answer_is_a_fault_of_the_handler(serve: Serve) -> None:
     faults: list[BaseException] = []
 
-    def twice(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def twice(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         responder.reply(Ok())
         try:
             responder.reply(Ok())
@@ -177,13 +183,13 @@ def test_a_second_answer_is_a_fault_of_the_handler(serve: Serve) -> None:
             faults.append(error)
 
     peer, _ = serve(Recorder(twice))
-    peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
-    peer.call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
-    assert "ReadVariables from client was answered twice" in str(faults[0])
+    peer.call(Introduce(0), timeout_s=DEADLINE_S)
+    peer.call(Introduce(0), timeout_s=DEADLINE_S)
+    assert "Introduce from client was answered twice" in str(faults[0])
 
 
 def test_a_handler_may_not_wait_for_a_reply(serve: Serve) -> None:
-    def ask_back(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def ask_back(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         peer.call(Ok(), timeout_s=DEADLINE_S)
 
     peer, _ = serve(Recorder(ask_back))
@@ -200,7 +206,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline(serve: Serve) -> None:
 def test_a_late_reply_is_dropped(serve: Serve) -> None:
     held: list[Responder] = []
 
-    def late(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def late(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         held.append(responder)
         if len(held) == 2:
             held[0].reply(Placed("late"))
@@ -282,7 +288,7 @@ def test_what_is_over_the_senders_limits_is_refused_at_the_sender(serve: Serve) 
 
 
 def test_a_reply_over_the_limits_is_a_failure_at_the_asker(serve: Serve) -> None:
-    def too_large(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def too_large(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         responder.reply(Ok(), bytes(11))
 
     peer, _ = serve(Recorder(too_large), Limits(max_payload_bytes=10))
@@ -294,7 +300,7 @@ def test_both_sides_may_flood_each_other(serve: Serve) -> None:
     """Handlers whose answers exceed the sockets' buffers do not deadlock when both sides send requests concurrently."""
     server_side: list[Peer] = []
 
-    def large(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def large(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         server_side.append(peer)
         responder.reply(Ok(), payload)
 
@@ -317,6 +323,15 @@ def test_the_last_words_before_a_close_arrive(serve: Serve) -> None:
     assert server.notice()[0] == Heartbeat("/job:worker/task:0")
 
 
+def test_the_answer_of_a_handler_that_then_closes_arrives(serve: Serve) -> None:
+    def answer_and_close(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
+        responder.reply(Placed("last"))
+        peer.close()
+
+    peer, _ = serve(Recorder(answer_and_close))
+    assert peer.call(Ok(), timeout_s=DEADLINE_S).message == Placed("last")
+
+
 @pytest.mark.parametrize("size_bytes", [0, 10, 1 << 20])
 def test_a_sender_is_told_once_when_the_memory_of_a_payload_is_free(serve: Serve, size_bytes: int) -> None:
     server = Recorder(echo)
@@ -334,11 +349,11 @@ def test_a_reply_is_told_before_what_comes_after_it(kind: Kind) -> None:
     told: list[str] = []
 
     class Handler(Recorder):
-        def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
             told.append("notice")
             super().on_notify(peer, message, payload)
 
-    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def answer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         responder.reply(Ok())
         peer.notify(Ok())
 
@@ -351,3 +366,21 @@ def test_a_reply_is_told_before_what_comes_after_it(kind: Kind) -> None:
         handler.notice()
     listener.close()
     assert told == ["reply", "notice"] * 100
+
+
+def test_a_reply_that_the_request_does_not_declare_is_an_error(serve: Serve) -> None:
+    peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Placed("elsewhere"))))
+    text = "server answered RegisterPlan with Placed; expected Registered or Wanted; install the same dflow on both"
+    with pytest.raises(errors.WireError, match=text):
+        peer.call(RegisterPlan(b"", ()), timeout_s=DEADLINE_S)
+
+
+def test_a_packed_reply_arrives_unpacked(serve: Serve) -> None:
+    roster = Roster((TaskInfo("/job:ps/task:0", "h:1", 0.0),), ())
+    peer, _ = serve(
+        Recorder(lambda peer, message, payload, responder: responder.reply(*pack(roster, goes_to_many=True)))
+    )
+    assert peer.call(Join("client", "h:2"), timeout_s=DEADLINE_S).message == roster
+    peer, _ = serve(Recorder(lambda peer, message, payload, responder: responder.reply(Packed(), b"broken")))
+    with pytest.raises(errors.WireError, match="a packed message cannot be decompressed"):
+        peer.call(Join("client", "h:2"), timeout_s=DEADLINE_S)

@@ -25,7 +25,10 @@ from dflow.distributed.transport.framing import pack_header
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.transport.stream import Stream
 from dflow.distributed.wire.codec import encode_message
-from dflow.distributed.wire.messages import AnyMessage, Failure, Hello, Ok, Placed, Registered
+from dflow.distributed.wire.messages.connection import Failure, Hello, Ok
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import Placed
+from dflow.distributed.wire.messages.plans import Registered
 from dflow.tracing import errors
 from tests.distributed.proxy import Proxy
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
@@ -48,7 +51,7 @@ def test_calls_and_values_flow_once_each_over_sockets_that_are_cut_at_any_byte(s
     calls: list[int] = []
     server_side: list[Peer] = []
 
-    def answer(peer: Peer, message: AnyMessage, payload: memoryview, responder: Responder) -> None:
+    def answer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
         assert isinstance(message, Registered)
         calls.append(message.handle)
         server_side.append(peer)
@@ -136,7 +139,7 @@ def test_a_peer_that_cannot_be_reached_again_is_given_up() -> None:
 
 CLIENT = """
 import sys, threading
-from dflow.distributed.wire.messages import Placed
+from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.transport.base import RefuseAll
 from dflow.distributed.transport.sockets import SocketTransport
 peer = SocketTransport().connect(sys.argv[1], name="child", handler=RefuseAll(), who="server", timeout_s=60)
@@ -261,7 +264,7 @@ def hear_answer(sock: socket.socket) -> None:
         heard += sock.recv(1 << 16) or pytest.fail("it closed the connection")
 
 
-def frame_of(message: AnyMessage, kind: Kind, sequence: int = 0) -> bytes:
+def frame_of(message: Message, kind: Kind, sequence: int = 0) -> bytes:
     meta = encode_message(message)
     return pack_header(Frame(kind, 0, meta, b""), sequence=sequence) + meta
 
@@ -273,7 +276,7 @@ def test_a_sender_waits_while_much_is_not_acknowledged_and_says_so_at_the_deadli
     class Stuck(Recorder):
         """A handler that blocks, which the rules forbid."""
 
-        def on_notify(self, peer: Peer, message: AnyMessage, payload: memoryview) -> None:
+        def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
             entered.set()
             leave.wait(DEADLINE_S)
 

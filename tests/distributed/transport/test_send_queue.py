@@ -48,7 +48,7 @@ def paper() -> Paper:
 
 
 @pytest.fixture
-def outlet(paper: Paper) -> SendQueue:
+def queue(paper: Paper) -> SendQueue:
     return SendQueue(paper, Limits(), pack)  # type: ignore[arg-type]
 
 
@@ -78,44 +78,44 @@ def as_reader() -> Iterator[Callable[[Callable[[], None]], None]]:
 AsReader = Callable[[Callable[[], None]], None]
 
 
-def test_what_is_gathered_leaves_by_one_call(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_what_is_gathered_leaves_by_one_call(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
         for text in "abc":
-            outlet.send(frame(text))
+            queue.send(frame(text))
         assert paper.calls == []
 
     as_reader(work)
     assert paper.calls == [b"abc"]
 
 
-def test_it_leaves_before_the_thread_waits(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_it_leaves_before_the_thread_waits(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
-        outlet.send(frame("a"))
+        queue.send(frame("a"))
         give_way()
         assert paper.calls == [b"a"]
-        outlet.send(frame("b"))
+        queue.send(frame("b"))
 
     as_reader(work)
     assert paper.calls == [b"a", b"b"]
 
 
-def test_a_large_frame_takes_along_what_was_gathered(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_a_large_frame_takes_along_what_was_gathered(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     large = bytes(GATHERED_BYTES + 1)
 
     def work() -> None:
-        outlet.send(frame("a"))
-        outlet.send(frame("b", large))
+        queue.send(frame("a"))
+        queue.send(frame("b", large))
         assert paper.calls == [b"ab" + large]
-        outlet.send(frame("c"))
+        queue.send(frame("c"))
 
     as_reader(work)
     assert paper.calls == [b"ab" + large, b"c"]
 
 
-def test_so_does_a_frame_of_another_thread(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_so_does_a_frame_of_another_thread(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     def work() -> None:
-        outlet.send(frame("a"))
-        other = threading.Thread(target=outlet.send, args=(frame("b"),))
+        queue.send(frame("a"))
+        other = threading.Thread(target=queue.send, args=(frame("b"),))
         other.start()
         other.join(DEADLINE_S)
         assert paper.sent.get(timeout=DEADLINE_S) == b"ab"
@@ -124,12 +124,12 @@ def test_so_does_a_frame_of_another_thread(outlet: SendQueue, paper: Paper, as_r
     assert paper.calls == []
 
 
-def test_no_more_is_gathered_than_the_queue_may_hold(outlet: SendQueue, paper: Paper, as_reader: AsReader) -> None:
+def test_no_more_is_gathered_than_the_queue_may_hold(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:
     texts = [f"{number:03}" for number in range(200)]
 
     def work() -> None:
         for text in texts:
-            outlet.send(frame(text))
+            queue.send(frame(text))
         assert len(paper.calls) == 3
 
     as_reader(work)
@@ -137,16 +137,16 @@ def test_no_more_is_gathered_than_the_queue_may_hold(outlet: SendQueue, paper: P
 
 
 def test_what_does_not_go_at_once_is_sent_in_order_by_another_thread(
-    outlet: SendQueue, paper: Paper, as_reader: AsReader
+    queue: SendQueue, paper: Paper, as_reader: AsReader
 ) -> None:
     paper.room = 4
 
     def work() -> None:
         for text in ("first ", "second "):
-            outlet.send(frame(text))
+            queue.send(frame(text))
         flush()
         for text in ("third ", "fourth"):
-            outlet.send(frame(text))
+            queue.send(frame(text))
 
     as_reader(work)
     sent = b""

@@ -16,7 +16,7 @@ from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory, SharedPool, SharedView
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.codec import ALIGNMENT_BYTES, decode_array
-from dflow.distributed.wire.messages import Ok
+from dflow.distributed.wire.messages.connection import Ok
 from dflow.tracing.errors import TransportClosed, WireError
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 

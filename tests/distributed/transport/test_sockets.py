@@ -24,7 +24,10 @@ from dflow.distributed.transport.security.policy import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
 from dflow.distributed.transport.stream import Stream
 from dflow.distributed.wire.codec import encode_message
-from dflow.distributed.wire.messages import PROTOCOL_VERSION, AnyMessage, Hello, Ok, Placed, Tensor
+from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello, Ok
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import Placed
+from dflow.distributed.wire.messages.transfers import Tensor
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
@@ -37,7 +40,7 @@ HUGE = (1 << 64) - 1
 
 
 def frame(
-    message: AnyMessage, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0, sequence: int = 0
+    message: Message, payload: bytes = b"", kind: Kind = Kind.NOTIFY, number: int = 0, sequence: int = 0
 ) -> bytes:
     meta = encode_message(message)
     return pack_header(Frame(kind, number, meta, payload), sequence=sequence) + meta + payload

@@ -13,29 +13,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.distributed.transport.buffer_pool import RECEIVED
-from dflow.distributed.wire import array_lists, codec, messages
+from dflow.distributed.wire import array_lists, codec
+from dflow.distributed.wire.messages.arrays import ArrayInfo
+from dflow.distributed.wire.messages.connection import Failure, Hello
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.placement import Placed, PlacedAll
+from dflow.distributed.wire.messages.plans import RegisterPlan, Wanted
+from dflow.distributed.wire.messages.roster import Roster, TaskInfo
+from dflow.distributed.wire.messages.transfers import Tensor
+from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
 from dflow.tracing.errors import WireError
 
 MESSAGES = (
-    messages.Hello("/job:ps/task:0"),
-    messages.Failure("VariableError", "no variable 'w'"),
-    messages.CreateVariables(
-        (messages.CreateVariable("w", "float32", (2, 3), 1, (messages.ProgramCall(0, (0,)),), 1),),
-        (messages.ArrayInfo("uint32", (2,)),),
+    Hello("/job:ps/task:0"),
+    Failure("VariableError", "no variable 'w'"),
+    CreateVariables(
+        (CreateVariable("w", "float32", (2, 3), 1, (ProgramCall(0, (0,)),), 1),),
+        (ArrayInfo("uint32", (2,)),),
         (77,),
     ),
-    messages.VariablesCreated((1,), {2: messages.Failure("VariableError", "no variable 'w'")}),
-    messages.PlacedAll((messages.Placed("/job:ps/task:0"), messages.Failure("DeviceError", "no tasks"))),
-    messages.RegisterPlan(b"\x00plan", (3, 4)),
-    messages.RegisterPlan(b"\x00plan", (0, 4), (bytes(range(32)), b"\xff" * 32)),
-    messages.Wanted((0, 3)),
-    messages.Tensor("/job:worker/task:1", 7, "loss/grad", "bfloat16", ()),
-    messages.Roster((messages.TaskInfo("/job:ps/task:0", "127.0.0.1:1", 0.5),), ("/job:ps/task:0",)),
+    VariablesCreated((1,), {2: Failure("VariableError", "no variable 'w'")}),
+    PlacedAll((Placed("/job:ps/task:0"), Failure("DeviceError", "no tasks"))),
+    RegisterPlan(b"\x00plan", (3, 4)),
+    RegisterPlan(b"\x00plan", (0, 4), (bytes(range(32)), b"\xff" * 32)),
+    Wanted((0, 3)),
+    Tensor("/job:worker/task:1", 7, "loss/grad", "bfloat16", ()),
+    Roster((TaskInfo("/job:ps/task:0", "127.0.0.1:1", 0.5),), ("/job:ps/task:0",)),
 )
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_back_equal(message: messages.AnyMessage) -> None:
+def test_a_message_comes_back_equal(message: Message) -> None:
     assert codec.decode_message(memoryview(codec.encode_message(message))) == message
 
 
@@ -66,7 +74,7 @@ def test_any_bytes_give_a_message_or_a_wire_error(data: bytes) -> None:
 
 def test_a_field_of_a_type_that_does_not_travel_is_refused() -> None:
     with pytest.raises(WireError, match="Hello cannot be sent"):
-        codec.encode_message(messages.Hello(name=object()))  # type: ignore[arg-type]
+        codec.encode_message(Hello(name=object()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", sorted(codec.DTYPES))
@@ -147,7 +155,7 @@ def test_bfloat16_keeps_its_meaning() -> None:
 def test_a_shape_that_no_array_has_is_refused_at_once(shape: tuple[int, ...], text: str) -> None:
     for decode in (
         lambda: codec.decode_array("float32", shape, b""),
-        lambda: array_lists.decode_arrays([messages.ArrayInfo("float32", shape)], b""),
+        lambda: array_lists.decode_arrays([ArrayInfo("float32", shape)], b""),
     ):
         with pytest.raises(WireError, match=text):
             decode()

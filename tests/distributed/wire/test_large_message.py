@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from dflow.distributed.wire import large_message
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import LARGE_ROSTER, RosterPacker, pack, unpack
-from dflow.distributed.wire.messages import Mark, Ok, Packed, PackedRoster, Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.connection import Ok, Packed
+from dflow.distributed.wire.messages.marked import Mark
+from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange, TaskInfo
 from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import WireError
 from tests.effort import examples
@@ -33,7 +35,7 @@ def roster(lives: int, version: int, left: set[int] | None = None, dropped: int 
     """A roster: `lives` tasks have joined, of a few hundred expected; the first `dropped` are no longer listed."""
     tasks = tuple(info(life, "killed" if life in (left or ()) else "") for life in range(dropped, lives))
     expected = tuple(task_name("worker", life) for life in range(lives, LARGE_ROSTER + 300))
-    return Roster(tasks, expected, version, "blue", 2, Mark("start", version))
+    return Roster(tasks, expected, version, "blue", 2, mark=Mark("start", version))
 
 
 def sent(message: object, payload: bytes) -> tuple[object, memoryview]:

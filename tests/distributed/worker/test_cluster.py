@@ -753,7 +753,8 @@ def test_a_task_that_dies_in_a_step_ends_it_with_its_name(memory: MemoryCluster,
     step(jnp.ones(3))
     [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
     entered, leave, gone = threading.Event(), threading.Event(), threading.Event()
-    worker._client.call_on_roster(lambda roster: gone.set() if any(info.left for info in roster.tasks) else None)
+    session = worker.coordinator.session
+    session.call_on_roster(lambda roster: gone.set() if any(info.left for info in roster.tasks) else None)
     hold_calls(task.server.store, entered, leave)
     tried: list[str] = []
     with ThreadPoolExecutor(1) as pool:

@@ -38,7 +38,7 @@ def note(roster):
     if any(info.left for info in roster.tasks if info.task == "/job:worker/task:1"):
         dead.set()
 
-cluster._client.call_on_roster(note)
+cluster.coordinator.session.call_on_roster(note)
 
 def batches():
     for number in range(1000):
@@ -145,7 +145,7 @@ def note(roster):
     if len([info for info in roster.tasks if info.task == "/job:ps/task:0"]) == 2:
         again.set()
 
-cluster._client.call_on_roster(note)
+cluster.coordinator.session.call_on_roster(note)
 
 def batches():
     for number in range(1000):

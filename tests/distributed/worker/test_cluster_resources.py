@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import dflow
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.wire.codec import decode_message, encode_message
-from dflow.distributed.wire.messages import CallResource, CreateResource
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store

@@ -17,7 +17,8 @@ import pytest
 
 import dflow
 from dflow.distributed.transport.exchange import Exchange
-from dflow.distributed.wire.messages import CreateVariables, PlaceVariables, ReadVariables, WriteVariable
+from dflow.distributed.wire.messages.placement import PlaceVariables
+from dflow.distributed.wire.messages.variables import CreateVariables, ReadVariables, WriteVariable
 from dflow.distributed.worker import variable_batch
 from dflow.distributed.worker.cluster import Cluster
 from dflow.distributed.worker.standalone import Alone

@@ -29,7 +29,7 @@ def machine(
 def problems(
     draw: st.DrawFn, most_units: int = 8, most_devices: int = 3, limits: bool = False, least_units: int = 1
 ) -> Problem:
-    """Random problems: unequal devices and links, inputs, outputs, order, pinned and colocated units.
+    """Any problem: unequal devices and links, inputs, outputs, order, pinned units.
 
     All times are exact in binary, so that two simulations of one step agree to the last bit.
     """
@@ -61,12 +61,6 @@ def problems(
             )
         )
         values += [Moved(draw(numbers), number, None, draw(st.booleans())) for _ in range(draw(st.integers(0, 2)))]
-    blocks = [[number] for number in range(sizes)]
-    if sizes > 1 and draw(st.booleans()):
-        one, other = sorted(draw(st.lists(st.sampled_from(range(sizes)), min_size=2, max_size=2, unique=True)))
-        if set(units[one].devices) & set(units[other].devices):
-            blocks[one].append(other)
-            blocks[other] = []
     bounds = [draw(st.integers(20, 120)) if limits and draw(st.booleans()) else None for _ in range(count)]
     names = tuple(f"cpu:{number}" for number in range(count))
     pools = tuple(draw(st.integers(0, 1)) for _ in range(count))
@@ -76,9 +70,12 @@ def problems(
         Machine(names, tuple(map(tuple, links)), launch, tuple(bounds), pools, speeds),
         tuple(units),
         tuple(values),
-        tuple(tuple(block) for block in blocks if block),
-        draw(st.booleans()),
     )
+
+
+def assignments(drawn: Problem) -> st.SearchStrategy[tuple[int, ...]]:
+    """Any assignment of the units to devices where they may run."""
+    return st.tuples(*(st.sampled_from(unit.devices) for unit in drawn.units))
 
 
 def problem(
@@ -105,7 +102,7 @@ def problem(
         )
         for number, (name, seconds, needs) in enumerate(units)
     ]
-    return Problem(target, tuple(made), tuple(values), tuple((number,) for number in range(len(units))))
+    return Problem(target, tuple(made), tuple(values))
 
 
 def layered(draws: random.Random, count: int, width: int, target: Machine, size: int = 1) -> Problem:

@@ -8,8 +8,7 @@ from dflow.lowering.placement.problem import Problem
 from dflow.lowering.placement.score import predicted
 from dflow.lowering.placement.simulate import simulate
 from tests.effort import examples
-from tests.lowering.placement.problems import machine, problem, problems
-from tests.lowering.placement.test_simulate import drawn_assignment
+from tests.lowering.placement.problems import assignments, machine, problem, problems
 
 
 @settings(max_examples=examples(150), deadline=None)
@@ -17,7 +16,7 @@ from tests.lowering.placement.test_simulate import drawn_assignment
 def test_calls_come_after_all_they_need_and_do_the_same_work_with_the_same_transfers(
     drawn: Problem, data: st.DataObject
 ) -> None:
-    assignment = drawn_assignment(data, drawn)
+    assignment = data.draw(assignments(drawn))
     calls, devices, of_unit = as_calls(drawn, assignment)
     assert all(earlier < later for later, needed in enumerate(calls.predecessors) for earlier in needed)
     assert [devices[of_unit[number]] for number in range(len(drawn.units))] == list(assignment)
@@ -34,8 +33,8 @@ def test_calls_come_after_all_they_need_and_do_the_same_work_with_the_same_trans
 def test_what_another_device_waits_for_waits_for_nothing_long_that_it_does_not_need(
     drawn: Problem, data: st.DataObject
 ) -> None:
-    """Units in a call that another device waits for send to that device or use state, or the others in it are short."""
-    assignment = drawn_assignment(data, drawn)
+    """What is in a call with it leads across too, or touches state as it does; or all the rest together is short."""
+    assignment = data.draw(assignments(drawn))
     _, _, of_unit = as_calls(drawn, assignment)
     for call in set(of_unit):
         units = [number for number in range(len(drawn.units)) if of_unit[number] == call]
@@ -67,8 +66,7 @@ def test_a_branch_is_sent_before_the_other_is_worked_on() -> None:
     assert [unit.seconds[0] for unit in together[0].units] == [13.0]
 
 
-def test_a_problem_whose_units_are_fused_is_predicted_by_its_calls() -> None:
+def test_a_step_is_predicted_by_its_calls() -> None:
     chain = problem(machine(2, launch_s=1.0), [("a", 1, []), ("b", 1, [0]), ("c", 1, [1])])
-    fused = Problem(chain.machine, chain.units, chain.values, chain.together, fuses=True)
-    assert predicted(chain, (0, 0, 0)).step_s == 6.0
-    assert predicted(fused, (0, 0, 0)).step_s == 4.0
+    assert simulate(chain, (0, 0, 0)).step_s == 6.0
+    assert predicted(chain, (0, 0, 0)).step_s == 4.0

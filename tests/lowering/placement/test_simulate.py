@@ -1,24 +1,21 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.lowering.placement.problem import Link, Problem
 from dflow.lowering.placement.simulate import simulate
 from tests.effort import examples
-from tests.lowering.placement.problems import machine, problem, problems
+from tests.lowering.placement.problems import assignments, machine, problem, problems
 from tests.lowering.placement.slow_simulation import slow_simulation
-
-
-def drawn_assignment(data: st.DataObject, drawn: Problem) -> tuple[int, ...]:
-    return drawn.spread([data.draw(st.sampled_from(choices)) for choices in drawn.choices])
 
 
 @settings(max_examples=examples(150), deadline=None)
 @given(problems(), st.data())
 def test_it_is_what_looking_at_everything_at_each_moment_gives(drawn: Problem, data: st.DataObject) -> None:
-    assignment = drawn_assignment(data, drawn)
-    assert drawn.allows(assignment)
+    assignment = data.draw(assignments(drawn))
     found, slow = simulate(drawn, assignment), slow_simulation(drawn, assignment)
     assert found.start_s == slow.start_s
     assert found.end_s == slow.end_s
@@ -29,7 +26,7 @@ def test_it_is_what_looking_at_everything_at_each_moment_gives(drawn: Problem, d
 @settings(max_examples=examples(100), deadline=None)
 @given(problems(), st.data())
 def test_each_value_is_sent_once_to_each_device_that_takes_it(drawn: Problem, data: st.DataObject) -> None:
-    assignment = drawn_assignment(data, drawn)
+    assignment = data.draw(assignments(drawn))
     sent = [(move.value, move.destination) for move in simulate(drawn, assignment).transfers]
     wanted = set()
     for number, value in enumerate(drawn.values):
@@ -42,7 +39,7 @@ def test_each_value_is_sent_once_to_each_device_that_takes_it(drawn: Problem, da
 @settings(max_examples=examples(100), deadline=None)
 @given(problems(), st.data())
 def test_a_step_is_no_shorter_than_its_work_allows(drawn: Problem, data: st.DataObject) -> None:
-    found = simulate(drawn, drawn_assignment(data, drawn))
+    found = simulate(drawn, data.draw(assignments(drawn)))
     assert found.step_s >= max(found.busy_s, default=0.0)
 
 
@@ -71,3 +68,13 @@ def test_what_a_value_has_over_the_knee_of_a_link_goes_at_the_rate_beyond() -> N
     assert [link.occupied_s(size) for size in (0, 4, 8, 9, 12)] == [0.0, 1.0, 2.0, 4.0, 10.0]
     assert link.seconds(12) == 11.0
     assert Link(1.0, 4.0).occupied_s(1 << 40) == 2.0**38
+
+
+def test_what_arrives_at_once_is_there_before_any_unit_starts() -> None:
+    two = problem(machine(2, latency_s=0.0), [("a", 2, []), ("b", 1, [])], size=0)
+    found = simulate(two, (1, 1))
+    assert found.start_s == (0.0, 2.0)
+    pinned = Problem(
+        two.machine, (replace(two.units[0], takes=()), replace(two.units[1], seconds=(5.0, 5.0))), two.values
+    )
+    assert simulate(pinned, (1, 1)).start_s == (5.0, 0.0), "the longer unit is first, though its operand travels"

@@ -15,12 +15,12 @@ from dflow.lowering.programs.discharge import Discharged, discharge
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.syntax.text import parse
 from tests.effort import examples
 from tests.graphs_ import Case, cases
 from tests.lowering.meaning import assert_equal_states, assert_equal_values
 from tests.lowering.stateful_graphs import some_inputs, some_state, stateful_graphs
+from tests.reference.interpret import interpret
 
 
 def run(pure: Discharged, graph: Graph, inputs: Sequence[Any], state: dict[str, Any], fn: Any) -> Any:

@@ -23,8 +23,8 @@ from dflow.lowering.queues.queue_machine import (
 from dflow.lowering.queues.queues import order_of
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.reference.queue_model import QueueModel
 from tests.effort import examples
+from tests.reference.queue_model import QueueModel
 
 FIFO = QueueSettings(QueueKind.FIFO, 3)
 

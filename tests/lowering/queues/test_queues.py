@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 from dflow.lowering.queues import pending_operations
-from dflow.lowering.queues.pending_operations import Answer, wait
+from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.queues.resource_rules import Results, giving
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import QueueType
@@ -41,7 +42,7 @@ def take(queue: HeldQueue, count: int = 1, timeout_s: float = WAIT_S) -> list[in
 
 
 def test_a_callback_is_called_by_whoever_brings_what_it_waits_for() -> None:
-    queue, answers = fifo(1), list[Answer]()
+    queue, answers = fifo(1), list[Outcome[Any]]()
     queue.dequeue(1, answers.append, WAIT_S)
     assert answers == []
     put(queue, 7)
@@ -68,7 +69,7 @@ def test_an_error_says_how_many_of_several_went_in() -> None:
     with pytest.raises(DeadlineExceeded, match=says):
         put(queue, 2, 3, 4, 5, timeout_s=0.01)
     assert queue.contents() == [(1,), (2,), (3,)]
-    answers = list[Answer]()
+    answers = list[Outcome[Any]]()
     queue.enqueue([(6,), (7,)], answers.append, WAIT_S)
     assert take(queue) == [1]
     queue.close(cancel_pending=True)
@@ -78,7 +79,7 @@ def test_an_error_says_how_many_of_several_went_in() -> None:
 
 
 def test_closing_wakes_every_waiter() -> None:
-    queue, answers = fifo(1), stdlib_queue.SimpleQueue[Answer]()
+    queue, answers = fifo(1), stdlib_queue.SimpleQueue[Outcome[Any]]()
     for count in (2, 1, 2):
         queue.dequeue(count, answers.put, WAIT_S)
     put(queue, 1)
@@ -91,7 +92,7 @@ def test_closing_wakes_every_waiter() -> None:
 
 
 def test_a_cancelled_wait_ends_with_the_reason_and_takes_nothing() -> None:
-    queue, answers = fifo(2), list[Answer]()
+    queue, answers = fifo(2), list[Outcome[Any]]()
     cancel = queue.dequeue(1, answers.append, WAIT_S)
     cancel(StepCancelled("enough"))
     cancel(StepCancelled("too late"))
@@ -101,7 +102,7 @@ def test_a_cancelled_wait_ends_with_the_reason_and_takes_nothing() -> None:
 
 
 def test_a_callback_that_raises_takes_nothing_from_the_others(caplog: pytest.LogCaptureFixture) -> None:
-    queue, answers = fifo(4), list[Answer]()
+    queue, answers = fifo(4), list[Outcome[Any]]()
     queue.dequeue(1, lambda answer: [].pop(), WAIT_S)
     queue.dequeue(1, answers.append, WAIT_S)
     put(queue, 1, 2)
@@ -114,9 +115,9 @@ def test_a_callback_that_raises_takes_nothing_from_the_others(caplog: pytest.Log
 
 
 def test_an_interrupt_in_a_callback_is_raised_when_the_others_were_told() -> None:
-    queue, answers = fifo(4), list[Answer]()
+    queue, answers = fifo(4), list[Outcome[Any]]()
 
-    def interrupted(answer: Answer) -> None:
+    def interrupted(answer: Outcome[Any]) -> None:
         raise KeyboardInterrupt
 
     queue.dequeue(1, interrupted, WAIT_S)
@@ -155,13 +156,13 @@ def _interrupted_at(line: int, use: Callable[[], None]) -> bool:
 
 
 def _each_interrupt(
-    use: Callable[[HeldQueue, list[Answer]], Callable[[], None]],
-) -> Iterator[tuple[HeldQueue, list[Answer]]]:
+    use: Callable[[HeldQueue, list[Outcome[Any]]], Callable[[], None]],
+) -> Iterator[tuple[HeldQueue, list[Outcome[Any]]]]:
     """Interrupt `use` at each of its lines; yield a queue with capacity three and the answers of its pending
     operations.
     """
     for line in itertools.count(1):
-        queue, answers = fifo(3), list[Answer]()
+        queue, answers = fifo(3), list[Outcome[Any]]()
         was_interrupted = _interrupted_at(line, use(queue, answers))
         yield queue, answers
         if not was_interrupted:
@@ -170,7 +171,7 @@ def _each_interrupt(
 
 
 def test_an_interrupt_of_who_enqueues_loses_no_element_and_leaves_nobody_waiting() -> None:
-    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Outcome[Any]]) -> Callable[[], None]:
         queue.dequeue(1, answers.append, WAIT_S)
         return lambda: put(queue, 1)
 
@@ -181,7 +182,7 @@ def test_an_interrupt_of_who_enqueues_loses_no_element_and_leaves_nobody_waiting
 
 
 def test_an_interrupt_of_who_enqueues_for_several_tells_them_all_or_none() -> None:
-    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Outcome[Any]]) -> Callable[[], None]:
         for _ in range(3):
             queue.dequeue(1, answers.append, WAIT_S)
         return lambda: put(queue, 1, 2, 3)
@@ -193,7 +194,7 @@ def test_an_interrupt_of_who_enqueues_for_several_tells_them_all_or_none() -> No
 
 
 def test_an_interrupt_of_who_dequeues_leaves_nobody_in_line() -> None:
-    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Outcome[Any]]) -> Callable[[], None]:
         def dequeue() -> None:
             with pytest.raises(DeadlineExceeded):
                 take(queue, timeout_s=0)
@@ -206,7 +207,7 @@ def test_an_interrupt_of_who_dequeues_leaves_nobody_in_line() -> None:
 
 
 def test_an_interrupt_of_who_closes_the_queue_tells_all_who_wait() -> None:
-    def use(queue: HeldQueue, answers: list[Answer]) -> Callable[[], None]:
+    def use(queue: HeldQueue, answers: list[Outcome[Any]]) -> Callable[[], None]:
         for _ in range(2):
             queue.dequeue(1, answers.append, WAIT_S)
         return queue.close
@@ -217,7 +218,7 @@ def test_an_interrupt_of_who_closes_the_queue_tells_all_who_wait() -> None:
 
 
 def test_who_waits_is_told_though_the_thread_that_makes_its_results_is_interrupted() -> None:
-    queue, results = fifo(1), list[Results]()
+    queue, results = fifo(1), list[Outcome[Results]]()
     calls = itertools.count()
 
     def made(answer: tuple[Any, ...]) -> Any:
@@ -232,7 +233,7 @@ def test_who_waits_is_told_though_the_thread_that_makes_its_results_is_interrupt
 
 
 def test_who_waits_and_who_comes_later_are_told_when_it_was_forgotten() -> None:
-    queue, answers = fifo(1), list[Answer]()
+    queue, answers = fifo(1), list[Outcome[Any]]()
     put(queue, 1)
     queue.dequeue(3, answers.append, WAIT_S, "\n  at first.py:1")
     queue.enqueue([(2,)], answers.append, WAIT_S)
@@ -247,7 +248,7 @@ def test_who_waits_and_who_comes_later_are_told_when_it_was_forgotten() -> None:
 
 
 def test_a_callback_may_use_the_queue() -> None:
-    queue, answers = fifo(2), list[Answer]()
+    queue, answers = fifo(2), list[Outcome[Any]]()
     queue.dequeue(1, lambda answer: wait(lambda done: queue.enqueue([(2,)], done, WAIT_S)) and None, WAIT_S)
     put(queue, 1)
     queue.dequeue(1, answers.append, WAIT_S)

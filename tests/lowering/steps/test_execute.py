@@ -21,9 +21,10 @@ from dflow.lowering.programs.program import Program, lower_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
@@ -40,7 +41,7 @@ class Task:
     """A task, its messages from and to another task, and its executions. Submitted work waits for a call of `work`."""
 
     def __init__(self, *programs: Program) -> None:
-        self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome]()
+        self.store, self.mail, self.outcomes = Store(), Mail(), list[Outcome[Fetches]]()
         self.submitted: list[Callable[[], None]] = []
         self.programs = programs
 
@@ -380,7 +381,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
         def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
             raise ConnectionError(f"no way to {destination}")
 
-    outcomes: list[Outcome] = []
+    outcomes: list[Outcome[Fetches]] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
     Execution(Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
@@ -398,7 +399,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
     items += [Call(0, (), (), (width + index, index), (width + index + 1,)) for index in range(width)]
     with ThreadPoolExecutor(8) as pool:
         for _ in itertools.repeat(None, rounds):
-            task, done = Task(add), Future[Outcome]()
+            task, done = Task(add), Future[Outcome[Fetches]]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
             Execution(
                 Executable(plan, [add]), Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit

@@ -24,9 +24,10 @@ from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Outcome
+from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import make_plans
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import QueueClosed, StepCancelled
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -70,7 +71,7 @@ class Run:
     def __init__(self, text: str, *inputs: int, pool: ThreadPoolExecutor | None = None, **variables: int) -> None:
         graph = run_passes(parse(text), pipeline(), check=True)
         self.queues = {ref.name: Played() for ref in graph.refs if not isinstance(ref.type, RefType)}
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[Outcome[Any]] = []
         self.work: deque[Callable[[], None]] = deque()
         self.ended = threading.Event()
         self.store = Store()
@@ -96,7 +97,7 @@ class Run:
         self.execution.start()
         self.go_on()
 
-    def end(self, outcome: Outcome) -> None:
+    def end(self, outcome: Outcome[Any]) -> None:
         self.outcomes.append(outcome)
         self.ended.set()
 

@@ -12,10 +12,10 @@ import pytest
 from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.errors import DflowError, GraphTypeError, LostWriteError, VariableError
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.resources import Variable, name
 from dflow.tracing.state.variable_trees import trainable_variables
 from tests.graphs_ import a_home
+from tests.reference.interpret import interpret
 
 X = jnp.array([1.0, 2.0, 3.0])
 W = jnp.array([0.5, -1.0, 2.0])

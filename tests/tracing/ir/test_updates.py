@@ -19,9 +19,9 @@ from dflow.tracing.ir.types import parse_type
 from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.primitives.state_primitives import record_update
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.text import parse, text
+from tests.reference.interpret import interpret
 
 HERE = Path(__file__).name
 TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)

@@ -20,8 +20,8 @@ from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.wire_codecs import CODECS, LARGEST, decoded, encoded, encoded_type
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.syntax.text import parse, text
+from tests.reference.interpret import interpret
 
 HERE = Path(__file__).name
 SMALLER = [codec for codec in CODECS if codec != "none"]

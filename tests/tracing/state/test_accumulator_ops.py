@@ -10,10 +10,10 @@ import pytest
 from dflow.tracing.errors import AccumulatorError, DeadlineExceeded, ParseError, VerifyError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, parse_type
-from dflow.tracing.reference.accumulator_model import AccumulatorModel
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.syntax.text import parse, text
 from dflow.tracing.syntax.verify import verify
+from tests.reference.accumulator_model import AccumulatorModel
+from tests.reference.interpret import interpret
 
 TYPE = "accumulator<f32[], 2 rows of f32[5,1]>"
 

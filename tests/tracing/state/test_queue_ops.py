@@ -8,10 +8,10 @@ import pytest
 from dflow.tracing.errors import ParseError, VerifyError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType, parse_type
-from dflow.tracing.reference.interpret import interpret
-from dflow.tracing.reference.queue_model import QueueModel
 from dflow.tracing.syntax.text import parse, text
 from dflow.tracing.syntax.verify import verify
+from tests.reference.interpret import interpret
+from tests.reference.queue_model import QueueModel
 
 LOOP = """graph(%q: queue<i32[]>, %n: i32[]) {
  !%sum: i32[] = ctrl.while(%q, %n, 0:i32[]) {carry=1} {

@@ -11,12 +11,12 @@ import pytest
 
 from dflow.tracing.errors import DflowError, InternalError, VariableError, VariableShapeError
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.resources import Variable, read
 from dflow.tracing.state.variable_trees import variables
 from dflow.tracing.syntax.text import text
 from tests.graphs_ import a_home
+from tests.reference.interpret import interpret
 
 HERE = "test_resources.py:"
 

@@ -16,11 +16,11 @@ from dflow.tracing.errors import DflowError, ParseError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.attributes import Body, evaluate, normal, restored
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.text import marked, parse, text
 from tests.effort import examples
 from tests.graphs_ import Case, a_home, cases, graphs
+from tests.reference.interpret import interpret
 
 X = jnp.arange(20.0).reshape(4, 5) / 7 - 1
 IMAGE = jnp.arange(128.0).reshape(1, 8, 8, 2) / 100

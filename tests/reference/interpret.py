@@ -25,9 +25,9 @@ from dflow.tracing.ir.types import HANDLES
 from dflow.tracing.ir.wire_codecs import LARGEST, float_limits
 from dflow.tracing.jax_frontend import scan_counts
 from dflow.tracing.jaxprs.attributes import Body, bind_node, body_of
-from dflow.tracing.reference.accumulator_model import AccumulatorModel
-from dflow.tracing.reference.queue_model import QueueModel
 from dflow.tracing.source import at
+from tests.reference.accumulator_model import AccumulatorModel
+from tests.reference.queue_model import QueueModel
 
 #: A queue or an accumulator with one user at a time.
 HostModel = QueueModel | AccumulatorModel

@@ -15,7 +15,6 @@ from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import make_jaxpr
 from dflow.tracing.jaxprs.trace import trace
-from dflow.tracing.reference.interpret import interpret, interpret_parts
 from dflow.tracing.state.context import home
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.syntax.text import parse
@@ -26,6 +25,7 @@ from tests.programs.draw import programs
 from tests.programs.machines import AtOnce, Traced
 from tests.programs.made import ARGUMENTS, initial_values, variables_of
 from tests.programs.statements import Program
+from tests.reference.interpret import interpret, interpret_parts
 
 
 def by_name(variables: Any, values: Any) -> dict[str, np.ndarray[Any, Any]]:

@@ -1,0 +1,35 @@
+"""Barriers at which tasks wait for each other."""
+
+from __future__ import annotations
+
+from dflow.distributed.wire.messages.marked import Marked
+from dflow.distributed.wire.messages.message import Request
+
+
+class BarrierPassed(Marked, frozen=True):
+    """The barrier was passed by `members`: those of its members at roster `version` that stayed.
+
+    `generation`  number of this pass, greater than the one before; it counts from 1 while the barrier is in use
+    """
+
+    generation: int
+    version: int
+    members: tuple[str, ...]
+
+
+class AwaitBarrier(Request[BarrierPassed], frozen=True):
+    """The task has arrived at a barrier; answered by `BarrierPassed` when all its members have arrived or left.
+
+    `number`          number of this arrival, greater than the task's earlier ones; a repeated one is the same arrival.
+                      The client sets it
+    `timeout_s`       longest wait, in s
+    `fails_on_leave`  whether the barrier fails when a member leaves; otherwise it goes on without that member
+    """
+
+    speaker = "task"
+
+    name: str
+    task: str
+    number: int = 0
+    timeout_s: float = 600.0
+    fails_on_leave: bool = False

@@ -1,0 +1,49 @@
+"""Messages of every connection: how it begins, and the answers of any request."""
+
+from __future__ import annotations
+
+from dflow.distributed.wire.messages.message import Message, Request
+
+PROTOCOL_VERSION = 4
+
+
+class Hello(Message, frozen=True):
+    """First message on each connection, in both directions: the sender's name and protocol version.
+
+    `session`   id of the session that this connection starts or resumes; empty in a reply if that is unknown
+    `received`  number of the session's frames that the sender has received
+    `process`   identity of the sender's process; see `transport.process_identity`
+    `resumes`   whether the session was started over an earlier connection
+    `shares`    whether the sender accepts large payloads in shared memory; used when both sides do
+    """
+
+    name: str
+    version: int = PROTOCOL_VERSION
+    session: str = ""
+    received: int = 0
+    process: str = ""
+    resumes: bool = False
+    shares: bool = False
+
+
+class Ok(Message, frozen=True):
+    """The request succeeded; the answer carries no data."""
+
+
+class Failure(Message, frozen=True):
+    """A request was refused or failed. `kind` is the name of a class in `dflow.tracing.errors`."""
+
+    kind: str
+    text: str
+
+
+class Packed(Message, frozen=True):
+    """The message is the payload, encoded and compressed."""
+
+
+class Introduce(Request[Ok], frozen=True):
+    """The sender's life number in the roster: the first message over a connection to a task. Answered by `Ok`."""
+
+    is_open = True
+
+    life: int

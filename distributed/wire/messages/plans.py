@@ -1,0 +1,57 @@
+"""Plans registered with a task, and the steps that run them."""
+
+from __future__ import annotations
+
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+
+
+class Wanted(Message, frozen=True):
+    """The indices of a plan's programs that the task does not have: send the plan again, with these."""
+
+    programs: tuple[int, ...]
+
+
+class Registered(Message, frozen=True):
+    """The handle that `RunPlan` uses for a registered plan."""
+
+    handle: int
+
+
+class RegisterPlan(Request[Registered | Wanted], frozen=True):
+    """Keep a plan for later runs; answered by `Registered`, or by `Wanted` when programs are missing.
+
+    `plan` is a msgspec-encoded `dflow.lowering.steps.plan.Plan`. The payload holds the exported programs one after the
+    other, `program_sizes` bytes each. `programs` lists the SHA-256 of each. A program that the task already has may
+    be omitted, with size 0. `programs` may be empty when all programs are in the payload.
+    """
+
+    plan: bytes
+    program_sizes: tuple[int, ...]
+    programs: tuple[bytes, ...] = ()
+
+
+class ReleasePlan(Notice, frozen=True):
+    """Undo one registration of a plan. Not answered."""
+
+    handle: int
+
+
+class RunPlan(Request[Ok], frozen=True):
+    """Run a registered plan as part of a step; answered by `Ok` when the plan has ended."""
+
+    speaker = "origin"
+
+    handle: int
+    origin: str
+    step: int
+
+
+class CancelStep(Request[Ok], Notice, frozen=True):
+    """Cancel the rest of a step and discard its values. A request, answered by `Ok`, or a notification."""
+
+    speaker = "origin"
+
+    origin: str
+    step: int
+    reason: str

@@ -1,0 +1,39 @@
+"""Queues and accumulators on a task."""
+
+from __future__ import annotations
+
+from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Request
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.ir.queue_settings import QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
+
+
+class CreateResource(Request[Ok], frozen=True):
+    """Create a queue or an accumulator unless it exists; answered by `Ok`.
+
+    `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`. Every creation must repeat type and settings. For
+    `process` see `CreateVariable`.
+    """
+
+    name: str
+    handle: str
+    settings: QueueSettings | AccumulatorSettings
+    process: str = ""
+
+
+class CallResource(Request[Arrays], frozen=True):
+    """Run one op on a queue or an accumulator, which may wait; answered by `Arrays` when the op has ended.
+
+    The op is the task's part of a step that `origin` numbered for it alone. So its wait ends when that step is
+    cancelled by `CancelStep`, or when `origin` leaves. The payload holds the operands.
+    """
+
+    speaker = "origin"
+
+    key: str
+    op: ResourceOp
+    origin: str
+    step: int
+    operands: tuple[ArrayInfo, ...] = ()

@@ -1,0 +1,124 @@
+"""Membership of a cluster: tasks that join, are alive, and leave."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.marked import Mark, Marked
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+
+
+class TaskInfo(msgspec.Struct, frozen=True):
+    """A task of the cluster in one `life`, a number that no other life of any task shares.
+
+    `left` is the reason why it left, empty while it is live. Times are in s since the coordinator's first start.
+    """
+
+    task: str
+    address: str
+    joined_at_s: float
+    left_at_s: float | None = None
+    left: str = ""
+    incarnation: str = ""
+    life: int = 0
+
+    @property
+    def process(self) -> str:
+        """Identity of the process; a task that was declared dead and rejoined has another life in the same process."""
+        return process_of(self.incarnation)
+
+
+def process_of(incarnation: str) -> str:
+    """Return the process of an incarnation: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
+    return incarnation.partition(".")[0]
+
+
+class Roster(Marked, frozen=True):
+    """Every task that has joined, except members that left long ago, and the tasks still `expected`.
+
+    `version`  number of changes; a greater one is newer
+    `cluster`  id of the cluster, the same as long as its coordinator keeps its state
+    `epoch`    number of starts of the cluster's coordinator
+    """
+
+    tasks: tuple[TaskInfo, ...]
+    expected: tuple[str, ...]
+    version: int = 0
+    cluster: str = ""
+    epoch: int = 0
+
+
+class RosterChange(Marked, Notice, frozen=True):
+    """The changes of the roster from version `since` to `version`, and the newest `epoch`. Not answered.
+
+    Each of `entries` replaces the entry of the same life, or adds a task, which is no longer expected. The lives in
+    `dropped` are no longer listed.
+    """
+
+    since: int
+    version: int
+    entries: tuple[TaskInfo, ...]
+    dropped: tuple[int, ...] = ()
+    epoch: int = 0
+
+
+class PackedRoster(Message, frozen=True):
+    """The roster in the payload, encoded and compressed; the receiver applies `change` to it."""
+
+    change: RosterChange
+
+
+class Join(Request[Roster | RosterChange], frozen=True):
+    """Task `task` runs and listens at `address`; answered by `Roster`, and later by a `RosterChange` per change.
+
+    `incarnation`  id of one life of the task: a task with the same one and the same address stays the same member
+    `cluster`      id of the cluster that it was a member of, or empty; a coordinator of another cluster refuses it
+    `since`        version of the roster that it has, or 0; if it is not 0, the answer may be a `RosterChange`
+    `mark`         newest mark that it has seen; a coordinator whose state is older refuses it
+    """
+
+    speaker = "task"
+    is_open = True
+
+    task: str
+    address: str
+    incarnation: str = ""
+    cluster: str = ""
+    since: int = 0
+    mark: Mark = Mark()
+
+
+class EdgeTraffic(msgspec.Struct, frozen=True):
+    """Values and bytes that a task has sent over one edge since it started."""
+
+    edge: str
+    source: str
+    destination: str
+    values: int
+    size_bytes: int
+
+
+class Heartbeat(Notice, frozen=True):
+    """A task is alive. Not answered.
+
+    `traffic`  its totals since it started
+    `steps`    number of parts of steps that it has ended since it started
+    `doing`    short text on what it works on; empty when it is idle
+    """
+
+    speaker = "task"
+
+    task: str
+    traffic: tuple[EdgeTraffic, ...] = ()
+    steps: int = 0
+    doing: str = ""
+
+
+class Leave(Request[Ok], Notice, frozen=True):
+    """A task leaves the cluster voluntarily."""
+
+    speaker = "task"
+
+    task: str
+    reason: str

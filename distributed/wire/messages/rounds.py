@@ -1,0 +1,103 @@
+"""Runs of synchronous training, whose steps are called rounds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflow.distributed.wire.messages.arrays import ArrayInfo
+from dflow.distributed.wire.messages.claims import NotFinite
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+
+
+class RoundsAgreed(Message, frozen=True):
+    """Number of gradients per round, name of the run's accumulator, and whether all rounds are done."""
+
+    wanted: int
+    accumulator: str
+    is_over: bool
+
+
+class ProposeRounds(Request[RoundsAgreed], frozen=True):
+    """Register a worker in a run of synchronous training; answered by `RoundsAgreed`, the same for every worker.
+
+    A run has `rounds` synchronous steps, called rounds. The first worker fixes `wanted`, the number of gradients per
+    round, and the name of the accumulator; a number is appended to a name that another run uses.
+    """
+
+    speaker = "worker"
+
+    name: str
+    worker: str
+    rounds: int
+    wanted: int
+    accumulator: str
+
+
+class OpenRounds(Request[Ok], frozen=True):
+    """Become the step aggregator (round host) of a run, unless it is open here; answered by `Ok`.
+
+    In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator. It then starts the
+    update, a step over the registered plans `handles` (by task). The payload holds the arrays fed `before` the mean
+    and those fed `after` it. `workers` take part.
+    """
+
+    name: str
+    rounds: int
+    wanted: int
+    workers: tuple[str, ...]
+    accumulator: str
+    handles: dict[str, int]
+    before: tuple[ArrayInfo, ...] = ()
+    after: tuple[ArrayInfo, ...] = ()
+
+
+class RoundOpen(Message, frozen=True):
+    """The number of the open round, which tags its gradients, and the count of rounds `done` (all: the run is over)."""
+
+    number: int
+    done: int
+
+
+class NextRound(Request[RoundOpen], frozen=True):
+    """A worker is done with the round opening number `done` (-1: none yet); answered by `RoundOpen` of a later one."""
+
+    speaker = "worker"
+
+    name: str
+    worker: str
+    done: int
+    timeout_s: float
+
+
+class LeaveRounds(Request[Ok], frozen=True):
+    """A worker stops taking part; it has sent its gradients for the openings up to `done`. Answered by `Ok`."""
+
+    speaker = "worker"
+
+    name: str
+    worker: str
+    done: int
+
+
+class RoundsDone(Notice, frozen=True):
+    """Progress of a run of synchronous training, as a worker sees it. Not answered.
+
+    `rounds`   number of rounds done, of `total_rounds`
+    `steps`    number of the worker's steps since its last report; the gradients of `dropped` of them came too late
+    `step_s`   duration of a step, in s
+    `metrics`  the worker's newest scalar metrics
+    `not_finite`  first loss of these steps that is not finite; run and task need not be set
+    """
+
+    speaker = "task"
+
+    run: str
+    task: str
+    rounds: int
+    total_rounds: int
+    steps: int
+    dropped: int = 0
+    step_s: float = 0.0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    not_finite: NotFinite | None = None

@@ -1,0 +1,104 @@
+"""State of the whole cluster, for people and tools, and results reported by programs."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflow.distributed.wire.messages.claims import NotFinite
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+
+
+class Report(Request[Ok], Notice, frozen=True):
+    """A result of the program for the closing table, such as a test accuracy."""
+
+    name: str
+    value: float
+
+
+class VariableInfo(msgspec.Struct, frozen=True):
+    """A placed variable, queue or accumulator, by `kind`; for `process` see `Placed`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    size_bytes: int
+    task: str
+    kind: str = "variable"
+    process: str = ""
+
+
+class WorkerProgress(msgspec.Struct, frozen=True):
+    """A worker's totals over all runs, and its newest `step_s` and `metrics`.
+
+    `dropped` of its steps came too late for their round of synchronous training. `held` steps are claimed and not
+    reported yet.
+    """
+
+    task: str
+    steps: int
+    step_s: float
+    metrics: dict[str, float]
+    dropped: int = 0
+    held: int = 0
+
+
+class TaskHealth(msgspec.Struct, frozen=True):
+    """The newest heartbeat of a live task; see `Heartbeat`.
+
+    `heard_at_s`       time when it arrived
+    `stalled_since_s`  time since when the task has made no progress, or None when it is not stalled
+    """
+
+    task: str
+    heard_at_s: float
+    steps: int
+    doing: str
+    stalled_since_s: float | None
+
+
+class Health(Message, frozen=True):
+    """`health` is None for a task that is not live or not heard yet; `absence` says why it is not live, or is empty."""
+
+    now_s: float
+    health: TaskHealth | None
+    absence: str
+
+
+class GetHealth(Request[Health], frozen=True):
+    """Read the newest heartbeat of a task; answered by `Health`."""
+
+    is_open = True
+
+    task: str
+
+
+class Status(Message, frozen=True):
+    """A snapshot of all that the coordinator shows to people; times are in s since its first start.
+
+    `away`  live tasks without a connection: it has ended, or the task has not yet rejoined after the coordinator's
+            restart; each has until its deadline to rejoin
+    `left`  number of tasks that have left, including the ones no longer listed
+    `not_finite`  the first non-finite loss of each run and metric
+    """
+
+    now_s: float
+    tasks: tuple[TaskInfo, ...]
+    expected: tuple[str, ...]
+    workers: tuple[WorkerProgress, ...]
+    steps_done: int
+    steps_total: int
+    variables: tuple[VariableInfo, ...]
+    traffic: tuple[EdgeTraffic, ...]
+    results: dict[str, float]
+    health: tuple[TaskHealth, ...] = ()
+    away: tuple[str, ...] = ()
+    left: int = 0
+    not_finite: tuple[NotFinite, ...] = ()
+
+
+class GetStatus(Request[Status], frozen=True):
+    """Read the state of the cluster; answered by `Status`."""
+
+    is_open = True

@@ -1,0 +1,83 @@
+"""Variables on a task: creation, reads, writes, and the end of their state."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.message import Message, Request
+
+
+class ProgramCall(msgspec.Struct, frozen=True):
+    """Call of the program number `program` on the values numbered `takes`."""
+
+    program: int
+    takes: tuple[int, ...]
+
+
+class CreateVariable(msgspec.Struct, frozen=True):
+    """A variable to create unless it exists.
+
+    `arrays`  number of the message's arrays for its initial value, after those of the variables before it
+    `calls`   programs to run, in order
+    `result`  number of the initial value: values are numbered, these arrays first, then the results of each call
+    `process` process of the task that must hold it, from `Placed`; another process of that task refuses
+
+    Without arrays and calls there is no initial value.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    arrays: int = 0
+    calls: tuple[ProgramCall, ...] = ()
+    result: int = 0
+    process: str = ""
+
+
+class VariablesCreated(Message, frozen=True):
+    """The variables exist, except those at the indices in `missing` (sent without initial value) and in `failures`.
+
+    A variable that existed before, with the same dtype and shape, is unchanged.
+    """
+
+    missing: tuple[int, ...] = ()
+    failures: dict[int, Failure] = msgspec.field(default_factory=dict)
+
+
+class CreateVariables(Request[VariablesCreated], frozen=True):
+    """Create each of the variables unless it exists; answered by `VariablesCreated`.
+
+    The payload holds the `arrays`, then the exported programs for the calls, `program_sizes` bytes each.
+    """
+
+    variables: tuple[CreateVariable, ...]
+    arrays: tuple[ArrayInfo, ...] = ()
+    program_sizes: tuple[int, ...] = ()
+
+
+class ReadVariables(Request[Arrays], frozen=True):
+    """Read variables; answered by `Arrays`, a consistent snapshot."""
+
+    keys: tuple[str, ...]
+
+
+class WriteVariable(Request[Ok], frozen=True):
+    """Replace the variable's value with the payload."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class ForgetState(Request[Ok], frozen=True):
+    """Free a variable's value, or the contents of a queue or an accumulator; answered by `Ok`.
+
+    Ops that use it later or wait for it now fail with an error that contains `reason` and `remedy`.
+    """
+
+    key: str
+    is_variable: bool
+    reason: str
+    remedy: str

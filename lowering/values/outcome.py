@@ -1,0 +1,10 @@
+"""How some work ended: with its value, or with the error that ended it."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+Value = TypeVar("Value")
+
+#: The argument of a callback for the end of some work; `isinstance(outcome, BaseException)` tells an error.
+Outcome: TypeAlias = Value | BaseException

@@ -1,0 +1,39 @@
+"""Every message has its handler, in the tables of the coordinator or of a task."""
+
+from __future__ import annotations
+
+import pytest
+
+from dflow.distributed.coordinator import coordinator_state
+from dflow.distributed.task import task_server
+from dflow.distributed.wire.all_messages import MESSAGES
+from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.roster import Roster, RosterChange
+from dflow.distributed.wire.messages.status import GetStatus
+from dflow.tracing.errors import InternalError
+
+#: Handled by the coordinator's client, in `CoordinatorSession`.
+OF_CLIENTS = {RosterChange}
+
+
+def of(kind: type[Message]) -> set[type[Message]]:
+    return {message for message in MESSAGES if issubclass(message, kind)}
+
+
+def test_each_request_is_handled_by_one_role() -> None:
+    coordinators, tasks = coordinator_state.REQUESTS.kinds, task_server.REQUESTS.kinds
+    assert coordinators | tasks == of(Request)
+    assert not coordinators & tasks
+
+
+def test_each_notice_is_handled() -> None:
+    assert coordinator_state.NOTICES.kinds | task_server.NOTICES.kinds | OF_CLIENTS == of(Notice)
+
+
+def test_a_second_handler_of_a_message_is_refused() -> None:
+    table: HandlerTable[None, None, None] = HandlerTable()
+    table.handles(GetStatus)(lambda role, message, arrival: None)
+    with pytest.raises(InternalError, match="GetStatus has two handlers in one table: expected one"):
+        table.handles(GetStatus)(lambda role, message, arrival: None)
+    assert table.get(Roster) is None
