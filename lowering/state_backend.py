@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -20,6 +20,16 @@ from dflow.tracing.state.resources import Variable
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+class LoweredStep(NamedTuple):
+    """The programs of a step, lowered to StableHLO; `compile`, given compiler options, returns what runs the step.
+
+    That is the step's runner, and the compiled programs.
+    """
+
+    programs: Sequence[jax.stages.Lowered]
+    compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled]]]
 
 
 class StateBackend(Home, Protocol):

@@ -424,9 +424,9 @@ class TaskServer:
     @in_pool
     def _call_resource(self, message: CallResource, arrival: RequestArrival) -> Handled:
         operands = decode_arrays(message.operands, arrival.payload)
-        registration = self._resources.registration(message)
+        executable = self._resources.executable(message)
         step = StepId(message.origin, message.step)
-        self.runs.run(registration, step, operands, partial(_answer_arrays, arrival.responder))
+        self.runs.run(executable, step, operands, partial(_answer_arrays, arrival.responder))
         return None
 
     @REQUESTS.handles(ProposeRounds)
