@@ -25,8 +25,7 @@ import msgspec
 
 from dflow.distributed.client.request_numbers import RequestNumbers
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.marked import Mark, Marked
-from dflow.distributed.wire.messages.message import Message, Request
+from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
 from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange
 from dflow.distributed.wire.roster_changes import changed_roster
 
