@@ -95,11 +95,11 @@ def run(program: str, way: str) -> None:
     import jax
     import jax.numpy as jnp
 
-    from dflow.lowering.local import PlannedStep
     from dflow.lowering.passes.base import run_passes
     from dflow.lowering.pipeline import ALONE, pipeline
     from dflow.lowering.placement.timeline import timeline
-    from dflow.lowering.steps.compile import make_plans
+    from dflow.lowering.steps.local_step import LocalStep
+    from dflow.lowering.steps.lowered import literals, make_plans
     from dflow.lowering.values.devices import devices_in_order
     from dflow.state_backends import LOCAL
     from dflow.tracing.ir import ops
@@ -110,7 +110,8 @@ def run(program: str, way: str) -> None:
     passes = [one for one in pipeline(devices=devices_in_order()) if way == "late" or one.name != "schedule"]
     graph = run_passes(traced.graph, passes)
     keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
-    step = PlannedStep(traced, make_plans(graph, ALONE, keys), LOCAL.store).lower().compile().run
+    lowered = make_plans(graph, ALONE, keys)[ALONE]
+    step, _ = LocalStep(traced, lowered, literals(graph), LOCAL.store, None).lower().compile(None)
     copies = [node for node in graph.nodes if node.op is ops.dev_copy]
     before = reset_peak_mb()
     times = []

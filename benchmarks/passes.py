@@ -25,7 +25,7 @@ from benchmarks._paired import in_turn, median_ratio, options, publish
 from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.schedule import Schedule
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.steps.compile import make_plans
+from dflow.lowering.steps.lowered import make_plans
 from dflow.tracing.devices.device_name import device_name, split_device_name
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jax_frontend import make_jaxpr

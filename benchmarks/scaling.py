@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks._paired import options, publish
 from dflow.distributed.simulation.at_size.coordinator_load import coordinator_load
 from dflow.distributed.simulation.at_size.hardware import MB, PAPER, PAPER_INCEPTION
-from dflow.distributed.simulation.at_size.step_times import Cluster, Shape, Step
+from dflow.distributed.simulation.at_size.step_times import ClusterModel, Shape, Step
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WORKERS = (1, 2, 5, 10, 25, 50, 75, 100)
@@ -61,7 +61,7 @@ def null_rows(steps: int) -> list[dict[str, Any]]:
     for kind, step in NULL_STEPS.items():
         one_ms, hundred_ms, is_fitted = PAPER_MS[kind]
         for workers in WORKERS:
-            times_ms = 1e3 * Cluster(PAPER, Shape(workers, 16)).synchronous(step, steps)
+            times_ms = 1e3 * ClusterModel(PAPER, Shape(workers, 16)).synchronous(step, steps)
             p10, median, p90 = np.percentile(times_ms, [10, 50, 90])
             paper = {1: one_ms, 100: hundred_ms}.get(workers, "")
             held_out = "yes" if workers == 100 and not is_fitted else ""
@@ -74,7 +74,7 @@ def training_rows(steps: int) -> list[dict[str, Any]]:
     """Inception-v3 of section 6.3: 17 ps tasks, images a second."""
     rows = []
     for workers in TRAINING_WORKERS:
-        cluster = Cluster(PAPER, Shape(workers, 17), PAPER_INCEPTION)
+        cluster = ClusterModel(PAPER, Shape(workers, 17), PAPER_INCEPTION)
         together, alone = cluster.synchronous(INCEPTION, steps), cluster.asynchronous(INCEPTION, max(10, steps // 10))
         synchronous = workers * BATCH / float(np.median(together))
         asynchronous = workers * BATCH / float(np.median(alone))
@@ -88,7 +88,7 @@ def backup_rows(steps: int) -> list[dict[str, Any]]:
     rows, first_s = [], 0.0
     for backups in range(6):
         shape = Shape(50 + backups, 17, backups=backups)
-        step_s = float(np.median(Cluster(PAPER, shape, PAPER_INCEPTION).synchronous(INCEPTION, 4 * steps)))
+        step_s = float(np.median(ClusterModel(PAPER, shape, PAPER_INCEPTION).synchronous(INCEPTION, 4 * steps)))
         first_s = first_s or step_s
         row = {"backups": backups, "step s": step_s, "normalised": first_s / step_s * 50 / (50 + backups)}
         rows.append({**row, "paper s": PAPER_BACKUPS.get(backups, "")})

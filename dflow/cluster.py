@@ -116,7 +116,7 @@ def _told_while_it_takes_long(spec: ClusterSpec) -> Iterator[None]:
             spec.coordinator,
         )
 
-    timer = TIMERS.start(NOTICE_AFTER_S, tell)
+    timer = TIMERS.after(NOTICE_AFTER_S, tell)
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -23,7 +23,17 @@ from dflow.tracing.state.resources import Variable
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 
-class StateBackend(Home[Variable, HostResource], Protocol):
+class LoweredStep(NamedTuple):
+    """The programs of a step, lowered to StableHLO; `compile`, given compiler options, returns what runs the step.
+
+    That is the step's runner, and the compiled programs.
+    """
+
+    programs: Sequence[jax.stages.Lowered]
+    compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled]]]
+
+
+class StateBackend(Home, Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
     All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each

@@ -29,10 +29,10 @@ from dflow.calls.hoisting import hoisted
 from dflow.calls.methods import BoundMethod, bound, weakly, without_self
 from dflow.calls.number_checks import run_checked
 from dflow.calls.planner import Planner, resources_in
-from dflow.calls.plans import Plan
+from dflow.calls.plans import CallPlan
 from dflow.calls.shared_traces import SharedTraces, may_share, shared_traces
 from dflow.calls.single_executable import NotEntered
-from dflow.calls.stages import Traced as TracedStage
+from dflow.calls.stages import TracedFunction
 from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
 from dflow.tracing.errors import PlainJitError
@@ -93,17 +93,17 @@ class Function(Generic[P, R]):
                 return self._called_otherwise(args, kwargs)
             given, named = self._with_handles(args, kwargs) if self._takes_variables else (args, kwargs)
             plans = self._plans
-            whole = plans.whole
+            single = plans.single
             try:
-                if whole is not None:
-                    return cast(R, whole(given, named))
+                if single is not None:
+                    return cast(R, single(given, named))
                 if plans.is_empty:
                     return cast(R, self._dispatch(*given, **named))
             except HandleNeeded:
                 self._takes_variables = True
                 given, named = self._with_handles(args, kwargs)
             except (NotEntered, PlainJitError):  # types not seen yet, or types with a plan of dflow's
-                forget_failed_dispatch(self._jitted if whole is None else whole.jitted)
+                forget_failed_dispatch(self._jitted if single is None else single.jitted)
             except (TypeError, ValueError) as error:
                 advise_on_arguments(error)
                 raise
@@ -129,7 +129,7 @@ class Function(Generic[P, R]):
             stage = self._planner.trace(given, named)
         if not touches_state(closed_parts(stage.jaxpr)[0].effects):
             return stage
-        return TracedStage(stage, functools.partial(self._planner.lowered, stage, given, named))
+        return TracedFunction(stage, functools.partial(self._planner.lowered, stage, given, named))
 
     @hides_frames
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -216,7 +216,7 @@ class Function(Generic[P, R]):
         self._planner.shared.log.finish()
         return cast(R, result)
 
-    def _run(self, plan: Plan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
+    def _run(self, plan: CallPlan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         if not checks_numbers():
             return plan.run(args, kwargs, leaves)
 

@@ -24,15 +24,14 @@ from jax import jit as jax_jit
 from dflow.calls.advice import advise_on_arguments, advise_on_trace
 from dflow.calls.graph_dump import dumper
 from dflow.calls.jax_alone import refuse_state, refuse_types_alone, takes_constants
-from dflow.calls.plans import UNKNOWN, Plan, plan_of_programs, plan_of_runner, plan_of_whole
+from dflow.calls.plans import UNKNOWN, CallPlan
 from dflow.calls.shardings import constrained
 from dflow.calls.shared_traces import SharedTraces
-from dflow.calls.single_executable import NotEntered, WholeStep
-from dflow.calls.stages import LoweredRun
+from dflow.calls.single_executable import NotEntered, SingleExecutable
 from dflow.calls.static_arguments import StaticArguments
-from dflow.calls.step_on_device import StepOnDevice
 from dflow.calls.trace_log import captured_types, described
 from dflow.config import CONFIG
+from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.state_backends import LOCAL, home_of
 from dflow.tracing.errors import InternalError, PlainJitError
 from dflow.tracing.jax_frontend import (
@@ -131,7 +130,7 @@ class Planner:
         self.shared.log.finish()
         return result
 
-    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Plan | None, list[Any]]:
+    def plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan | None, list[Any]]:
         """Return the plan of a call, or None if JAX runs it; and the leaves of its traced arguments."""
         key, leaves = self.shared.key_of(args, kwargs)
         plan = self.shared.plans.get(key)
@@ -146,7 +145,7 @@ class Planner:
             self.shared.plans.warn_of_namesakes(plan)
         return plan, leaves
 
-    def lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredRun:
+    def lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredStep:
         """Return the lowered programs that a call runs, for `platforms` if not None, else for this process's devices.
 
         Raises PlainJitError for a function whose variables are on a cluster.
@@ -158,7 +157,7 @@ class Planner:
                 f"print(dflow.graph({self.shared.log.name}, ...)) shows what it does",
             )
         if platforms is not None:
-            return LOCAL.plan(traced, check=CONFIG.check, observe=None).lower(platforms)
+            return LOCAL.lower(traced, check=CONFIG.check, observe=None).lower(platforms)
         key, _ = self.shared.key_of(args, kwargs)
         with self.shared.one_thread():
             plan = self._plan_of(stage, traced, args, kwargs)
@@ -176,7 +175,7 @@ class Planner:
         leaves = jax.tree_util.tree_leaves((args, kwargs))
         return traced_from(stage, names, self.options.get("compiler_options"), leaves)
 
-    def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> Plan | None:
+    def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> CallPlan | None:
         """Trace for arguments of new types, and decide how their calls run: the plan, or None if JAX runs them."""
         started, traces = time.perf_counter(), len(self.shared.log)
         try:
@@ -198,7 +197,7 @@ class Planner:
         refuse_types_alone(self.fn, self.options, args, kwargs, leaves)
         return self._plan_of(stage, self.traced(stage, args, kwargs), args, kwargs)
 
-    def _plan_of(self, stage: Any, traced: Traced, args: Any, kwargs: Any) -> Plan:
+    def _plan_of(self, stage: Any, traced: Traced, args: Any, kwargs: Any) -> CallPlan:
         """Return the plan of a trace, which is made if it does not exist yet."""
         jaxpr, _ = closed_parts(stage.jaxpr)
         found = self.shared.plans.of_trace(jaxpr)
@@ -207,17 +206,25 @@ class Planner:
         passed = {id(resource) for resource in resources_in((args, kwargs))}
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
         home, observe = home_of(traced), dumper(self.shared.log.name)
-        of = weakref.ref(jaxpr)
+        plan = functools.partial(CallPlan, traced, kept, weakref.ref(jaxpr))
         if home is not LOCAL:
-            return plan_of_runner(home.runner(traced, check=CONFIG.check, observe=observe), traced, kept, of)
-        planned = LOCAL.plan(traced, check=CONFIG.check, observe=observe)
-        if planned.pure is None:
-            return plan_of_programs(planned.lower(), traced, kept, of)
-        whole = self.shared.plans.whole_like(planned.pure)
-        if whole is None:
-            kind = StepOnDevice if planned.pure.device else WholeStep
-            whole = kind(LOCAL.store, planned.pure, self.jitted, self.options.get("compiler_options"))
-        return plan_of_whole(whole, planned.pure, traced, kept, of)
+            runner = home.runner(traced, check=CONFIG.check, observe=observe)
+            return plan(_on_leaves(lambda: runner, traced.out_tree))
+        step = LOCAL.lower(traced, check=CONFIG.check, observe=observe)
+        if step.call is None:
+            lowered = step.lower()
+            compiled = functools.cache(lambda: lowered.compile(None)[0])  # by the first call
+            return plan(_on_leaves(compiled, traced.out_tree), lambda args, kwargs: lowered)
+        single = self.shared.plans.single_like(step, step.call)
+        if single is None:
+            single = SingleExecutable(step, step.call, self.jitted, self.options.get("compiler_options"))
+        run, lower = functools.partial(single.run, step), functools.partial(single.lower, step)
+        return plan(lambda args, kwargs, _: run(args, kwargs), lower, single)
+
+
+def _on_leaves(runner: Callable[[], Runner], out_tree: Any) -> Callable[[Any, Any, list[Any]], Any]:
+    """Return a function that runs a call: it takes args, kwargs and the leaves of the traced arguments."""
+    return lambda args, kwargs, leaves: jax.tree_util.tree_unflatten(out_tree, runner()(leaves))
 
 
 def resources_in(tree: Any) -> list[Any]:

@@ -7,77 +7,43 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
-from dflow.calls.single_executable import NotEntered, WholeStep
-from dflow.calls.stages import LoweredRun
-from dflow.lowering.local import LoweredStep, PureStep
-from dflow.lowering.state_backend import Runner
+from dflow.calls.single_executable import SingleExecutable
+from dflow.lowering.state_backend import LoweredStep
+from dflow.lowering.steps.local_step import LocalStep
+from dflow.lowering.steps.plan import Call
 from dflow.tracing.jaxprs.trace import Traced, written_keys
 from dflow.tracing.primitives.namesakes import StepResources
 
 UNKNOWN: Any = object()
+_NO_KEY: Any = object()
 
 
-@dataclass(frozen=True)
-class Plan:
+class CallPlan:
     """How to run the calls for one set of argument types.
 
     `run`        runs a call: takes args, kwargs, and the leaves of the traced arguments
+    `lower`      returns the lowered programs for arguments of these types; None where another process runs them
+    `single`     the single-executable step that runs it, if it is one XLA call of this process
     `variables`  variables and queues used that are not arguments; the plan keeps them alive
     `writes`     keys of the variables it writes
     `jaxpr`      the jaxpr of the trace
     `resources`  all variables and queues used, arguments included; the plan does not keep them alive
-    `whole`      the single-executable step that runs it, if it is one XLA call of this process
-    `lower`      returns the lowered programs for arguments of these types; None where another process runs them
     """
 
-    run: Callable[[Any, Any, list[Any]], Any]
-    variables: tuple[Any, ...]
-    writes: frozenset[str]
-    jaxpr: weakref.ref[Any]
-    resources: StepResources
-    whole: WholeStep | None = None
-    lower: Callable[[Any, Any], LoweredRun] | None = None
-
-
-def plan_of_whole(
-    whole: WholeStep, step: PureStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]
-) -> Plan:
-    """Plan of a traced step that is one XLA call."""
-    out_tree = traced.out_tree
-
-    def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        # JAX distinguishes more than the plan's key does, such as the devices of the arguments.
-        with suppress(NotEntered):
-            return whole(args, kwargs)
-        return whole.enter(step, out_tree, args, kwargs)
-
-    def lower(args: Any, kwargs: Any) -> LoweredRun:
-        return whole.lower(step, out_tree, args, kwargs)
-
-    return Plan(run, variables, written_keys(traced), jaxpr, StepResources(traced.variables), whole, lower)
-
-
-def plan_of_programs(lowered: LoweredStep, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
-    """Plan of a traced step of several programs of this process, compiled by its first call."""
-    compiled = functools.cache(lowered.compile)
-    runner = plan_of_runner(lambda leaves: compiled().run(leaves), traced, variables, jaxpr)
-    return replace(runner, lower=lambda args, kwargs: lowered)
-
-
-def plan_of_runner(runner: Runner, traced: Traced, variables: tuple[Any, ...], jaxpr: weakref.ref[Any]) -> Plan:
-    """Plan of a traced step of several partitions, which cannot be lowered here."""
-    out_tree = traced.out_tree
-
-    def run(args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        return jax.tree_util.tree_unflatten(out_tree, runner(leaves))
-
-    return Plan(run, variables, written_keys(traced), jaxpr, StepResources(traced.variables))
+    def __init__(
+        self,
+        traced: Traced,
+        variables: tuple[Any, ...],
+        jaxpr: weakref.ref[Any],
+        run: Callable[[Any, Any, list[Any]], Any],
+        lower: Callable[[Any, Any], LoweredStep] | None = None,
+        single: SingleExecutable | None = None,
+    ) -> None:
+        self.run, self.lower, self.single = run, lower, single
+        self.variables, self.jaxpr = variables, jaxpr
+        self.writes, self.resources = written_keys(traced), StepResources(traced.variables)
 
 
 class Plans:
@@ -88,16 +54,14 @@ class Plans:
     """
 
     def __init__(self) -> None:
-        self._by_key: dict[Hashable, Plan | None] = {}
+        self._by_key: dict[Hashable, CallPlan | None] = {}
         self._finalizers: dict[Hashable, list[weakref.finalize[..., Any]]] = {}
-        #: Keys to drop as soon as the lock is free.
+        #: Keys to drop as soon as the lock is free; _NO_KEY to update `single` alone.
         self._dropped: deque[Hashable] = deque()
-        #: Whether to call `_settle` as soon as the lock is free.
-        self._is_unsettled = False
         #: Re-entrant, because garbage collection may run a finalizer on the thread that holds it.
         self._lock = threading.RLock()
         #: The one step that runs all calls of all types seen, if there is one and no plan has to warn of namesakes.
-        self.whole: WholeStep | None = None
+        self.single: SingleExecutable | None = None
         #: Whether JAX runs the calls of all types seen.
         self.is_empty = True
 
@@ -108,17 +72,17 @@ class Plans:
         except TypeError:  # an unhashable static argument; JAX's own error for it is better
             return UNKNOWN
 
-    def of_trace(self, jaxpr: Any) -> Plan | None:
+    def of_trace(self, jaxpr: Any) -> CallPlan | None:
         """Return the plan made from this trace, if any."""
         return next((plan for plan in self._made() if plan.jaxpr() is jaxpr), None)
 
-    def put(self, key: Hashable, plan: Plan | None, passed: Iterable[Any] = ()) -> None:
+    def put(self, key: Hashable, plan: CallPlan | None, passed: Iterable[Any] = ()) -> None:
         """Store a plan until one of the variables and queues `passed` is collected."""
         with self._lock:
             before = self._by_key.get(key)
             self._by_key[key] = plan
             if plan is not None:
-                plan.resources.on_namesake = functools.partial(_unsettle, weakref.ref(self))
+                plan.resources.on_namesake = functools.partial(_drop, weakref.ref(self), _NO_KEY)
             for resource in passed:
                 # A weak reference to the plans, since a variable may outlive the function.
                 finalizer = weakref.finalize(resource, _drop, weakref.ref(self), key)
@@ -133,20 +97,20 @@ class Plans:
         for key in list(self._by_key):
             self.drop(key)
 
-    def warn_of_namesakes(self, plan: Plan) -> None:
+    def warn_of_namesakes(self, plan: CallPlan) -> None:
         """Warn before a call of a plan if one of its resources got a namesake since the last call."""
         if plan.resources.has_namesakes:
             try:
                 plan.resources.warn()
             finally:
-                self.settle()
+                self.drop(_NO_KEY)
 
-    def whole_like(self, step: PureStep) -> WholeStep | None:
-        """Return the existing step with the same variables and constants, if any."""
-        wholes = (plan.whole for plan in self._made() if plan.whole is not None)
-        return next((whole for whole in wholes if whole.takes(step)), None)
+    def single_like(self, step: LocalStep, call: Call) -> SingleExecutable | None:
+        """Return the existing single-executable step with the same variables and constants, if any."""
+        found = (plan.single for plan in self._made() if plan.single is not None)
+        return next((single for single in found if single.takes(step, call)), None)
 
-    def _made(self) -> list[Plan]:
+    def _made(self) -> list[CallPlan]:
         return [plan for plan in list(self._by_key.values()) if plan is not None]
 
     def drop(self, key: Hashable) -> None:
@@ -154,19 +118,11 @@ class Plans:
         self._dropped.append(key)
         self._sweep()
 
-    def settle(self) -> None:
-        """Update `whole`: now, or when the thread that holds the lock has released it."""
-        self._is_unsettled = True
-        self._sweep()
-
     def _sweep(self) -> None:
         """Remove the dropped plans. If another thread holds the lock, that thread does it after release."""
-        while (self._dropped or self._is_unsettled) and self._lock.acquire(blocking=False):
+        while self._dropped and self._lock.acquire(blocking=False):
             gone: list[Any] = []
             try:
-                if self._is_unsettled:
-                    self._is_unsettled = False
-                    gone.append(self._settle())
                 while self._dropped:
                     key = self._dropped.popleft()
                     gone += key, self._by_key.pop(key, None), self._settle()
@@ -176,12 +132,12 @@ class Plans:
                 self._lock.release()
             del gone
 
-    def _settle(self) -> WholeStep | None:
-        """Update `whole` and `is_empty`; return the previous `whole`, for the caller to free outside the lock."""
-        before = self.whole
+    def _settle(self) -> SingleExecutable | None:
+        """Update `single` and `is_empty`; return the previous `single`, for the caller to free outside the lock."""
+        before = self.single
         plans = list(self._by_key.values())
-        wholes = [None if plan is None or plan.resources.has_namesakes else plan.whole for plan in plans]
-        self.whole = wholes[0] if wholes and all(whole is wholes[0] for whole in wholes) else None
+        singles = [None if plan is None or plan.resources.has_namesakes else plan.single for plan in plans]
+        self.single = singles[0] if singles and all(single is singles[0] for single in singles) else None
         self.is_empty = not any(plans)
         return before
 
@@ -190,9 +146,3 @@ def _drop(plans: weakref.ref[Plans], key: Hashable) -> None:
     found = plans()
     if found is not None:
         found.drop(key)
-
-
-def _unsettle(plans: weakref.ref[Plans]) -> None:
-    found = plans()
-    if found is not None:
-        found.settle()

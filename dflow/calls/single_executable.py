@@ -3,8 +3,8 @@
 JAX's own dispatch, which is in C++, selects the program by argument types, flattens the arguments and builds the
 result. The values of the variables are passed as extra list arguments, which the store reuses between calls.
 
-Invariant: only `enter` compiles a program, for a step known to have these argument types. Any other call with types
-that JAX has not compiled raises NotEntered.
+Invariant: only `run` and `lower` compile a program, for a step known to have these argument types. Any other call
+with types that JAX has not compiled raises NotEntered.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from __future__ import annotations
 import inspect
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,14 +21,18 @@ import jax
 from jax import jit as jax_jit
 
 from dflow.calls.static_arguments import StaticArguments, static_arguments
-from dflow.lowering.local import CompiledStep, PureStep
-from dflow.lowering.programs.program import Program, awaited, lie_apart
-from dflow.lowering.state.step_state import StepState
-from dflow.lowering.state.store import Store
+from dflow.lowering.programs.program import awaited, lie_apart
+from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state_backend import LoweredStep, Runner
+from dflow.lowering.steps.local_step import LocalStep
+from dflow.lowering.steps.plan import Call
+from dflow.lowering.values.devices import device_named
+from dflow.lowering.values.variable_key import shown
 from dflow.tracing.jax_frontend import (
     compiled_for,
     donation_options,
     forget_failed_dispatch,
+    is_resource,
     passes_handles,
     static_options,
     uninterrupted,
@@ -51,29 +54,36 @@ class _Entering(threading.local):
 
     def __init__(self, static: StaticArguments) -> None:
         self._static = static
-        self.step: PureStep | None = None
-        self.out_tree: Any = None
+        self.step: LocalStep | None = None
 
     def traced(self, written: Any, read: Any, constants: Any, args: Any, kwargs: Any) -> Any:
         """Return the new values of the variables, and the result. Raises NotEntered if this thread compiles no step."""
         if self.step is None:
             raise NotEntered
         leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
-        after, results = self.step.fn(written, read, constants, leaves)
-        return after, handles(jax.tree_util.tree_unflatten(self.out_tree, results))
+        after, results = self.step.values(written, read, constants, leaves)
+        return after, handles(jax.tree_util.tree_unflatten(self.step.traced.out_tree, results))
 
 
-class WholeStep:
-    """Runs the steps over one set of variables and constants: one program for each set of argument types."""
+class SingleExecutable:
+    """Runs the steps over one set of variables and constants: one program for each set of argument types.
 
-    def __init__(self, store: Store, step: PureStep, function: Any, compiler_options: dict[str, Any] | None) -> None:
-        """`function` is the `jax.jit` function of the steps; `step` is the first of them."""
-        self._state = StepState(store, step.writes, step.reads, function.__name__, step.keeps)
-        self._has_state = bool(step.writes or step.reads)
-        self._given = step.constants
-        self._constants = step.constants
-        self._place = step.device
-        self.keeps = step.keeps
+    The variables of a step on a device make JAX run it there, but JAX refuses arguments that are committed to another
+    device. So these are copied to the step's device.
+    """
+
+    def __init__(self, step: LocalStep, call: Call, function: Any, compiler_options: dict[str, Any] | None) -> None:
+        """`function` is the `jax.jit` function of the steps; `step`, which is the call `call`, is the first of them."""
+        self._has_state = bool(call.writes or call.reads)
+        self._given, self._identity = step.traced.constants, _identity(step, call)
+        self._device = device_named(call.device) if call.device else None
+        self._constants = tuple(map(self._here, self._given))
+        name = function.__name__
+        self._table = step.store.table
+        self._state = StepState(call.writes, call.reads, name, call.keeps)
+        self._keeps = call.keeps
+        #: Whether an argument was once on another device, so that calls now check each argument.
+        self._looks = False
         self._static = static_arguments(function)
         self._entering = entering = _Entering(self._static)
         #: Serializes compilation: two threads would otherwise compile the same program twice.
@@ -82,36 +92,35 @@ class WholeStep:
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
             return entering.traced(written, read, constants, args, kwargs)
 
-        traced.__name__ = traced.__qualname__ = function.__name__
+        traced.__name__ = traced.__qualname__ = name
         with suppress(ValueError, TypeError):  # a builtin without an inspectable signature
             traced.__signature__ = _signature(function)  # type: ignore[attr-defined]
-        options = _options(function, keeps=step.keeps)
+        options = _options(function, keeps=call.keeps)
         #: JAX's function of dflow's arguments and the user's.
         self.jitted: Any = jax_jit(traced, keep_unused=True, compiler_options=compiler_options, **options)
-        self._call = awaited(self.jitted) if step.keeps else self.jitted
+        self._call = awaited(self.jitted) if call.keeps else self.jitted
 
-    def takes(self, step: PureStep) -> bool:
+    def takes(self, step: LocalStep, call: Call) -> bool:
         """Whether a step has these variables, constants, device and `keeps`."""
-        own = self._state
-        return (own.writes, own.reads, self._place, self.keeps, [*map(id, self._given)]) == (
-            step.writes,
-            step.reads,
-            step.device,
-            step.keeps,
-            [*map(id, step.constants)],
-        )
+        return self._identity == _identity(step, call)
 
     @passes_handles
     def __call__(self, args: Any, kwargs: Any) -> Any:
         """Run the step for these arguments. Raises NotEntered if none was entered for their types."""
+        if self._looks:
+            args, kwargs = self._brought(args, kwargs)
         call = partial(self._call, **kwargs) if kwargs else self._call
         try:
             if self._has_state:
-                return self._state.run(call, self._constants, args)
+                return self._table.run(self._state, call, (self._constants, *args))
             return call([], [], self._constants, *args)[1]
         except ValueError as error:
-            self._name_state(error)
-            raise
+            if self._looks or not self._is_elsewhere((args, kwargs)):
+                self._name_state(error)
+                raise
+        self._looks = True
+        forget_failed_dispatch(self.jitted)
+        return self(args, kwargs)
 
     def _name_state(self, error: ValueError) -> None:
         """Replace argument positions by variable names in the message of an error that JAX raised."""
@@ -119,55 +128,94 @@ class WholeStep:
 
         def named(found: re.Match[str]) -> str:
             kind, place = int(found[1]), int(found[2])
-            return f"variable {held[kind][place].rpartition('#')[0]!r}" if kind < len(held) else "a closed-over array"
+            return f"variable {shown(held[kind][place])!r}" if kind < len(held) else "a closed-over array"
 
         if error.args and isinstance(error.args[0], str):
             error.args = (_OUR_ARGUMENT.sub(named, error.args[0]), *error.args[1:])
 
-    def enter(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> Any:
-        """Compile the step for the types of these arguments, and run it."""
+    def run(self, step: LocalStep, args: Any, kwargs: Any) -> Any:
+        """Run the step for these arguments, and compile it first if JAX has no program for them.
+
+        JAX distinguishes more than a plan's key does, such as the devices of the arguments.
+        """
+        with suppress(NotEntered):
+            return self(args, kwargs)
+        args, kwargs = self._brought(args, kwargs)
         forget_failed_dispatch(self.jitted)  # the dispatch that ended in NotEntered
-        with self._entered(step, out_tree):
+        with self._entered(step):
             # Compile before the call takes the store's lock, which would block other steps for as long.
-            values = self._state.values()
+            values = self._table.values_of(self._state)
             with self._one_compiles:
                 stage = self.jitted.trace(*values, self._constants, *args, **kwargs)
                 if _can_be_lowered(stage):
                     stage.lower().compile()
             return self(args, kwargs)
 
-    def lower(self, step: PureStep, out_tree: Any, args: Any, kwargs: Any) -> LoweredWhole:
+    def lower(self, step: LocalStep, args: Any, kwargs: Any) -> LoweredStep:
         """Return the program that calls with arguments of these types run, lowered."""
-        with self._entered(step, out_tree):
-            stage = self.jitted.lower(*self._state.values(), self._constants, *args, **kwargs)
-        traced_args, traced_kwargs, _ = self._static.split(args, kwargs)
+        args, kwargs = self._brought(args, kwargs)
+        with self._entered(step):
+            stage = self.jitted.lower(*self._table.values_of(self._state), self._constants, *args, **kwargs)
+        in_tree = jax.tree_util.tree_structure(self._static.split(args, kwargs)[:2])
         join = self._static.joined(args, kwargs)
 
-        def run(args: Any, kwargs: Any) -> Any:
-            args, kwargs = join(args, kwargs)
-            with suppress(NotEntered):
-                return self(args, kwargs)
-            return self.enter(step, out_tree, args, kwargs)
+        def compiled(compiler_options: dict[str, Any] | None) -> tuple[Runner, list[Any]]:
+            program = compiled_for(stage, handles(stage.args_info), compiler_options)
 
-        return LoweredWhole(self, stage, jax.tree_util.tree_structure((traced_args, traced_kwargs)), run)
+            def run(leaves: Sequence[Any]) -> Sequence[Any]:
+                args, kwargs = handles(jax.tree_util.tree_unflatten(in_tree, leaves))
+                try:
+                    return jax.tree_util.tree_leaves(handles(self._run_compiled(program, args, kwargs)))
+                except ValueError:
+                    if not lie_apart(leaves, program):
+                        raise
+                return jax.tree_util.tree_leaves(handles(self.run(step, *join(args, kwargs))))
 
-    def run_compiled(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `call`, a compiled program of this step. `args` and `kwargs` must not contain the static arguments."""
-        call = partial(awaited(call) if self.keeps else uninterrupted(call), **kwargs)
+            return run, [program]
+
+        return LoweredStep([stage], compiled)
+
+    def _run_compiled(self, program: Any, args: Any, kwargs: Any) -> Any:
+        """Run a compiled program of this step; the arguments are without the static ones."""
+        args, kwargs = self._brought(args, kwargs)
+        call = partial(awaited(program) if self._keeps else uninterrupted(program), **kwargs)
         if self._has_state:
-            return self._state.run(call, self._constants, args)
+            return self._table.run(self._state, call, (self._constants, *args))
         return call([], [], self._constants, *args)[1]
 
     @contextmanager
-    def _entered(self, step: PureStep, out_tree: Any) -> Iterator[None]:
-        self._entering.step, self._entering.out_tree = step, out_tree
+    def _entered(self, step: LocalStep) -> Iterator[None]:
+        self._entering.step = step
         try:
             yield
         except ValueError as error:
             self._name_state(error)
             raise
         finally:
-            self._entering.step = self._entering.out_tree = None
+            self._entering.step = None
+
+    def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments on the step's device, if it has one."""
+        if self._device is None:
+            return args, kwargs
+        return tuple(map(self._argument, args)), {name: self._argument(value) for name, value in kwargs.items()}
+
+    def _argument(self, argument: Any) -> Any:
+        """Return an argument with its arrays on the device; the same object if they are, as it may be static."""
+        return jax.tree_util.tree_map(self._here, argument) if self._is_elsewhere(argument) else argument
+
+    def _is_elsewhere(self, tree: Any) -> bool:
+        return any(self._here(leaf) is not leaf for leaf in jax.tree_util.tree_leaves(tree))
+
+    def _here(self, leaf: Any) -> Any:
+        if self._device is None or not isinstance(leaf, jax.Array) or is_resource(leaf):
+            return leaf
+        is_elsewhere = leaf.committed and leaf.sharding.device_set != {self._device}
+        return jax.device_put(leaf, self._device) if is_elsewhere else leaf
+
+
+def _identity(step: LocalStep, call: Call) -> tuple[Any, ...]:
+    return call.writes, call.reads, call.device, call.keeps, [*map(id, step.traced.constants)]
 
 
 def _can_be_lowered(stage: jax.stages.Traced) -> bool:
@@ -176,39 +224,6 @@ def _can_be_lowered(stage: jax.stages.Traced) -> bool:
         return bool(stage.args_info)
     except Exception:
         return False
-
-
-@dataclass(frozen=True)
-class LoweredWhole:
-    """A single-executable step, lowered for arguments of the structure `in_tree`.
-
-    `anywhere` runs it on arguments that are on other devices than its program expects.
-    """
-
-    whole: WholeStep
-    stage: jax.stages.Lowered
-    in_tree: Any
-    anywhere: Callable[[Any, Any], Any]
-
-    @property
-    def programs(self) -> list[LoweredWhole]:
-        """The one program, which is this object: it has JAX's `stage`."""
-        return [self]
-
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
-        """Compile the program."""
-        compiled = compiled_for(self.stage, handles(self.stage.args_info), compiler_options)
-
-        def run(leaves: Sequence[Any]) -> Sequence[Any]:
-            args, kwargs = handles(jax.tree_util.tree_unflatten(self.in_tree, leaves))
-            try:
-                return jax.tree_util.tree_leaves(handles(self.whole.run_compiled(compiled, args, kwargs)))
-            except ValueError:
-                if not lie_apart(leaves, compiled):
-                    raise
-            return jax.tree_util.tree_leaves(handles(self.anywhere(args, kwargs)))
-
-        return CompiledStep(run, [Program(compiled, keeps=self.whole.keeps)])
 
 
 def _signature(function: Any) -> inspect.Signature:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from dflow.lowering.local import CompiledStep
+from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jaxprs.trace import leaf_names
@@ -28,19 +28,6 @@ _KNOWN = (
 )
 
 
-class LoweredRun(Protocol):
-    """The lowered programs of a function with state."""
-
-    @property
-    def programs(self) -> Sequence[Any]:
-        """The programs, each with JAX's `Lowered` as `stage`."""
-        ...
-
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledStep:
-        """Compile the programs."""
-        ...
-
-
 class _Stage:
     """Properties of the arguments and results that are known since the trace."""
 
@@ -56,14 +43,16 @@ class _Stage:
         return f"<{type(self).__name__} of {self._looked.fun_name}>"
 
 
-class Traced(_Stage):
+class TracedFunction(_Stage):
     """Result of `fn.trace(...)` for a function with state: JAX's `Traced`, but lowered by dflow."""
 
-    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredRun]) -> None:
+    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredStep]) -> None:
         super().__init__(looked)
         self._lower = lower
 
-    def lower(self, *, lowering_platforms: tuple[str, ...] | None = None, _private_parameters: Any = None) -> Lowered:
+    def lower(
+        self, *, lowering_platforms: tuple[str, ...] | None = None, _private_parameters: Any = None
+    ) -> LoweredFunction:
         """Lower the function to programs, for `lowering_platforms` if not None, else for this process's devices.
 
         Raises PlainJitError when `jax.export` calls it, which passes `_private_parameters`.
@@ -73,40 +62,39 @@ class Traced(_Stage):
                 f"{self._looked.fun_name} has state, and jax.export does not know where it is",
                 "export it by dflow.export(fn, *specs), which keeps the state beside the program",
             )
-        return Lowered(self._looked, self._lower(lowering_platforms))
+        return LoweredFunction(self._looked, self._lower(lowering_platforms))
 
 
-class Lowered(_Stage):
+class LoweredFunction(_Stage):
     """Result of `fn.lower(...)` for a function with state.
 
     It is one program, or several if a queue op separates them. The inputs of a program are the values of the variables
     that it writes, of those it only reads, and its operands. Its first outputs are the new values.
     """
 
-    def __init__(self, looked: Any, step: LoweredRun) -> None:
+    def __init__(self, looked: Any, step: LoweredStep) -> None:
         super().__init__(looked)
         self._step = step
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Return the StableHLO of all programs, one after the other."""
-        return _texts(program.stage.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
+        return "\n".join(program.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
         """Return XLA's estimates before compilation, such as `flops`, summed over the programs."""
-        return _sum(program.stage.cost_analysis() for program in self._step.programs)
+        return _sum(program.cost_analysis() for program in self._step.programs)
 
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> Compiled:
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledFunction:
         """Compile the programs. Calls of the result read and write the variables like calls of the function."""
-        return Compiled(self._looked, self._step.compile(compiler_options))
+        return CompiledFunction(self._looked, *self._step.compile(compiler_options))
 
 
-class Compiled(_Stage):
+class CompiledFunction(_Stage):
     """A function with state, compiled for one set of argument types."""
 
-    def __init__(self, looked: Any, compiled: CompiledStep) -> None:
+    def __init__(self, looked: Any, run: Runner, programs: Sequence[jax.stages.Compiled]) -> None:
         super().__init__(looked)
-        self._run = compiled.run
-        self._programs = [program.compiled for program in compiled.programs]
+        self._run, self._programs = run, programs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
@@ -117,7 +105,7 @@ class Compiled(_Stage):
 
     def as_text(self) -> str:
         """Return XLA's text of all programs, one after the other."""
-        return _texts(program.as_text() for program in self._programs)
+        return "\n".join(program.as_text() or "" for program in self._programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
         """Return XLA's estimates, such as `flops` and `bytes accessed`, summed over the programs."""
@@ -149,10 +137,6 @@ class Compiled(_Stage):
                     f"{self._looked.fun_name} was compiled for {name}: {wanted}, and called with {given}"
                     f"{at(caller())}\n  call the function itself, which compiles for each type, or convert the argument"
                 )
-
-
-def _texts(texts: Any) -> str:
-    return "\n".join(texts)
 
 
 def _sum(analyses: Any) -> Mapping[str, float]:

@@ -10,36 +10,23 @@ from dflow.distributed.simulation.at_size.coordinator_load import Load
 from dflow.distributed.simulation.at_size.hardware import MB, PAPER, Computing, Hardware
 from dflow.distributed.simulation.at_size.report import report
 from dflow.distributed.simulation.at_size.step_times import Shape, Step
+from dflow.distributed.simulation.fault_schedule import FaultSchedule, simulate
 from dflow.distributed.simulation.faults import parse_faults
-from dflow.distributed.simulation.program import STEPS
-from dflow.distributed.simulation.world import Schedule, simulate
 
 
-def show_schedules(
-    first_seed: int,
-    count: int,
-    workers: int,
-    ps: int,
-    steps: int,
-    faults: str | None,
-    is_logged: bool,
-    program: str = STEPS,
-    say: Callable[[str], None] = print,
-) -> int:
-    """Run the schedules of `count` seeds, print the result of each that broke an invariant, and return the exit status.
+def show_schedules(options: argparse.Namespace, say: Callable[[str], None] = print) -> int:
+    """Run the schedules that `options` describe, print each that broke an invariant, and return the exit status.
 
-    faults     as text, see `simulation.faults`; None draws them from each seed
-    is_logged  print all events, line by line
-    program    what the workers do; see `Schedule`
-    raises     ValueError when `faults` cannot be parsed
+    raises     ValueError when the faults cannot be parsed
     """
-    given = None if faults is None else parse_faults(faults)
+    faults = None if options.faults is None else parse_faults(options.faults)
+    count, steps = options.schedules, options.steps or 9
     broken = again = events = 0
-    for seed in range(first_seed, first_seed + count):
-        schedule = Schedule(seed, workers, ps, steps, given, program)
-        if is_logged:
-            say(f"seed {seed}, faults: {str(schedule.script) or 'none'}")
-        ended = simulate(schedule, say if is_logged else None)
+    for seed in range(options.seed, options.seed + count):
+        schedule = FaultSchedule(seed, options.workers, options.ps, steps, faults, options.program)
+        if options.log:
+            say(f"seed {seed}, faults: {str(schedule.actual_faults) or 'none'}")
+        ended = simulate(schedule, say if options.log else None)
         broken, again, events = broken + bool(ended.broken), again + len(ended.repeated), events + ended.events
         if ended.broken or count == 1:
             say(str(ended))

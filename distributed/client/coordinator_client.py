@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import secrets
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -28,6 +28,7 @@ from dflow.distributed.wire.messages.message import Answer, Message, Notice, Req
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, TaskInfo
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus
+from dflow.lowering.queues.timers import Clock, Timers
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError
 
@@ -59,26 +60,25 @@ class CoordinatorClient:
         name: str,
         timeout_s: float = ANSWER_S,
         settings: SessionSettings | None = None,
-        is_threaded: bool = True,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock | None = None,
     ) -> None:
         #: The task that has joined; empty before.
         self.task = ""
         self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
         self._steps: Callable[[], int] = lambda: 0
         self._doing: Callable[[], str] = str
-        self._clock = clock
+        self._clock = clock or Timers("dflow coordinator link")
         self._claims_since_s: float | None = None
         self.session = SessionDriver(
             transport,
             address,
             self._beat,
             name=name,
-            timeout_s=timeout_s,
+            process=secrets.token_hex(8),
             settings=settings,
-            is_threaded=is_threaded,
-            clock=clock,
+            clock=self._clock,
         )
+        self.session.open(timeout_s)
 
     # Being a task.
 
@@ -101,7 +101,6 @@ class CoordinatorClient:
         raises     RemoteError with both addresses when a live task has the name; DeviceError for a malformed name
         """
         self.task, self._traffic, self._steps, self._doing = task, traffic, steps, doing
-        self.session.beat_later()
         try:
             self.session.ask(Join(task, address), timeout_s)
         except BaseException:
@@ -187,7 +186,7 @@ class CoordinatorClient:
     @contextmanager
     def _claiming(self) -> Iterator[None]:
         """Log a claim that waits long; add the workers that hold the steps to the error of its deadline."""
-        self._claims_since_s = self._clock()
+        self._claims_since_s = self._clock.now_s
         try:
             yield
         except DeadlineExceeded as error:
@@ -209,7 +208,7 @@ class CoordinatorClient:
     def _beat(self) -> None:
         self.session.tell(Heartbeat(self.task, largest(self._traffic()), self._steps(), self._doing()))
         since_s = self._claims_since_s
-        if since_s is not None and self._clock() - since_s >= LONG_CLAIM_S:
+        if since_s is not None and self._clock.now_s - since_s >= LONG_CLAIM_S:
             self._claims_since_s = None
             threading.Thread(target=self._announce_wait, name="dflow long claim", daemon=True).start()
 

@@ -8,8 +8,9 @@ Invariants:
 - a request without an answer is sent again over the next link, in the original order, after the task has rejoined; the
   coordinator executes none twice, since claims and arrivals have numbers and the others may be repeated;
 - a task rejoins as the same member: in the same incarnation, and never in another cluster;
-- a lost link is opened again after pauses that grow up to `longest_pause_s`, each shortened at random from `seed`; the
-  session ends with one GaveUp when that failed for `give_up_s`, or when the coordinator has declared the task dead;
+- a lost link is opened again after pauses that grow up to `longest_pause_s`, each shortened at random by
+  a number that `incarnation` determines; the session ends with one GaveUp when that failed for `give_up_s`, or when the
+  coordinator has declared the task dead;
 - each outage is logged when it begins and when it ends, in a process that is a task;
 - `roster` never gets older: of two rosters, the one with the greater version is shown last.
 """
@@ -24,8 +25,7 @@ import msgspec
 
 from dflow.distributed.client.request_numbers import RequestNumbers
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.marked import Mark, Marked
-from dflow.distributed.wire.messages.message import Message, Request
+from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
 from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange
 from dflow.distributed.wire.roster_changes import changed_roster
 
@@ -42,6 +42,7 @@ class SessionSettings:
     `connect_s`        longest duration of each attempt
     `join_s`           longest wait for the answer to a Join; then the link counts as dead
     `give_up_s`        time after which the session gives the coordinator up
+    `heartbeat_s`      interval between the heartbeats of a task
     `rejoins_anew`     whether a task that was declared dead meanwhile joins as a new task of the same name. This suits
                        one that holds variables and runs no program that would have to start again
     """
@@ -51,6 +52,7 @@ class SessionSettings:
     connect_s: float = 2.0
     join_s: float = 10.0
     give_up_s: float = 600.0
+    heartbeat_s: float = 1.0
     rejoins_anew: bool = False
 
 
@@ -202,10 +204,10 @@ class CoordinatorSession:
     `incarnation`  id of this life of the process, different from all others
     """
 
-    def __init__(self, *, who: str, incarnation: str, settings: SessionSettings | None = None, seed: int = 0) -> None:
+    def __init__(self, *, who: str, incarnation: str, settings: SessionSettings | None = None) -> None:
         self._who = who
         self._settings = settings or SessionSettings()
-        self._random = random.Random(seed)
+        self._random = random.Random(incarnation)
         self._incarnation = incarnation
         self._lives = 1
         self._link: int | None = None

@@ -1,12 +1,13 @@
-"""The driver of a client's session with the coordinator: the connection, the clock and the thread.
+"""The driver of a client's session with the coordinator: it opens connections, and calls at the right time.
 
-It decides nothing; `coordinator_session` decides what to do when the coordinator goes away and comes back.
+It decides nothing; `coordinator_session` decides what to do when the coordinator goes away and comes back. Its clock
+and its transport are arguments, so that a simulator runs it too.
 
 Invariants:
 - every request has a deadline, and waits until then even while the coordinator is away;
 - `roster` is the newest one that the coordinator sent, as soon as a Join is answered;
 - callbacks get the rosters in order, one at a time, on any thread: they must not block, and must not call `ask`;
-- `beat` is called every `HEARTBEAT_S` while the joined task has a connection, whatever the program does.
+- `beat` is called every `heartbeat_s` while the joined task has a connection, whatever the program does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import secrets
 import threading
 import time
 from collections import deque
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 from dflow.distributed.client.coordinator_session import (
     Answered,
@@ -55,23 +55,21 @@ from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import Roster
+from dflow.lowering.queues.timers import Clock, Stoppable
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
 
 LOGGER = logging.getLogger("dflow")
-HEARTBEAT_S = 1.0
 
 
 class SessionDriver:
     """A connection to the coordinator at `address`, as `name`, which is opened again after a loss.
 
-    `beat`         called every `HEARTBEAT_S` while the task has joined
-    `timeout_s`    longest attempt to open the first connection, in s
-    `settings`     how long and how often it reconnects
-    `is_threaded`  whether a new thread calls `tick`; without one, the owner has to call it repeatedly
-    `clock`        seconds since an arbitrary moment
-    raises         DeadlineExceeded naming the coordinator, the address and the time it tried; what `connect` raises
+    `beat`      called at each heartbeat of the task, once it has joined
+    `process`   identity of this process among all that join under the name
+    `settings`  how long and how often it reconnects
+    `clock`     calls of this session alone, which opening a connection may delay; closed with the session
     """
 
     def __init__(
@@ -81,23 +79,18 @@ class SessionDriver:
         beat: Callable[[], None],
         *,
         name: str,
-        timeout_s: float,
+        process: str,
         settings: SessionSettings | None,
-        is_threaded: bool,
-        clock: Callable[[], float],
+        clock: Clock,
     ) -> None:
         self.address = address
+        self.process = process
         self._transport = transport
         self._name = name
         self._clock = clock
         self._settings = settings or SessionSettings()
-        #: Identity of this process among all that join under the name.
-        self.process = secrets.token_hex(8)
         self._session = CoordinatorSession(
-            who=f"the coordinator at {address}",
-            incarnation=self.process,
-            settings=self._settings,
-            seed=secrets.randbits(64),
+            who=f"the coordinator at {address}", incarnation=process, settings=self._settings
         )
         self._changed = threading.Condition()
         self._calling = threading.Lock()
@@ -106,23 +99,43 @@ class SessionDriver:
         self._on_lost: list[Callable[[str], None]] = []
         self._on_dump: list[Callable[[str], None]] = []
         self._beat = beat
-        self._beat_at_s = 0.0
+        self._is_beating = False
         self._closed = False
         self._todo: deque[SessionCommand] = deque()
         self._is_carrying_out = False
-        self._must_open = False
+        self._alarm_at_s: float | None = None
+        self._alarm: Stoppable | None = None
         self._links: dict[int, Peer] = {}
         self._link_numbers = itertools.count(1)
         self._ask_numbers = itertools.count(1)
-        self._answers: dict[int, Future[Message]] = {}
-        self._open(timeout_s)
-        if is_threaded:
-            threading.Thread(target=self._run, name="dflow coordinator link", daemon=True).start()
+        self._answers: dict[int, Future[Any]] = {}
+
+    def open(self, timeout_s: float) -> None:
+        """Open the first connection.
+
+        raises  DeadlineExceeded naming the coordinator, the address and `timeout_s`; what `Transport.connect` raises
+        """
+        link = next(self._link_numbers)
+        peer = self._transport.connect(
+            self.address,
+            name=self._name,
+            handler=_CoordinatorLink(self, link),
+            who="the coordinator",
+            timeout_s=timeout_s,
+        )
+        self._links[link] = peer
+        self._handle(Opened(self._clock.now_s, link))
+        if peer.closed:  # it may have ended before the session knew about it
+            self.link_ended(link, peer.closed)
+
+    def open_later(self) -> None:
+        """Open a connection on the clock's thread, and retry after a failure."""
+        self._clock.after(0.0, self._try_to_open)
 
     def close(self, reason: str) -> None:
         """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
         self._closed = True
-        self._handle(Ending(self._clock(), reason))
+        self._handle(Ending(self._clock.now_s, reason))
 
     @property
     def is_closed(self) -> bool:
@@ -144,7 +157,7 @@ class SessionDriver:
     def outage(self) -> str:
         """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
         with self._changed:
-            return self._session.outage(self._clock())
+            return self._session.outage(self._clock.now_s)
 
     @property
     def open_asks(self) -> int:
@@ -202,26 +215,35 @@ class SessionDriver:
         what = type(message).__name__
         if on_reader_thread():
             raise InternalError(f"a handler waits for the coordinator to answer {what}; hand that to another thread")
-        future: Future[Message] = Future()
+        future = self.start(message)
+        try:
+            answer = future.result(timeout_s)
+        except FutureTimeoutError:
+            if not future.done():
+                raise DeadlineExceeded(
+                    f"the coordinator at {self.address} did not answer {what} of {self._name} within {timeout_s:g} s"
+                    f"{self.outage}"
+                ) from None
+            answer = future.result()
+        finally:
+            future.cancel()
+        return answer
+
+    def start(self, message: Request[Answer]) -> Future[Answer]:
+        """Send the coordinator a request, and return its answer to come; `cancel` withdraws the request."""
+        future: Future[Answer] = Future()
         with self._changed:
             ask = next(self._ask_numbers)
             self._answers[ask] = future
-            self._decide(Asking(self._clock(), ask, message))
+            self._decide(Asking(self._clock.now_s, ask, message))
+        future.add_done_callback(partial(self._done, ask))
         self._carry_out_all()
-        try:
-            answer = future.result(timeout_s)
-        except BaseException as error:
+        return future
+
+    def _done(self, ask: int, future: Future[Answer]) -> None:
+        if future.cancelled():
             self._answers.pop(ask, None)
-            self._handle(Withdrawn(self._clock(), ask))
-            if not isinstance(error, FutureTimeoutError):
-                raise
-            raise DeadlineExceeded(
-                f"the coordinator at {self.address} did not answer {what} of {self._name} within {timeout_s:g} s"
-                f"{self.outage}"
-            ) from None
-        if isinstance(answer, Failure):
-            raise error_from(answer)
-        return cast(Answer, answer)
+            self._handle(Withdrawn(self._clock.now_s, ask))
 
     def tell(self, message: Message) -> None:
         """Send a notification; dropped while there is no connection."""
@@ -231,65 +253,29 @@ class SessionDriver:
             with contextlib.suppress(DflowError):  # the link reports the end of its connection
                 peer.notify(message)
 
-    def beat_later(self) -> None:
-        """Put the next heartbeat off by `HEARTBEAT_S`."""
-        self._beat_at_s = self._clock() + HEARTBEAT_S
-
-    def tick(self) -> None:
-        """Send heartbeats and reconnect when due; only needed without a thread."""
-        now_s = self._clock()
-        if now_s >= self._beat_at_s and self._session.joined_link is not None:
-            self._beat_at_s = now_s + HEARTBEAT_S
-            self._beat()
-        self._handle(Woke(now_s))
-        if self._take_open():
-            self._try_to_open()
-
-    def _run(self) -> None:
-        while self._wait_until_due():
-            try:
-                self.tick()
-            except Exception:  # of a callback: without this thread the task would be declared dead
-                LOGGER.exception("%s: the connection to the coordinator goes on after a fault", self._name)
-
-    def _wait_until_due(self) -> bool:
-        """Wait until `tick` has work to do; False when the session has ended."""
-        with self._changed:
-            while not self._session.ended:
-                wake_at_s = self._session.wake_at_s
-                due_s = [self._beat_at_s] if self._session.joined_link is not None else []
-                due_s += [wake_at_s] if wake_at_s is not None else []
-                left_s = min(due_s) - self._clock() if due_s else None
-                if self._must_open or (left_s is not None and left_s <= 0):
-                    return True
-                self._changed.wait(left_s)
-            return False
-
-    def _take_open(self) -> bool:
-        with self._changed:
-            must_open, self._must_open = self._must_open, False
-            return must_open
-
     def _try_to_open(self) -> None:
         try:
-            self._open(self._settings.connect_s)
+            self.open(self._settings.connect_s)
         except Exception as error:  # any error: the session waits for the outcome
-            self._handle(OpenFailed(self._clock(), str(error) or type(error).__name__))
+            self._handle(OpenFailed(self._clock.now_s, str(error) or type(error).__name__))
 
-    def _open(self, timeout_s: float) -> None:
-        link = next(self._link_numbers)
-        peer = self._transport.connect(
-            self.address, name=self._name, handler=_Link(self, link), who="the coordinator", timeout_s=timeout_s
-        )
-        self._links[link] = peer
-        self._handle(Opened(self._clock(), link))
-        if peer.closed:  # it may have ended before the session knew about it
-            self.link_ended(link, peer.closed)
+    def _wake(self) -> None:
+        with self._changed:
+            self._alarm_at_s = None
+            self._decide(Woke(self._clock.now_s))
+        self._carry_out_all()
+
+    def _beat_again(self) -> None:
+        with self._changed:
+            self._is_beating = False
+            self._set_timers()
+        if self._is_beating:
+            self._beat()
 
     def link_ended(self, link: int, reason: str) -> None:
         """Handle the end of the connection `link`."""
         self._links.pop(link, None)
-        self._handle(LinkEnded(self._clock(), link, reason))
+        self._handle(LinkEnded(self._clock.now_s, link, reason))
 
     def link_heard(self, link: int, message: Message, payload: memoryview) -> None:
         """Handle a notification that came over the connection `link`."""
@@ -298,7 +284,7 @@ class SessionDriver:
             for callback in self._on_dump:
                 callback(message.why)
             return
-        self._handle(Heard(self._clock(), link, message))
+        self._handle(Heard(self._clock.now_s, link, message))
 
     def _handle(self, event: SessionEvent) -> None:
         with self._changed:
@@ -307,7 +293,25 @@ class SessionDriver:
 
     def _decide(self, event: SessionEvent) -> None:
         self._todo.extend(self._session.handle(event))
+        self._set_timers()
         self._changed.notify_all()
+
+    def _set_timers(self) -> None:
+        """Schedule the next heartbeat, if there is a task, and the session's next timeout; none after its end."""
+        if self._session.ended:
+            self._clock.close()
+            return
+        if self._session.joined_link is not None and not self._is_beating:
+            self._clock.after(self._settings.heartbeat_s, self._beat_again)
+            self._is_beating = True
+        wake_at_s = self._session.wake_at_s
+        if wake_at_s == self._alarm_at_s:
+            return
+        if self._alarm is not None:
+            self._alarm.stop()
+        if wake_at_s is not None:
+            self._alarm = self._clock.after(wake_at_s - self._clock.now_s, self._wake)
+        self._alarm_at_s = wake_at_s
 
     def _carry_out_all(self) -> None:
         """Carry out queued commands in order. One thread at a time does; others leave their commands to it."""
@@ -328,9 +332,7 @@ class SessionDriver:
     def _carry_out(self, command: SessionCommand) -> None:
         match command:
             case OpenLink():
-                with self._changed:
-                    self._must_open = True
-                    self._changed.notify_all()
+                self.open_later()
             case Send(link, ask, message):
                 self._send(link, ask, message)
             case Tell(link, message):
@@ -342,8 +344,8 @@ class SessionDriver:
                     peer.close(reason)
             case Settle(ask, message):
                 answer = self._answers.pop(ask, None)
-                if answer is not None:
-                    answer.set_result(message)
+                if answer is not None and answer.set_running_or_notify_cancel():
+                    _settle(answer, message)
             case ShowRoster(roster):
                 self._show(roster)
             case Warn(text):
@@ -370,7 +372,7 @@ class SessionDriver:
         if isinstance(reply, TransportClosed):
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
-        self._handle(Answered(self._clock(), link, ask, message))
+        self._handle(Answered(self._clock.now_s, link, ask, message))
 
     def _show(self, roster: Roster) -> None:
         with self._calling:
@@ -382,7 +384,7 @@ class SessionDriver:
                 callback(roster)
 
 
-class _Link(RefuseAll):
+class _CoordinatorLink(RefuseAll):
     """Handler of the messages of one connection."""
 
     def __init__(self, owner: SessionDriver, link: int) -> None:
@@ -396,6 +398,14 @@ class _Link(RefuseAll):
     def on_close(self, peer: Peer, reason: str) -> None:
         """Pass the end of the connection to the driver."""
         self._owner.link_ended(self._link, reason)
+
+
+def _settle(future: Future[Any], answer: Message) -> None:
+    """End the wait for an answer; a `Failure` ends it with the error."""
+    if isinstance(answer, Failure):
+        future.set_exception(error_from(answer))
+    else:
+        future.set_result(answer)
 
 
 def _unpacked(message: Message, payload: memoryview) -> Message:

@@ -59,8 +59,7 @@ from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.elections import Elected, ElectOnce
-from dflow.distributed.wire.messages.marked import Marked
-from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, RosterChange

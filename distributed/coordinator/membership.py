@@ -184,6 +184,8 @@ class Membership:
         self._ticked_at_s: float | None = None
         self._available: dict[str, tuple[str, ...]] | None = None
         self._unpublished: dict[int, None] = {}
+        #: The version before each listed life joined.
+        self._joined_after: dict[int, int] = {}
         for key, info in self._records.load(_LIFE, TaskInfo):
             # A life keeps its number, which `_add` takes from `_next_life`.
             self._next_life = int(key)
@@ -192,10 +194,10 @@ class Membership:
             sorted((life for life, info in self._joined.items() if info.left_at_s is not None), key=self._end)
         )
         self._dropped: list[int] = []
-        #: By life, the version that last changed it, oldest first; `_dropped_at` has the versions that dropped a life.
-        #: Both are complete after version `_complete_at`.
+        #: By life, the version that last changed it, oldest first; `_dropped_at` has, for a dropped life, the versions of
+        #: its drop and before its joining. Both are complete after version `_complete_at`.
         self._changed_at: dict[int, int] = {}
-        self._dropped_at: deque[tuple[int, int]] = deque()
+        self._dropped_at: deque[tuple[int, int, int]] = deque()
         self._complete_at = self._version
 
     def handle(self, event: MembershipEvent) -> list[MembershipCommand]:
@@ -295,8 +297,11 @@ class Membership:
             return None
         newer = takewhile(lambda change: change[1] > version, reversed(self._changed_at.items()))
         entries = tuple(self._joined[life] for life, _ in reversed(list(newer)))
-        dropped = tuple(life for at, life in self._dropped_at if at > version)
-        return RosterChange(version, self._version, entries, dropped, self.epoch)
+        dropped = [(life, before) for at, life, before in self._dropped_at if at > version]
+        if any(before >= version for _, before in dropped):
+            # The task joined and left since: a receiver that still expects it learns that from a whole roster alone.
+            return None
+        return RosterChange(version, self._version, entries, tuple(life for life, _ in dropped), self.epoch)
 
     def entry(self, life: int) -> TaskInfo:
         """Return the roster's entry of a life."""
@@ -425,6 +430,7 @@ class Membership:
         """List a task that has joined and return its life; it is away for now, unless its entry says that it left."""
         life, self._next_life = self._next_life, self._next_life + 1
         self._joined[life] = msgspec.structs.replace(info, life=life)
+        self._joined_after[life] = self._version
         self._lives_of.setdefault(info.task, []).append(life)
         self._expected.pop(info.task, None)
         if info.left_at_s is None:
@@ -457,10 +463,10 @@ class Membership:
         self._unpublished.pop(life, None)
         self._dropped.append(life)
         self._changed_at.pop(life, None)
-        self._dropped_at.append((self._version, life))
+        self._dropped_at.append((self._version, life, self._joined_after.pop(life)))
         if len(self._dropped_at) > MOST_LEFT:
             # Without this drop, the changes since an earlier version can no longer be listed.
-            self._complete_at, _ = self._dropped_at.popleft()
+            self._complete_at, *_ = self._dropped_at.popleft()
         lives = self._lives_of[info.task]
         lives.remove(life)
         if not lives:

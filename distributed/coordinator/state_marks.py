@@ -13,7 +13,7 @@ from __future__ import annotations
 import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages.marked import Mark
+from dflow.distributed.wire.messages.message import Mark
 
 
 class _Start(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ from dflow.distributed.wire.messages.observing import (
     TaskState,
     TraceTold,
 )
+from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.errors import WireError
 
@@ -38,7 +39,7 @@ class TaskObserver:
     def __init__(self, recorder: Recorder, state: Callable[[], TaskState]) -> None:
         self._recorder, self._state = recorder, state
         self._lock = threading.Lock()
-        self._ends: threading.Timer | None = None
+        self._ends: Stoppable | None = None
 
     def answer(self, message: Observation) -> tuple[Message, Payload]:
         """Return the answer with its payload; raises WireError for a trace over the limits."""
@@ -66,9 +67,7 @@ class TaskObserver:
         with self._lock:
             self._recorder.keep(message.events)
             self._recorder.watch()
-            self._ends = threading.Timer(message.longest_s, self._give_up)
-            self._ends.daemon = True
-            self._ends.start()
+            self._ends = start_timer(message.longest_s, self._give_up)
         return ClockTold(self._recorder.clock())
 
     def _give_up(self) -> None:
@@ -78,6 +77,6 @@ class TaskObserver:
     def _end(self) -> None:
         with self._lock:
             if self._ends is not None:
-                self._ends.cancel()
+                self._ends.stop()
                 self._ends = None
             self._recorder.unwatch()

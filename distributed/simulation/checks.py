@@ -221,9 +221,9 @@ class Checks:
             text = f"at {now_s:.1f} s {who} still waits for {what}, which was to end at {until_s:.1f} s"
             self.require(False, "waits end", text)
 
-    def goes_on(self, who: str, wait: object) -> None:
-        """A wait inside a task has passed its deadline."""
-        self.require(False, "waits end", f"{who} still waits for {wait} after its deadline")
+    def task_waits(self, task: str, endless: int) -> None:
+        """A task has `endless` waits for values that have passed their deadlines and go on."""
+        self.require(not endless, "waits end", f"{endless} waits of {task} go on after their deadlines")
 
     def memory(self, task: str, found: TaskStatistics, origins: int) -> None:
         """Check the number of ended steps that a task remembers; `origins` is the number of tasks that start steps."""

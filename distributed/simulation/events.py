@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 
 
-class Timer:
+class PendingEvent:
     """A pending event, which can be stopped."""
 
     __slots__ = ("_queue", "call", "is_routine")
@@ -46,17 +46,17 @@ class EventQueue:
         self.awaited = 0
         self._ties = random.Random(seed)
         self._serials = itertools.count()
-        self._heap: list[tuple[float, float, int, Timer]] = []
+        self._heap: list[tuple[float, float, int, PendingEvent]] = []
 
-    def at(self, at_s: float, call: Callable[[], None], *, is_routine: bool = False) -> Timer:
+    def at(self, at_s: float, call: Callable[[], None], *, is_routine: bool = False) -> PendingEvent:
         """Schedule `call` at `at_s`, or now if that is past."""
-        timer = Timer(self, call, is_routine)
+        timer = PendingEvent(self, call, is_routine)
         self.awaited += not is_routine
         now_s = self.now_s
         heapq.heappush(self._heap, (at_s if at_s > now_s else now_s, self._ties.random(), next(self._serials), timer))
         return timer
 
-    def after(self, delay_s: float, call: Callable[[], None], *, is_routine: bool = False) -> Timer:
+    def after(self, delay_s: float, call: Callable[[], None], *, is_routine: bool = False) -> PendingEvent:
         """Schedule `call` after `delay_s`."""
         return self.at(self.now_s + delay_s, call, is_routine=is_routine)
 

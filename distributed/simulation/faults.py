@@ -7,7 +7,7 @@ Its text is the argument of `dflow simulate --faults`: words separated by commas
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,44 +15,20 @@ COORDINATOR = "coordinator"
 
 
 @dataclass(frozen=True)
-class Stop:
-    """The process on `host` ends at `at_s`, and another is started `back_after_s` later.
+class Outage:
+    """A host, or the network between two hosts, does not work for `for_s`, from `at_s` on."""
 
-    The system closes the connections of a killed process; a power loss notifies no peer. A coordinator loses power
-    right after its next write to its store, before it sends any result of that write.
-    """
-
-    host: str
-    at_s: float
-    back_after_s: float
-
-    def __str__(self) -> str:
-        return f"{self.host}@{self.at_s:g}+{self.back_after_s:g}"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """No packet passes between two hosts for `for_s`, from `at_s` on."""
-
-    one: str
-    other: str
+    hosts: tuple[str, ...]
     at_s: float
     for_s: float
 
     def __str__(self) -> str:
-        return f"{self.one}/{self.other}@{self.at_s:g}+{self.for_s:g}"
+        return f"{'/'.join(self.hosts)}@{self.at_s:g}+{self.for_s:g}"
 
-
-@dataclass(frozen=True)
-class Hang:
-    """The process on `host` does nothing for `for_s`, from `at_s` on, and then continues."""
-
-    host: str
-    at_s: float
-    for_s: float
-
-    def __str__(self) -> str:
-        return f"{self.host}@{self.at_s:g}+{self.for_s:g}"
+    @property
+    def end_s(self) -> float:
+        """The time at which it ends."""
+        return self.at_s + self.for_s
 
 
 @dataclass(frozen=True)
@@ -75,6 +51,12 @@ class Faults:
     `twice`  the fraction of values and cancellations between tasks that arrive twice
     `mixed`  the fraction of these that later messages may overtake
     `breaks` the fraction of packets on which their stream breaks; the connection continues over a new stream
+    `kill`   a host's process ends, its system closes its connections, and another process starts after the outage
+    `power`  likewise, but no peer is notified; a coordinator ends right after its next write to its store, before it
+             sends any result of that write
+    `cut`    no packet passes between two hosts
+    `hang`   a host's process does nothing, and then continues
+    `slow`   a host takes longer for all its work
     """
 
     loss: float = 0.0
@@ -82,10 +64,10 @@ class Faults:
     twice: float = 0.0
     mixed: float = 0.0
     breaks: float = 0.0
-    kill: tuple[Stop, ...] = ()
-    power: tuple[Stop, ...] = ()
-    cut: tuple[Cut, ...] = ()
-    hang: tuple[Hang, ...] = ()
+    kill: tuple[Outage, ...] = ()
+    power: tuple[Outage, ...] = ()
+    cut: tuple[Outage, ...] = ()
+    hang: tuple[Outage, ...] = ()
     slow: tuple[Slow, ...] = ()
 
     def __str__(self) -> str:
@@ -99,18 +81,19 @@ class Faults:
         return ",".join(words)
 
     @property
+    def outages(self) -> tuple[Outage, ...]:
+        """All outages."""
+        return (*self.kill, *self.power, *self.cut, *self.hang)
+
+    @property
     def end_s(self) -> float:
-        """The time at which the last fault of limited duration ends, in s."""
-        stops = [stop.at_s + stop.back_after_s for stop in (*self.kill, *self.power)]
-        spans = [cut.at_s + cut.for_s for cut in self.cut] + [hang.at_s + hang.for_s for hang in self.hang]
-        return max([0.0, *stops, *spans])
+        """The time at which the last outage ends, in s."""
+        return max((outage.end_s for outage in self.outages), default=0.0)
 
 
 def check_hosts(faults: Faults, hosts: Sequence[str]) -> None:
     """Raise ValueError when a fault names an unknown host."""
-    named = [stop.host for stop in (*faults.kill, *faults.power)] + [hang.host for hang in faults.hang]
-    named += [slow.host for slow in faults.slow] + [host for cut in faults.cut for host in (cut.one, cut.other)]
-    for host in named:
+    for host in (*(host for outage in faults.outages for host in outage.hosts), *(slow.host for slow in faults.slow)):
         if host not in hosts:
             raise ValueError(f"a fault is of {host!r}, and the hosts are {', '.join(hosts)}")
 
@@ -123,60 +106,51 @@ def parse_faults(text: str) -> Faults:
         try:
             if not equals or name not in _READERS:
                 raise ValueError(f"there is no fault {name!r}")
-            faults = _READERS[name](faults, name, value)
+            before, read = getattr(faults, name), _READERS[name](value)
         except ValueError as error:
             raise ValueError(
                 f"fault {word!r}: {error}; give some of {', '.join(_READERS)}, such as loss=0.1, kill=worker:0@3.5+2, "
                 "cut=worker:0/coordinator@2+6, hang=ps:0@5+1, slow=ps:1*20"
             ) from None
+        changed: dict[str, Any] = {name: (*before, read) if isinstance(before, tuple) else read}
+        faults = replace(faults, **changed)
     return faults
 
 
-def _rate(faults: Faults, name: str, value: str) -> Faults:
+def _rate(value: str) -> float:
     rate = float(value)
     if not 0 <= rate < 1:
         raise ValueError(f"{rate:g} is not at least 0 and less than 1")
-    changed: dict[str, Any] = {name: rate}
-    return replace(faults, **changed)
+    return rate
 
 
-def _stop(faults: Faults, name: str, value: str) -> Faults:
-    changed: dict[str, Any] = {name: (*getattr(faults, name), Stop(*_timed(value)))}
-    return replace(faults, **changed)
-
-
-def _hang(faults: Faults, _: str, value: str) -> Faults:
-    return replace(faults, hang=(*faults.hang, Hang(*_timed(value))))
-
-
-def _cut(faults: Faults, _: str, value: str) -> Faults:
-    hosts, at_s, for_s = _timed(value)
-    one, _, other = hosts.partition("/")
-    if not other:
-        raise ValueError(f"{hosts!r} names one host")
-    return replace(faults, cut=(*faults.cut, Cut(one, other, at_s, for_s)))
-
-
-def _slow(faults: Faults, _: str, value: str) -> Faults:
-    host, _, factor = value.partition("*")
-    return replace(faults, slow=(*faults.slow, Slow(host, float(factor))))
-
-
-def _timed(value: str) -> tuple[str, float, float]:
+def _outage(value: str) -> Outage:
     host, _, times = value.partition("@")
     at_s, _, for_s = times.partition("+")
     try:
-        return host, float(at_s), float(for_s)
+        return Outage((host,), float(at_s), float(for_s))
     except ValueError:
         said = f"{value!r} is not of the form HOST@SECONDS+SECONDS: when it begins, and how long it lasts"
         raise ValueError(said) from None
 
 
-_READERS = {
+def _cut(value: str) -> Outage:
+    read = _outage(value)
+    one, _, other = read.hosts[0].partition("/")
+    if not other:
+        raise ValueError(f"{one!r} names one host")
+    return replace(read, hosts=(one, other))
+
+
+def _slow(value: str) -> Slow:
+    host, _, factor = value.partition("*")
+    return Slow(host, float(factor))
+
+
+_READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("loss", "late", "twice", "mixed", "breaks"), _rate),
-    **dict.fromkeys(("kill", "power"), _stop),
+    **dict.fromkeys(("kill", "power", "hang"), _outage),
     "cut": _cut,
-    "hang": _hang,
     "slow": _slow,
 }
 
@@ -197,16 +171,19 @@ def drawn_faults(seed: int, hosts: Sequence[str], busy_s: float = 8.0) -> Faults
     def lasting() -> float:
         return round(draw.choice([0.05, 0.5, 3.0, 15.0]) * (0.5 + draw.random()), 2)
 
+    def outages(most: int) -> tuple[Outage, ...]:
+        return tuple(Outage((draw.choice(list(hosts)),), when(), lasting()) for _ in some(most))
+
     pairs = [sorted(draw.sample(list(hosts), 2)) for _ in some(2)]
     drawn = Faults(
         loss=rate(0.2),
         late=rate(0.3),
         twice=rate(0.3),
         mixed=rate(0.3),
-        kill=tuple(Stop(draw.choice(list(hosts)), when(), lasting()) for _ in some(2)),
-        power=tuple(Stop(draw.choice(list(hosts)), when(), lasting()) for _ in some(1)),
-        cut=tuple(Cut(one, other, when(), lasting()) for one, other in pairs),
-        hang=tuple(Hang(draw.choice(list(hosts)), when(), lasting()) for _ in some(1)),
+        kill=outages(2),
+        power=outages(1),
+        cut=tuple(Outage((one, other), when(), lasting()) for one, other in pairs),
+        hang=outages(1),
         slow=tuple(Slow(draw.choice(list(hosts)), draw.choice([5.0, 50.0])) for _ in some(1)),
     )
     return replace(drawn, breaks=rate(0.1))

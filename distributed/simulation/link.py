@@ -323,7 +323,7 @@ class SimulatedTransport:
         timeout_s: float,
         is_wanted: Callable[[], bool] = always_wanted,
     ) -> Exchange:
-        """Connect now, without retries, which the calling script makes.
+        """Connect now, without retries, which the caller makes.
 
         raises  DeadlineExceeded when the listener at `address` cannot be reached now
         """

@@ -166,12 +166,8 @@ class Network:
         if not self._faults.cut:
             return None
         now_s, pair = self.events.now_s, {one, other}
-        ends = [
-            cut.at_s + cut.for_s
-            for cut in self._faults.cut
-            if {cut.one, cut.other} == pair and cut.at_s <= now_s < cut.at_s + cut.for_s
-        ]
-        return max(ends, default=None)
+        cuts = [cut.end_s for cut in self._faults.cut if {*cut.hosts} == pair and cut.at_s <= now_s < cut.end_s]
+        return max(cuts, default=None)
 
     def arrival(self, source: str, destination: str, within_s: float = math.inf) -> float | None:
         """Return the arrival time of a packet sent now; None if it takes `within_s` or longer."""

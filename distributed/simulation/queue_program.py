@@ -12,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.simulation.checks import Require
-from dflow.distributed.simulation.script import Script, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.distributed.simulation.checks import Require, name_of
+from dflow.distributed.simulation.tasks import Member, SimulatedTasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
@@ -133,7 +132,9 @@ def contents(queue: HeldResource) -> list[int]:
 class QueueWorker:
     """A worker that puts and takes at random, `ops` times in all. The worker `:0` may then close the queue."""
 
-    def __init__(self, member: Member, tasks: Tasks, checks: QueueChecks, host: str, ops: int, seed: str) -> None:
+    def __init__(
+        self, member: Member, tasks: SimulatedTasks, checks: QueueChecks, host: str, ops: int, seed: str
+    ) -> None:
         self.is_complete = False
         self._member, self._tasks, self._checks, self._host, self._ops = member, tasks, checks, host, ops
         self._random = random.Random(f"queue {seed} {member.process}")
@@ -141,33 +142,30 @@ class QueueWorker:
         self._life = -1
         self._closes = member.process.host.endswith(":0") and self._random.random() < 0.5
 
-    def script(self) -> Script:
-        """Join, create or find the queue, use it, and leave."""
-        yield from self._member.join()
+    def run(self) -> None:
+        """Create or find the queue, and use it."""
         for _ in range(self._ops):
             try:
-                yield from self._create()
-                yield sleep(PAUSE_S * self._random.random())
-                yield from self._put() if self._random.random() < 0.6 else self._take()
+                self._create()
+                self._member.sleep(PAUSE_S * self._random.random())
+                self._put() if self._random.random() < 0.6 else self._take()
             except QueueClosed as error:
                 self._member.say(f"finds the queue closed: {error}")
                 break
             except DflowError as error:
-                self._member.say(f"failed: {type(error).__name__}: {error}")
-                yield sleep(AGAIN_S)
+                self._member.failed(error)
         if self._closes:
-            yield from self._close()
+            self._close()
         self.is_complete = True
-        yield from self._member.leave()
 
-    def _create(self) -> Script:
+    def _create(self) -> None:
         life = self._tasks.life_of(self._host)
         if life != self._life:
             message = CreateResource(NAME, "queue<i32[]>", QueueSettings(QueueKind.FIFO, CAPACITY))
-            yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
+            self._member.ask(self._host, message, timeout_s=ANSWER_S)
             self._life = life
 
-    def _put(self) -> Script:
+    def _put(self) -> None:
         put = self._checks.puts(str(self._member.process))
         self._member.say(f"puts in element {put.number}")
 
@@ -177,9 +175,9 @@ class QueueWorker:
             elif isinstance(reply, DeadlineExceeded | QueueClosed):
                 put.is_in = False
 
-        yield from self._op(ops.queue_enqueue, put, [np.asarray(put.number, np.int32)], told)
+        self._op(ops.queue_enqueue, put, [np.asarray(put.number, np.int32)], told)
 
-    def _take(self) -> Script:
+    def _take(self) -> None:
         count = 1 + (self._random.random() < 0.3)
         take = self._checks.takes(str(self._member.process), count)
         self._member.say(f"takes {count}")
@@ -193,28 +191,28 @@ class QueueWorker:
                 take.is_answered = True
 
         op = ops.queue_dequeue if count == 1 else ops.queue_dequeue_many
-        yield from self._op(op, take, [], told, count if count > 1 else 0)
+        self._op(op, take, [], told, count if count > 1 else 0)
 
-    def _close(self) -> Script:
+    def _close(self) -> None:
         cancels, step = self._random.random() < 0.5, next(self._member.numbers)
         message = CallResource(NAME, ResourceOp(ops.queue_close.name, cancel_pending=cancels), self._member.name, step)
         try:
-            yield self._member.ask(self._host, message, timeout_s=ANSWER_S)
+            self._member.ask(self._host, message, timeout_s=ANSWER_S)
             self._member.say("closes the queue")
         except DflowError as error:
             self._member.say(f"could not close the queue: {error}")
 
     def _op(
         self, op: OpDef, seen: _Put | _Take, operands: Sequence[Any], told: Callable[[Any], None], count: int = 0
-    ) -> Script:
+    ) -> None:
         """Do an op. If it fails here, as by its deadline, cancel it at the queue too, as `Cluster` does."""
         infos, payload = encode_arrays(operands)
         step = next(self._member.numbers)
         message = CallResource(NAME, ResourceOp(op.name, count, OP_S), self._member.name, step, infos)
-        peer = self._member.server.peer(self._member.task_on(self._host))
+        peer = self._member.server.peer(name_of(self._host))
         seen.queue = self._tasks.connections.far(peer)
         try:
-            yield self._member.ask(self._host, message, payload, on_reply=told, timeout_s=ANSWER_S)
+            self._member.ask(self._host, message, payload, on_reply=told, timeout_s=ANSWER_S)
         except DflowError as error:
             if not peer.closed:
                 peer.notify(CancelStep(self._member.name, step, str(error)))

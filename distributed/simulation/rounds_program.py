@@ -1,4 +1,4 @@
-"""The schedule's program of synchronous training: workers give gradients for each synchronous step, as `Sync.run` does.
+"""The schedule's program of synchronous training: `Sync` runs its steps, and each step gives one gradient.
 
 In names, a synchronous step is a round, and the task that aggregates its gradients is the host. A gradient is a one-hot
 vector with a 1 at the gradient's number, so a sum shows which gradients are in it. The host and the other ps tasks run
@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from dflow.distributed.simulation.checks import Require, name_of
-from dflow.distributed.simulation.script import Script, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks, programs
+from dflow.distributed.simulation.steps_program import TrainingWorker
+from dflow.distributed.simulation.tasks import Member, SimulatedTasks, programs
+from dflow.distributed.strategies.sync import Sync, Workers
+from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.distributed.wire.messages.rounds import (
@@ -27,7 +29,6 @@ from dflow.distributed.wire.messages.rounds import (
     OpenRounds,
     ProposeRounds,
     RoundOpen,
-    RoundsAgreed,
 )
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
@@ -183,113 +184,128 @@ class RoundChecks:
             self._require(is_there, "counted once", f"{text} was called fresh and is in no sum")
 
 
-class RoundsWorker:
-    """A worker that takes part in a run until it is complete, or until this worker has given `data` gradients."""
+class RoundsWorker(TrainingWorker):
+    """A worker that takes part in a run until it is complete, or until this worker has used `data` batches.
+
+    See `sync.Workers` for the methods that `Sync` calls. It stands for the `round_part.Part` and `Gradients`, since
+    nothing is traced here: the step has no gradients, and the plans that apply the averages only record them.
+    """
 
     def __init__(
-        self, member: Member, tasks: Tasks, checks: RoundChecks, ps: Sequence[str], rounds: int, wanted: int, data: int
+        self,
+        member: Member,
+        tasks: SimulatedTasks,
+        checks: RoundChecks,
+        ps: Sequence[str],
+        rounds: int,
+        workers: int,
+        backups: int,
+        data: int,
     ) -> None:
+        super().__init__(member)
         self.is_complete = False
-        self._member, self._tasks, self._checks = member, tasks, checks
-        self._host, self._ps, self._rounds, self._wanted, self._data = ps[0], ps, rounds, wanted, data
-        self._who = name_of(member.process.host)
-        self._done = -1
+        self._tasks, self._checks = tasks, checks
+        self._host, self._ps, self._rounds = ps[0], ps, rounds
+        self._workers, self._backups = workers, backups
+        self._batches = iter(range(data))
+        self._name = self._accumulator = ""
 
-    def script(self) -> Script:
-        """Join, take part in the run of the tasks' present lives until a run is complete, and leave."""
-        yield from self._member.join()
+    def run(self) -> None:
+        """Take part in the run of the tasks' present lives until a run is complete."""
         while not self.is_complete:
-            run = ""
             try:
                 # A task that ends loses its state, so a user would start a new run, from a checkpoint.
-                run = f"run of {', '.join(f'{host} in life {self._tasks.life_of(host)}' for host in self._ps)}"
-                yield from self._take_part(run)
+                name = f"run of {', '.join(f'{host} in life {self._tasks.life_of(host)}' for host in self._ps)}"
+                sync = Sync(cast(Workers, self), backup_workers=self._backups)
+                for _ in sync.run(self._compute, self._batches, steps=self._rounds, name=name):
+                    pass
                 self.is_complete = True
             except DflowError as error:
-                self._member.say(f"failed: {type(error).__name__}: {error}")
-                yield sleep(AGAIN_S)
-            finally:
-                self._checks.leaves(self._who)
-            if run:
-                yield from self._leave(run)
-        yield from self._member.leave()
+                self._member.failed(error)
 
-    def _take_part(self, run: str) -> Script:
-        self._done = -1
-        proposal = ProposeRounds(run, self._member.name, self._rounds, self._wanted, run)
-        agreed = _expected((yield self._ask(proposal)), RoundsAgreed)
+    def _compute(self, batch: int) -> None:
+        self._member.sleep(COMPUTE_S)
+
+    # As `sync.Workers`.
+
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """Return the live workers, and the number of all workers."""
+        return self._tasks.live_workers(self._member), self._workers
+
+    def take_part(self, run: str, job: str) -> RoundsWorker:
+        """Return this worker, as its part in the run."""
+        self._name = run
+        return self
+
+    # As its part in the run.
+
+    def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> RoundsWorker | None:
+        """Open the run, or join it if it is open; return None if it is complete."""
+        run = self._name
+        proposal = ProposeRounds(run, self.task, steps, wanted, run)
+        agreed = self._ask(proposal).message
         if agreed.is_over:
-            return
-        wanted, accumulator = agreed.wanted, agreed.accumulator
-        settings = AccumulatorSettings(Reduction.SUM, wanted)
-        yield self._ask(CreateResource(accumulator, f"accumulator<i32[{PLACES}]>", settings))
+            return None
+        wanted, self._accumulator = agreed.wanted, agreed.accumulator
+        kind = f"accumulator<i32[{PLACES}]>"
+        self._ask(CreateResource(self._accumulator, kind, AccumulatorSettings(Reduction.SUM, wanted)))
         names = {host: name_of(host) for host in self._ps}
         made = partial(update_plans, names, partial(self._checks.summed, run), partial(self._checks.updated, run))
         handles = self._tasks.handles(run, self._ps, made)
-        workers = self._tasks.live_workers(self._member)
-        self._checks.opened(run, self._rounds, wanted)
-        yield self._ask(OpenRounds(run, self._rounds, wanted, workers, accumulator, dict(handles)))
-        opening = yield from self._next(run)
-        while opening.done < self._rounds:
-            yield sleep(COMPUTE_S)
-            yield from self._give(run, accumulator, opening.number)
-            self._done = opening.number
-            self._data -= 1
-            opening = yield from self._next(run)
-            if self._data == 0:
-                self._member.say("has no more data")
-                return
+        self._checks.opened(run, steps, wanted)
+        self._ask(OpenRounds(run, steps, wanted, self.colleagues()[0], self._accumulator, dict(handles)))
+        return self
 
-    def _next(self, run: str) -> Script:
-        message = NextRound(run, self._member.name, self._done, ROUND_S)
+    def next(self, done: int) -> RoundOpen:
+        """Wait for the opening after number `done`."""
         asked_s = self._tasks.events.now_s
 
         def told(reply: Any) -> None:
             if isinstance(reply, DeadlineExceeded):
-                self._checks.overdue(run, self._who, self._done, str(reply), asked_s)
+                self._checks.overdue(self._name, self.task, done, str(reply), asked_s)
 
-        reply = yield self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
-        opening = _expected(reply, RoundOpen)
-        self._checks.told(run, self._who, self._done, opening)
+        message = NextRound(self._name, self.task, done, ROUND_S)
+        reply = self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
+        opening = reply.message
+        self._checks.told(self._name, self.task, done, opening)
         self._member.say(f"gets opening {opening.number} after {opening.done} rounds")
         return opening
 
-    def _give(self, run: str, accumulator: str, number: int) -> Script:
-        gradient = self._checks.gives(str(self._member.process), run, number)
+    def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[None, bool]:
+        """Run the step, and give its gradient; return whether it counts for the opening of that number."""
+        step(batch)
+        gradient = self._checks.gives(str(self._member.process), self._name, number)
         one = np.zeros(PLACES, np.int32)
         one[gradient.number] = 1
         infos, payload = encode_arrays([one, np.asarray(number, np.int32)])
-        step = next(self._member.numbers)
         apply = ResourceOp(ops.accumulator_apply.name, timeout_s=REQUEST_S)
-        message = CallResource(accumulator, apply, self._member.name, step, infos)
+        message = CallResource(self._accumulator, apply, self.task, next(self._member.numbers), infos)
 
         def told(reply: Any) -> None:
             if not isinstance(reply, BaseException):
                 (is_fresh,) = decode_arrays(reply.message.arrays, reply.payload)
                 gradient.is_fresh = bool(is_fresh)
 
-        yield self._member.ask(self._host, message, payload, on_reply=told, timeout_s=REQUEST_S)
+        self._member.ask(self._host, message, payload, on_reply=told, timeout_s=REQUEST_S)
         said = "counts" if gradient.is_fresh else "came too late"
         self._member.say(f"gave gradient {gradient.number} for opening {number}, which {said}")
+        return None, bool(gradient.is_fresh)
 
-    def _leave(self, run: str) -> Script:
+    def leave(self, done: int) -> None:
+        """Leave the run."""
+        self._checks.leaves(self.task)
         try:
-            yield self._ask(LeaveRounds(run, self._member.name, self._done))
+            self._ask(LeaveRounds(self._name, self.task, done))
         except DflowError as error:
-            self._member.say(f"could not say that it leaves {run}: {error}")
+            self._member.say(f"could not say that it leaves {self._name}: {error}")
 
-    def _ask(self, message: Request[Any]) -> Any:
+    def _ask(self, message: Request[Answer]) -> Reply[Answer]:
         return self._member.ask(self._host, message, timeout_s=REQUEST_S)
 
 
 def _places(total: Any) -> tuple[int, ...]:
     """Return the numbers of the gradients in a sum."""
     return tuple(int(number) for number in np.nonzero(np.asarray(total))[0])
-
-
-def _expected(reply: Any, kind: type[Any]) -> Any:
-    assert isinstance(reply.message, kind), f"a task answered {reply.message}"
-    return reply.message
 
 
 def update_plans(

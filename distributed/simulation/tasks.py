@@ -1,53 +1,50 @@
-"""The tasks of a schedule: real `TaskServer`s in simulated processes, whose plans have programs that only record calls.
-
-All steps are alike: each ps sends a value to the worker, the worker sends an update to each ps, and each ps applies it.
-The update is the number of the attempt, which identifies the step.
-"""
+"""The tasks of a schedule: real `TaskServer`s and `SessionDriver`s in simulated processes."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, cast
 
-import numpy as np
-
 from dflow.distributed.client.coordinator_session import SessionSettings
+from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
+from dflow.distributed.simulation.blocking_program import BlockingProgram, end_wait
 from dflow.distributed.simulation.checks import Checks, name_of
-from dflow.distributed.simulation.client import Client
 from dflow.distributed.simulation.events import EventQueue
 from dflow.distributed.simulation.link import Connections, SimulatedTransport
 from dflow.distributed.simulation.network import Network, Process
-from dflow.distributed.simulation.script import Resolve, Script, Wait, sleep
-from dflow.distributed.simulation.work import SimulatedPool, deadlines_of
+from dflow.distributed.simulation.simulated_threads import RoutineClock, SimulatedPool
 from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.roster import Join, Leave, Roster
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.resource_rules import HeldResource
-from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.steps.plan import Plan
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, TaskLost
 
+#: Interval between heartbeats: longer than real ones, to have fewer events.
+HEARTBEAT_S = 3.0
 WAIT_S = 7.0
 ASK_S = 30.0
 AGAIN_S = 0.5
-_PARAMETER = np.zeros((), np.int32)
 
 
-class Member:
-    """One process as a task: its server, and its client of the coordinator."""
+class Member(BlockingProgram):
+    """One process as a task: its server, its session with the coordinator, and its program."""
 
-    def __init__(self, process: Process, tasks: Tasks, on_given_up: Callable[[], None]) -> None:
-        self.process = process
+    def __init__(self, process: Process, tasks: SimulatedTasks, on_given_up: Callable[[], None]) -> None:
+        super().__init__(tasks.events, process)
         self.name = name_of(process.host)
         self.says = tasks.says
         transport = SimulatedTransport(tasks.network, process, tasks.connections)
+        clock = RoutineClock(tasks.events, process)
         self.server = TaskServer(
             self.name,
             transport,
@@ -55,7 +52,7 @@ class Member:
             address="",
             settings=TaskSettings(wait_timeout_s=WAIT_S),
             pool=SimulatedPool(process),
-            deadlines=deadlines_of(tasks.events, process, lambda key: tasks.checks.goes_on(str(process), key)),
+            clock=clock,
         )
         self.roster = Roster((), ())
         #: The numbers of the steps that this task starts; distinct in each life.
@@ -65,25 +62,43 @@ class Member:
         self._on_given_up = on_given_up
         self._tasks = tasks
         # As in a task server: its state is worth keeping, and it has no program that would have to restart.
-        settings = SessionSettings(rejoins_anew=process.host.startswith("ps:"))
-        self.coordinator = Client(
-            tasks.events,
-            process,
+        settings = SessionSettings(rejoins_anew=process.host.startswith("ps:"), heartbeat_s=HEARTBEAT_S)
+        self._driver = SessionDriver(
             transport,
             tasks.coordinator,
-            self.name,
-            settings,
-            self._take_over,
-            self._given_up,
+            lambda: self._driver.tell(Heartbeat(self.name)),
+            name=self.name,
+            process=str(process),
+            settings=settings,
+            clock=clock,
         )
+        self._driver.call_on_roster(self._take_over)
+        self._driver.call_on_lost(self._given_up)
+        self._driver.open_later()
 
     def say(self, text: str) -> None:
         """Add a line to the log."""
         self.says(str(self.process), text)
 
-    def task_on(self, host: str) -> str:
-        """Return the name of the task on a host."""
-        return name_of(host)
+    def start(self, work: Callable[[], None] | None = None) -> None:
+        """Start the program of the process: it joins, does the work and leaves; without work, it stays."""
+        super().start(partial(self._run, work))
+
+    def _run(self, work: Callable[[], None] | None) -> None:
+        self._join()
+        if work is not None:
+            work()
+            self._leave()
+
+    def failed(self, error: DflowError) -> None:
+        """Log an error, and pause before the next try."""
+        self.say(f"failed: {type(error).__name__}: {error}")
+        self.sleep(AGAIN_S)
+
+    def ask_coordinator(self, message: Request[Answer], timeout_s: float = ASK_S) -> Answer:
+        """Send the coordinator a request and wait for its answer, even while it is absent."""
+        what = f"the coordinator's answer to {type(message).__name__}"
+        return self.wait(what, timeout_s, self._driver.start(message))
 
     def ask(
         self,
@@ -93,41 +108,39 @@ class Member:
         *,
         timeout_s: float,
         on_reply: Callable[[Outcome[Reply[Answer]]], None] = lambda reply: None,
-    ) -> Wait:
+    ) -> Reply[Answer]:
         """Send a request to another task and wait for its reply; `on_reply` gets the reply even if it is late."""
+        future: Future[Reply[Answer]] = Future()
 
-        def start(resolve: Resolve) -> None:
-            def replied(reply: Outcome[Reply[Answer]]) -> None:
-                if self.process.is_alive:
-                    on_reply(reply)
-                    resolve(reply)
+        def replied(reply: Outcome[Reply[Answer]]) -> None:
+            if self.process.is_alive:
+                on_reply(reply)
+                end_wait(future, reply)
 
-            self.server.peer(name_of(host)).start(message, payload, replied)
+        self.server.peer(name_of(host)).start(message, payload, replied)
+        return self.wait(f"the answer of {host} to {type(message).__name__}", timeout_s, future)
 
-        return Wait(f"the answer of {host} to {type(message).__name__}", timeout_s, start)
-
-    def join(self) -> Script:
+    def _join(self) -> None:
         """Join the cluster, retrying until it succeeds or the coordinator reports this life as lost."""
         while True:
             try:
-                yield self.coordinator.ask(Join(self.name, self.server.address), ASK_S)
+                self.ask_coordinator(Join(self.name, self.server.address))
             except DflowError as error:
                 self.say(f"could not join: {error}")
                 if isinstance(error, TaskLost):
                     self._on_given_up()
-                    return
-                yield sleep(AGAIN_S)
+                self.sleep(AGAIN_S)
             else:
                 self.say("has joined")
                 return
 
-    def leave(self) -> Script:
+    def _leave(self) -> None:
         """Leave the cluster, and close the server."""
         try:
-            yield self.coordinator.ask(Leave(self.name, FINISHED), ASK_S)
+            self.ask_coordinator(Leave(self.name, FINISHED))
         except DflowError as error:
             self.say(f"could not say that it leaves: {error}")
-        self.coordinator.end(FINISHED)
+        self._driver.close(FINISHED)
         self.server.close()
 
     def _take_over(self, roster: Roster) -> None:
@@ -141,7 +154,7 @@ class Member:
         self._on_given_up()
 
 
-class Tasks:
+class SimulatedTasks:
     """All members of a schedule."""
 
     def __init__(
@@ -162,7 +175,6 @@ class Tasks:
         #: Called with a task and the roster that it received, before the task's server applies it.
         self.on_roster: Callable[[Member, Roster], None] = lambda member, roster: None
         self._members: dict[str, Member] = {}
-        self._handles: dict[tuple[Member, str], int] = {}
         self._runs: dict[tuple[str, tuple[Member, ...]], dict[str, int]] = {}
 
     def start(self, process: Process, on_given_up: Callable[[], None]) -> Member:
@@ -180,6 +192,7 @@ class Tasks:
     def close(self) -> None:
         """End all members."""
         for member in list(self._members.values()):
+            member.end()
             self.end(member.process)
 
     def statistics(self) -> Mapping[str, TaskStatistics]:
@@ -187,27 +200,16 @@ class Tasks:
         return {host: member.server.statistics() for host, member in self._members.items()}
 
     def check(self) -> None:
-        """Check that no task remembers more ended steps than its limit."""
-        for host, found in self.statistics().items():
-            self.checks.memory(host, found, len(self._members))
+        """Check that the waits of each task end, and that it remembers no more ended steps than its limit."""
+        for host, member in self._members.items():
+            if member.waits_until_s is not None:
+                self.checks.wait(host, member.waits_for, member.waits_until_s, self.events.now_s)
+            self.checks.task_waits(host, member.server.channel.endless_waits)
+            self.checks.memory(host, member.server.statistics(), len(self._members))
 
-    def ps_plan(self, host: str, worker: str) -> int:
-        """Return the handle of the ps's plan in the worker's steps, registered at first use; 0 if the ps is down."""
-        member, destination = self._members.get(host), name_of(worker)
-        if member is None:
-            return 0
-        if (member, worker) not in self._handles:
-            edges = _edges(host)
-            items: tuple[Item, ...] = (
-                Call(0, (), (), (), (0,)),
-                Send(edges[0], destination, 0),
-                Recv(edges[1], destination, 1, "int32", ()),
-                Call(1, (), (), (1,), ()),
-            )
-            both = programs(lambda: (_PARAMETER,), partial(self._apply, member))
-            handle = member.server.register(Plan(member.name, 2, items), both)
-            self._handles[member, worker] = handle
-        return self._handles[member, worker]
+    def member(self, host: str) -> Member | None:
+        """Return the member on a host; None while its process is down."""
+        return self._members.get(host)
 
     def handles(
         self, run: str, hosts: Sequence[str], made: Callable[[], Mapping[str, tuple[Plan, list[Program]]]]
@@ -238,31 +240,10 @@ class Tasks:
 
     def resource(self, host: str, name: str) -> HeldResource | None:
         """Return the queue or accumulator of this name on a host, or None."""
-        member = self._members.get(host)
+        member = self.member(host)
         with contextlib.suppress(DflowError):
             return None if member is None else member.server.store.resource(name)
         return None
-
-    def worker_plan(self, member: Member, ps: Sequence[str]) -> int:
-        """Register the worker's plan over these ps tasks and return its handle; its feed is the attempt's number."""
-        receives = [Recv(_edges(host)[0], name_of(host), 1 + place, "int32", ()) for place, host in enumerate(ps)]
-        made = 1 + len(ps)
-        items: tuple[Item, ...] = (
-            *receives,
-            Call(0, (), (), tuple(range(made)), (made,)),
-            *(Send(_edges(host)[1], name_of(host), made) for host in ps),
-        )
-        plan = Plan(member.name, made + 1, items, feeds=(0,))
-        return member.server.register(plan, programs(lambda number, *values: (number,)))
-
-    def _apply(self, member: Member, number: Any) -> tuple[()]:
-        attempt = self.checks.applied(int(np.asarray(number)), member.process.host)
-        member.say(f"applies step {attempt.step} of {attempt.worker}")
-        return ()
-
-
-def _edges(host: str) -> tuple[str, str]:
-    return f"value of {host}", f"update of {host}"
 
 
 def programs(*functions: Callable[..., tuple[Any, ...]]) -> list[Program]:

@@ -12,14 +12,19 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.simulation.checks import Require
-from dflow.distributed.simulation.script import Script, sleep
-from dflow.distributed.simulation.tasks import AGAIN_S, ASK_S, Member, Tasks
+from dflow.distributed.simulation.tasks import Member, SimulatedTasks
 from dflow.distributed.wire.codec import decode_array, encode_array
 from dflow.distributed.wire.failures import error_from
 from dflow.distributed.wire.messages.arrays import ArrayInfo
 from dflow.distributed.wire.messages.message import Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ReadVariables, WriteVariable
+from dflow.distributed.wire.messages.variables import (
+    CreateVariable,
+    CreateVariables,
+    ReadVariables,
+    VariablesCreated,
+    WriteVariable,
+)
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
 
@@ -30,7 +35,7 @@ _INITIAL = np.zeros((), np.int32)
 
 
 @dataclass
-class _Seen:
+class _SeenVariable:
     """A variable: the process that answered for it first, the numbers written, and whether a write was answered."""
 
     process: str = ""
@@ -47,7 +52,7 @@ class VariableChecks:
 
     def __init__(self, require: Require) -> None:
         self._require = require
-        self._seen = {name: _Seen() for name in NAMES}
+        self._seen = {name: _SeenVariable() for name in NAMES}
         self._numbers = 0
 
     def writes(self, name: str) -> int:
@@ -81,50 +86,48 @@ class VariableChecks:
 class VariablesWorker:
     """A worker that uses variables at random, `ops` times in all."""
 
-    def __init__(self, member: Member, tasks: Tasks, checks: VariableChecks, ops: int, seed: str) -> None:
+    def __init__(self, member: Member, tasks: SimulatedTasks, checks: VariableChecks, ops: int, seed: str) -> None:
         self.is_complete = False
         self._member, self._tasks, self._checks, self._ops = member, tasks, checks, ops
         self._random = random.Random(f"variables {seed} {member.process}")
         self._placed: dict[str, Placed] = {}
 
-    def script(self) -> Script:
-        """Join, use the variables, and leave."""
-        yield from self._member.join()
+    def run(self) -> None:
+        """Use the variables."""
         for _ in range(self._ops):
             try:
-                yield sleep(PAUSE_S * self._random.random())
-                yield from self._use(self._random.choice(NAMES))
+                self._member.sleep(PAUSE_S * self._random.random())
+                self._use(self._random.choice(NAMES))
             except DflowError as error:
-                self._member.say(f"failed: {type(error).__name__}: {error}")
-                yield sleep(AGAIN_S)
+                self._member.failed(error)
         self.is_complete = True
-        yield from self._member.leave()
 
-    def _use(self, name: str) -> Script:
+    def _use(self, name: str) -> None:
         if name not in self._placed or self._random.random() < 0.3:
             request = PlaceVariable(name, "int32", (), 4, "ps")
-            placed = self._placed[name] = yield self._member.coordinator.ask(request, ASK_S)
+            placed = self._placed[name] = self._member.ask_coordinator(request)
             variable = CreateVariable(name, "int32", (), arrays=1, process=placed.process)
             message = CreateVariables((variable,), (ArrayInfo("int32", ()),))
-            answer = yield from self._ask(name, message, encode_array(_INITIAL))
-            for failure in answer.message.failures.values():
-                raise error_from(failure)
+            self._ask(name, message, encode_array(_INITIAL))
             self._member.say(f"has created or found {name!r}")
         if self._random.random() < 0.5:
             number = self._checks.writes(name)
-            yield from self._ask(name, WriteVariable(name, "int32", ()), encode_array(np.asarray(number, np.int32)))
+            self._ask(name, WriteVariable(name, "int32", ()), encode_array(np.asarray(number, np.int32)))
             self._checks.wrote(name)
             self._member.say(f"wrote {number} to {name!r}")
             return
         was_written = self._checks.is_written(name)
-        answer = yield from self._ask(name, ReadVariables((name,)))
+        answer = self._ask(name, ReadVariables((name,)))
         number = int(decode_array("int32", (), answer.payload))
         self._member.say(f"read {number} from {name!r}")
         self._checks.read(name, number, was_written)
 
-    def _ask(self, name: str, message: Request[Any], payload: Any = b"") -> Script:
+    def _ask(self, name: str, message: Request[Any], payload: Any = b"") -> Any:
         host = short_task_name(self._placed[name].task)
         process = self._tasks.connections.far(self._member.server.peer(self._placed[name].task))
-        answer = yield self._member.ask(host, message, payload, timeout_s=ANSWER_S)
+        answer = self._member.ask(host, message, payload, timeout_s=ANSWER_S)
+        if isinstance(answer.message, VariablesCreated):
+            for failure in answer.message.failures.values():
+                raise error_from(failure)
         self._checks.answered(name, process)
         return answer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
 from dflow.distributed.wire.messages.connection import Introduce, Ok
-from dflow.lowering.steps.recorder import CONNECTED, Note, not_noted
+from dflow.lowering.steps.recorder import CONNECTED, NOWHERE
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 
@@ -40,7 +40,7 @@ class Peers:
         name: str,
         handler: Handler,
         connect_timeout_s: float,
-        note: Note = not_noted,
+        note: Callable[..., int] = NOWHERE.note,
         on_opened: Callable[[Peer], None] = lambda peer: None,
     ) -> None:
         self._transport = transport

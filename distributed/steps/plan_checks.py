@@ -6,12 +6,14 @@ goes out of range, and no item waits for ever for another.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import jax
 import jax.numpy as jnp
 
-from dflow.lowering.steps.dependency_index import bodies_of, gives, takes
+from dflow.lowering.steps.executable import bodies_of, gives, needs, takes
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
 from dflow.tracing.ir import ops
@@ -31,11 +33,11 @@ MAX_COUNT = 1 << 31
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:
     """Raise WireError unless `task` can run `plan` and its bodies, given this number of programs."""
     if depth > MAX_DEPTH:
-        raise WireError(f"a plan with bodies within bodies more than {MAX_DEPTH} deep")
+        raise WireError(f"nested bodies of a plan: expected at most {MAX_DEPTH} levels, got more")
     if plan.task != task:
-        raise WireError(f"a plan for {plan.task} was sent to {task}")
+        raise WireError(f"task of a plan: expected {task}, got {plan.task}")
     if not 0 <= plan.slots <= MAX_SLOTS:
-        raise WireError(f"a plan of {plan.slots} slots; 0 to {MAX_SLOTS} are taken")
+        raise WireError(f"slots of a plan: expected 0 to {MAX_SLOTS}, got {plan.slots}")
     slots = {slot for item in plan.items for slot in (*takes(item), *gives(item))} | {*plan.feeds, *plan.fetches}
     slots |= {scalar.slot for scalar in plan.scalars}
     _check_range("slot", slots, plan.slots)
@@ -68,21 +70,21 @@ def _check_control(item: Branch | While | Scan, bodies: Sequence[Plan]) -> None:
     if not fits:
         raise WireError(f"{type(item).__name__.lower()} of {taken} values to {len(item.gives)} does not fit its bodies")
     if isinstance(item, While | Scan) and item.parallel < 1:
-        raise WireError(f"a loop with {item.parallel} turns at once; 1 or more are taken")
+        raise WireError(f"parallel_iterations must be at least 1, got {item.parallel}")
     if isinstance(item, Scan):
         _check_stacked(item)
 
 
 def _check_stacked(item: Scan) -> None:
     if item.length < 0:
-        raise WireError(f"a loop of {item.length} turns")
+        raise WireError(f"length of a loop: expected at least 0, got {item.length}")
     for text in item.stacked:
         try:
             row = parse_type(text)
         except (ParseError, ValueError) as error:
-            raise WireError(f"a loop stacks what is of no type: {error}") from error
+            raise WireError(f"stacked results of a loop: expected types: {error}") from error
         if not isinstance(row, ArrayType) or None in row.shape:
-            raise WireError(f"a loop stacks {row}, which is no array")
+            raise WireError(f"stacked results of a loop: expected types of arrays, got {row}")
 
 
 def check_from_peer(plan: Plan) -> None:
@@ -90,7 +92,7 @@ def check_from_peer(plan: Plan) -> None:
     for body in plan.bodies:
         check_from_peer(body)
     if plan.names and len(plan.names) != len(plan.items):
-        raise WireError(f"a plan of {len(plan.items)} items has names for {len(plan.names)}")
+        raise WireError(f"names of a plan's items: expected {len(plan.items)}, got {len(plan.names)}")
     for scalar in plan.scalars:
         _check_scalar(scalar)
     for item in plan.items:
@@ -104,14 +106,14 @@ def check_op(op: ResourceOp) -> None:
     """Raise WireError unless this is a valid op on a queue or an accumulator."""
     definition = ops.RESOURCE_OPS.get(op.name)
     if definition is None:
-        raise WireError(f"{op.name[:MAX_TEXT]!r} is no op on a queue or an accumulator")
+        raise WireError(f"expected an op on a queue or an accumulator, got {op.name[:MAX_TEXT]!r}")
     least = definition.least_count
     if least is not None and not least <= op.count <= MAX_COUNT:
-        raise WireError(f"{op.name} of {op.count}; {least} to {MAX_COUNT} are taken")
+        raise WireError(f"{op.name}: expected a count of {least} to {MAX_COUNT}, got {op.count}")
     if op.timeout_s != op.timeout_s:
-        raise WireError(f"{op.name} with a timeout of {op.timeout_s} s, which is no number")
+        raise WireError(f"{op.name}: expected a timeout in s, got {op.timeout_s}")
     if len(op.line) > MAX_TEXT:
-        raise WireError(f"{op.name} with a line of {len(op.line)} characters; {MAX_TEXT} are taken")
+        raise WireError(f"{op.name}: expected a line of at most {MAX_TEXT} characters, got {len(op.line)}")
 
 
 def _check_range(what: str, used: set[int], count: int) -> None:
@@ -124,37 +126,22 @@ def _check_scalar(scalar: Scalar) -> None:
     try:
         dtype = parse_dtype(scalar.dtype)
     except (ParseError, ValueError) as error:
-        raise WireError(f"slot {scalar.slot} holds a number of no dtype: {error}") from error
+        raise WireError(f"scalar of slot {scalar.slot}: expected a dtype: {error}") from error
     if jnp.issubdtype(dtype, jax.dtypes.extended) or dtype.itemsize != len(scalar.data):
-        raise WireError(f"slot {scalar.slot} holds a number of {len(scalar.data)} bytes as {scalar.dtype}")
+        raise WireError(f"scalar of slot {scalar.slot}: expected {scalar.dtype}, got {len(scalar.data)} bytes")
 
 
 def _check_filled_once(plan: Plan) -> None:
     """Raise WireError when two of the items, feeds and numbers fill one slot."""
     filled = [*dict.fromkeys(plan.feeds), *(scalar.slot for scalar in plan.scalars)]
     filled += [slot for item in plan.items for slot in gives(item)]
-    if twice := _repeated(filled):
+    if twice := [slot for slot, count in Counter(filled).items() if count > 1]:
         raise WireError(f"slot {twice[0]} of a plan is filled twice")
 
 
 def _check_order(plan: Plan) -> None:
     """Raise WireError when items wait for each other in a cycle."""
-    makers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
-    waits = [{*item.after, *(makers[slot] for slot in takes(item) if slot in makers)} for item in plan.items]
-    left, later = [len(before) for before in waits], [list[int]() for _ in waits]
-    for index, before in enumerate(waits):
-        for earlier in before:
-            later[earlier].append(index)
-    ready = [index for index, count in enumerate(left) if count == 0]
-    for index in ready:
-        for other in later[index]:
-            left[other] -= 1
-            if left[other] == 0:
-                ready.append(other)
-    if len(ready) < len(waits):
-        raise WireError(f"item {next(i for i, count in enumerate(left) if count)} of a plan waits for itself")
-
-
-def _repeated(numbers: Sequence[int]) -> list[int]:
-    seen: set[int] = set()
-    return [number for number in numbers if number in seen or seen.add(number)]  # type: ignore[func-returns-value]
+    try:
+        TopologicalSorter(dict(enumerate(needs(plan)))).prepare()
+    except CycleError as error:
+        raise WireError(f"item {min(error.args[1])} of a plan waits for itself") from None

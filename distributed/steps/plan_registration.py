@@ -15,7 +15,7 @@ import msgspec
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, Wanted
 from dflow.lowering.programs.shared_exports import SharedExports
-from dflow.lowering.steps.compile import TaskPlan
+from dflow.lowering.steps.lowered import Lowered
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, WireError
@@ -29,11 +29,11 @@ class PlanRegistration:
     Raises TransportClosed when the connection has ended.
     """
 
-    def __init__(self, peer: Peer, task_plan: TaskPlan, exports: SharedExports) -> None:
+    def __init__(self, peer: Peer, lowered: Lowered, exports: SharedExports) -> None:
         self._peer = peer
-        self._blobs = [exports.blob(pure) for pure in task_plan.programs]
+        self._blobs = [exports.blob(pure) for pure in lowered.functions]
         self._names = tuple(hashlib.sha256(blob).digest() for blob in self._blobs)
-        self._plan = _ENCODER.encode(task_plan.plan)
+        self._plan = _ENCODER.encode(lowered.plan)
         self._answer: Future[Registered] = Future()
         peer.start(RegisterPlan(self._plan, (0,) * len(self._blobs), self._names), on_reply=self._asked)
 

@@ -16,20 +16,17 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import msgspec
 
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
 from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.lowering.programs.program import Program, load_program
-from dflow.lowering.steps.dependency_index import Schedule
-from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send, UseResource, calls_in
+from dflow.lowering.steps.executable import Executable
+from dflow.lowering.steps.plan import Plan, calls_in
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import InternalError, TaskLost, WireError
 
-#: A plan that uses more variables than this is never quick.
-MOST_QUICK_KEYS = 64
 #: At most this many programs that no plan uses any more are kept for later plans.
 MOST_UNUSED = 32
 #: Longest wait of one registration for another to compile the same program, in s.
@@ -37,33 +34,19 @@ COMPILE_TIMEOUT_S = 600.0
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
-_ProgramKey = tuple[bytes, int]
+#: A program's SHA-256, the number of variables that it writes, and the number that it only reads.
+_ProgramKey = tuple[bytes, int, int]
 #: Key of a plan: its encoding and its programs.
 _Identity = tuple[bytes, tuple[_ProgramKey, ...]]
 
 
-@dataclass(frozen=True)
-class Registration:
-    """A plan's schedule and its compiled programs."""
+@dataclass
+class _Registered:
+    """A plan, with the number of its registrations minus that of its releases."""
 
-    schedule: Schedule
-    programs: tuple[Program, ...]
-
-    @cached_property
-    def is_quick(self) -> bool:
-        """Whether each item is quick once it may run, so that the thread that makes it ready may run it."""
-        items = self.schedule.plan.items
-        if len(self.keys) > MOST_QUICK_KEYS:
-            return False
-        return all(
-            item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv | UseResource)
-            for item in items
-        )
-
-    @cached_property
-    def keys(self) -> tuple[str, ...]:
-        """The keys of the variables that its calls use."""
-        return tuple(dict.fromkeys(key for call in calls_in(self.schedule.plan) for key in (*call.writes, *call.reads)))
+    executable: Executable
+    identity: _Identity | None = None
+    holds: int = 1
 
 
 class PlanRegistry:
@@ -74,70 +57,63 @@ class PlanRegistry:
         self._lock = threading.RLock()
         # A random start, so that a restarted task rejects the handles of its earlier process.
         self._first = self._next = secrets.randbits(40) << 20
-        self._plans: dict[int, Registration] = {}
-        #: Registrations minus releases of each plan.
-        self._holds: Counter[int] = Counter()
+        self._plans: dict[int, _Registered] = {}
         self._handles: dict[_Identity, int] = {}
-        self._identities: dict[int, _Identity] = {}
+        #: The programs, those used by a plan that was dropped last at the end, and the number of plans that use each.
         self._programs: dict[_ProgramKey, concurrent.futures.Future[Program]] = {}
-        #: Number of plans that use each program, and the programs that no plan uses, oldest first.
         self._uses: Counter[_ProgramKey] = Counter()
-        self._unused: dict[_ProgramKey, None] = {}
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def get(self, handle: int) -> Registration:
+    def get(self, handle: int) -> Executable:
         """Return the plan of a handle; raises TaskLost if it was not registered with this process of the task."""
         found = self._plans.get(handle)
         if found is None and self._first <= handle < self._next:
-            raise InternalError(f"{self._task} was asked for plan {handle} after that had been released")
+            raise InternalError(f"{self._task} was asked to run plan {handle}, which was released")
         if found is None:
             raise TaskLost(
                 f"{short_task_name(self._task)} was asked for plan {handle}, which is none of its {len(self._plans)}: "
                 "it has been started again since, and what it held before is lost",
                 "start the whole cluster again",
             )
-        return found
+        return found.executable
 
     def add(self, plan: Plan, programs: Sequence[Program]) -> int:
         """Keep a plan whose programs are already compiled; return its handle."""
         check_plan(plan, self._task, len(programs))
-        registration = Registration(Schedule(plan), tuple(programs))
+        registered = _Registered(Executable(plan, programs))
         with self._lock:
-            return self._add(registration)
+            return self._add(registered)
 
-    def _add(self, registration: Registration) -> int:
+    def _add(self, registered: _Registered) -> int:
         handle, self._next = self._next, self._next + 1
-        self._plans[handle] = registration
-        self._holds[handle] = 1
+        self._plans[handle] = registered
         return handle
 
     def release(self, handle: int) -> None:
         """Undo one registration of a plan; the last one drops the plan. Its programs stay for a while."""
         with self._lock:
-            if handle not in self._plans:
+            registered = self._plans.get(handle)
+            if registered is None:
                 return
-            self._holds[handle] -= 1
-            if self._holds[handle]:
+            registered.holds -= 1
+            if registered.holds:
                 return
-            del self._plans[handle], self._holds[handle]
-            identity = self._identities.pop(handle, None)
-            if identity is not None:
-                del self._handles[identity]
-                self._put_aside(identity[1])
+            del self._plans[handle]
+            if registered.identity is not None:
+                del self._handles[registered.identity]
+                self._put_aside(registered.identity[1])
 
     def _put_aside(self, keys: Iterable[_ProgramKey]) -> None:
         """Release the programs of a plan that was dropped, and evict the oldest unused ones."""
         for key in keys:
             self._uses[key] -= 1
-            if not self._uses[key]:
-                del self._uses[key]
-                self._unused[key] = None
-        while len(self._unused) > MOST_UNUSED:
-            oldest = next(iter(self._unused))
-            del self._unused[oldest]
-            self._programs.pop(oldest, None)
+            if key in self._programs:
+                self._programs[key] = self._programs.pop(key)
+        unused = [key for key in self._programs if not self._uses[key]]
+        for key in unused[: max(0, len(unused) - MOST_UNUSED)]:
+            del self._programs[key], self._uses[key]
 
     def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
         """Keep a plan that a peer sent, and compile its programs; return its handle.
@@ -146,23 +122,20 @@ class PlanRegistry:
                 loading a program raises
         """
         blobs = list(_split(payload, message.program_sizes))
-        plan, donated = self._checked(message)
-        keys = tuple(zip(_fingerprints(message, blobs), donated, strict=True))
+        plan, variables = self._checked(message)
+        keys = tuple((name, *used) for name, used in zip(_fingerprints(message, blobs), variables, strict=True))
         identity = (_ENCODER.encode(plan), keys)
         known = self._found(identity)
         if known is not None:
             return known
         programs = [self._load(key, blob) for key, blob in zip(keys, blobs, strict=True)]
-        registration = Registration(Schedule(plan), tuple(programs))
+        registered = _Registered(Executable(plan, programs), identity)
         with self._lock:
             known = self._found(identity)
             if known is not None:
                 return known
-            handle = self._handles[identity] = self._add(registration)
-            self._identities[handle] = identity
-            for key in keys:
-                self._uses[key] += 1
-                self._unused.pop(key, None)
+            handle = self._handles[identity] = self._add(registered)
+            self._uses.update(keys)
             return handle
 
     def _found(self, identity: _Identity) -> int | None:
@@ -170,41 +143,43 @@ class PlanRegistry:
         with self._lock:
             known = self._handles.get(identity)
             if known is not None:
-                self._holds[known] += 1
+                self._plans[known].holds += 1
             return known
 
     def program(self, blob: memoryview) -> Program:
         """Load a program that writes no variables, compiled once; raises what `load_program` raises."""
-        return self._load((hashlib.sha256(blob).digest(), 0), blob)
+        return self._load((hashlib.sha256(blob).digest(), 0, 0), blob)
 
     def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
         """Indices of a plan's programs that were not sent with it and are not here. Raises WireError."""
         if all(message.program_sizes):
             return ()
-        _, donated = self._checked(message)
+        _, variables = self._checked(message)
         _check_named(message)
-        named = enumerate(zip(message.program_sizes, message.programs, donated, strict=True))
+        named = enumerate(zip(message.program_sizes, message.programs, variables, strict=True))
         with self._lock:
-            return tuple(place for place, (size, *key) in named if size == 0 and tuple(key) not in self._programs)
+            return tuple(
+                place for place, (size, name, used) in named if size == 0 and (name, *used) not in self._programs
+            )
 
-    def _checked(self, message: RegisterPlan) -> tuple[Plan, list[int]]:
-        """Decode and check the plan; return it and the number of arguments that each of its programs donates."""
+    def _checked(self, message: RegisterPlan) -> tuple[Plan, list[tuple[int, int]]]:
+        """Decode and check the plan; return it and the numbers of variables that each of its programs uses."""
         plan = _decode(message.plan)
         check_plan(plan, self._task, len(message.program_sizes))
         check_from_peer(plan)
-        return plan, _donated(plan, len(message.program_sizes))
+        return plan, _variables(plan, len(message.program_sizes))
 
     def _load(self, key: _ProgramKey, blob: memoryview) -> Program:
         with self._lock:
             loading = self._programs.get(key)
             is_first = loading is None
             if loading is None and not blob:
-                raise WireError(f"a program was named by its fingerprint, {key[0].hex()}, and is not on {self._task}")
+                raise WireError(f"the program with the SHA-256 {key[0].hex()} was not sent, and is not on {self._task}")
             if loading is None:
                 loading = self._programs[key] = concurrent.futures.Future()
         if is_first:
             try:
-                loading.set_result(load_program(blob, key[1]))
+                loading.set_result(load_program(blob, *key[1:]))
             except BaseException as error:
                 loading.set_exception(error)
                 with self._lock:
@@ -222,7 +197,7 @@ def _decode(data: bytes) -> Plan:
 def _check_named(message: RegisterPlan) -> None:
     count = len(message.program_sizes)
     if len(message.programs) != count or any(len(name) != hashlib.sha256().digest_size for name in message.programs):
-        raise WireError(f"a plan of {count} programs that are not all sent has {len(message.programs)} fingerprints")
+        raise WireError(f"fingerprints of a plan's programs: expected {count}, got {len(message.programs)}")
 
 
 def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[bytes]:
@@ -230,9 +205,11 @@ def _fingerprints(message: RegisterPlan, blobs: Sequence[memoryview]) -> list[by
     if message.programs or not all(message.program_sizes):
         _check_named(message)
     found = [hashlib.sha256(blob).digest() if blob else message.programs[n] for n, blob in enumerate(blobs)]
-    for place, (said, is_so) in enumerate(zip(message.programs, found, strict=False)):
-        if said != is_so:
-            raise WireError(f"program {place} has the fingerprint {is_so.hex()} and was said to have {said.hex()}")
+    for place, (declared, computed) in enumerate(zip(message.programs, found, strict=False)):
+        if declared != computed:
+            raise WireError(
+                f"program {place}: SHA-256 mismatch: declared {declared.hex()}, payload has {computed.hex()}"
+            )
     return found
 
 
@@ -243,14 +220,15 @@ def _split(payload: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
     return (payload[end - size : end] for size, end in zip(sizes, ends, strict=True))
 
 
-def _donated(plan: Plan, programs: int) -> list[int]:
-    """Number of arguments that each program donates: the number of variables that its calls write."""
-    donated: list[int | None] = [None] * programs
+def _variables(plan: Plan, programs: int) -> list[tuple[int, int]]:
+    """Number of variables that each program writes, and number that it only reads. Raises WireError."""
+    found: dict[int, tuple[int, int]] = {}
     for item in calls_in(plan):
-        before = donated[item.program]
-        if before is not None and before != len(item.writes):
+        used = len(item.writes), len(item.reads)
+        if found.setdefault(item.program, used) != used:
+            before = found[item.program]
             raise WireError(
-                f"program {item.program} is called with {before} and with {len(item.writes)} variables to write"
+                f"program {item.program} is called with {before[0]} variables to write and {before[1]} to read, and "
+                f"with {used[0]} and {used[1]}"
             )
-        donated[item.program] = len(item.writes)
-    return [count or 0 for count in donated]
+    return [found.get(program, (0, 0)) for program in range(programs)]

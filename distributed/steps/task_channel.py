@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import jax
 import msgspec
 
-from dflow.distributed.steps.deadlines import Deadlines, EndOfWaits, MakeDeadlines
+from dflow.distributed.steps.deadlines import Deadlines
 from dflow.distributed.steps.flow_control import COST_BYTES, GiveCredit, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
@@ -26,6 +26,7 @@ from dflow.distributed.wire.codec import Payload, decode_array, dtype_name, enco
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
 from dflow.lowering.queues.channel import Deliver, Sent, StepId, edge_alone
+from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.host_values import stays_on_host
@@ -80,7 +81,7 @@ class TaskChannel:
         peers: Peers,
         *,
         wait_timeout_s: float,
-        deadlines: MakeDeadlines = Deadlines,
+        clock: Clock | None = None,
         recorder: Recorder | None = None,
         on_stall: Callable[[str], str] = lambda why: "",
         described: Callable[[str], str] = short_task_name,
@@ -94,12 +95,13 @@ class TaskChannel:
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
         self._receivers: dict[_Wait, _Receiver] = {}
-        self._deadlines: EndOfWaits[_Wait] = deadlines(wait_timeout_s, self._expire)
+        self._clock = clock or Timers("dflow deadlines")
+        self._deadlines: Deadlines[_Wait] = Deadlines(wait_timeout_s, self._expire, self._clock)
         self._traffic: dict[tuple[str, str], _Total] = {}
         self._taken_in: dict[str, _Total] = {}
         self._outflow: Outflow[_Kept] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
-        self._offers: EndOfWaits[Offered] = deadlines(wait_timeout_s, self._expire_offer)
+        self._offers: Deadlines[Offered] = Deadlines(wait_timeout_s, self._expire_offer, self._clock)
         # The connection over which the newest value or offer of a task came.
         self._senders: dict[str, Peer] = {}
 
@@ -292,6 +294,12 @@ class TaskChannel:
         step, edge = receiver.wait
         return f"waits for {short_task_name(receiver.source)} to send the value {edge!r} in {describe(step)}"
 
+    @property
+    def endless_waits(self) -> int:
+        """Number of waits without a deadline, which must be 0 whenever no call is in progress."""
+        with self._lock:
+            return len(self._receivers) - len(self._deadlines)
+
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """Values and bytes sent since the start, per edge and destination."""
         with self._lock:
@@ -312,8 +320,7 @@ class TaskChannel:
 
     def close(self) -> None:
         """Stop all deadlines: no wait expires any more."""
-        self._deadlines.close()
-        self._offers.close()
+        self._clock.close()
 
     def flow(self) -> FlowStatistics:
         """Number of untaken values and offers on either side."""

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
-from dflow.distributed.steps.plan_registry import Registration
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages.observing import ResourceDepth
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
@@ -26,7 +25,7 @@ from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Plan, UseResource
 from dflow.tracing.errors import AccumulatorError, DflowError, ParseError, QueueError, WireError
 from dflow.tracing.ir import ops
@@ -63,7 +62,7 @@ class TaskResources:
                 "give one of the two another name"
             )
 
-    def registration(self, message: CallResource) -> Registration:
+    def executable(self, message: CallResource) -> Executable:
         """Return a plan of one op: its feeds are the operands, its fetches the results.
 
         raises  DflowError when no such resource is held here; WireError and GraphTypeError when the op or its operands
@@ -77,7 +76,7 @@ class TaskResources:
         takes, results = tuple(range(len(types))), held.results(message.op, types)
         gives = tuple(range(len(takes), len(takes) + results))
         item = UseResource(message.key, message.op, takes, gives)
-        return Registration(Schedule(Plan(self._task, len(takes) + results, (item,), takes, gives)), ())
+        return Executable(Plan(self._task, len(takes) + results, (item,), takes, gives))
 
     def accumulator(self, name: str) -> HeldAccumulator:
         """Return an accumulator that is held here; raises DflowError if there is none of this name."""

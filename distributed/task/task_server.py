@@ -28,7 +28,6 @@ import jax
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.observe.task_observer import TaskObserver
-from dflow.distributed.steps.deadlines import Deadlines, MakeDeadlines
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
@@ -67,6 +66,7 @@ from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Pulle
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.plan import Plan
@@ -119,7 +119,7 @@ class TaskServer:
     """The task `name`, which listens at `address` as soon as it is constructed.
 
     process          identity of this process; state that the coordinator placed on another one is not created here
-    pool, deadlines  executor for its work and scheduler of its timeouts, instead of threads of the task
+    pool, clock      executor for its work and clock of its timeouts, instead of threads of the task
     recorder         recorder of its events
     flights          writes the events to a file when a wait lasted too long, or on request
     on_stall         called with the reason when a wait lasted too long, so that other tasks dump their events too
@@ -137,7 +137,7 @@ class TaskServer:
         address: str = LOCAL_ADDRESS,
         settings: TaskSettings | None = None,
         pool: Executor | None = None,
-        deadlines: MakeDeadlines = Deadlines,
+        clock: Clock | None = None,
         recorder: Recorder | None = None,
         flights: FlightRecorder | None = None,
         on_stall: Callable[[str], None] = lambda why: None,
@@ -172,7 +172,7 @@ class TaskServer:
             name,
             self.peers,
             wait_timeout_s=settings.wait_timeout_s,
-            deadlines=deadlines,
+            clock=clock,
             recorder=self.recorder,
             on_stall=self.stalled,
             described=described,
@@ -424,9 +424,9 @@ class TaskServer:
     @in_pool
     def _call_resource(self, message: CallResource, arrival: RequestArrival) -> Handled:
         operands = decode_arrays(message.operands, arrival.payload)
-        registration = self._resources.registration(message)
+        executable = self._resources.executable(message)
         step = StepId(message.origin, message.step)
-        self.runs.run(registration, step, operands, partial(_answer_arrays, arrival.responder))
+        self.runs.run(executable, step, operands, partial(_answer_arrays, arrival.responder))
         return None
 
     @REQUESTS.handles(ProposeRounds)

@@ -9,8 +9,7 @@ import pkgutil
 from typing import Any
 
 from dflow.distributed.wire import messages
-from dflow.distributed.wire.messages.marked import Marked
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
 
 _BASES = {Message, Request, Notice, Marked}
 _FILES = [

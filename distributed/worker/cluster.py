@@ -51,16 +51,17 @@ from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.distributed.worker.coordination import Coordinated
 from dflow.distributed.worker.used_state import UsedState
-from dflow.lowering.local import fetched, lower_programs, refuse_spread
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
-from dflow.lowering.steps.compile import Compiled, TaskPlan, make_plans
 from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.steps.local_step import fetched, lower_programs
+from dflow.lowering.steps.lowered import Lowered, literals, make_plans
 from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
+from dflow.lowering.steps.spread_variables import refuse_spread
 from dflow.lowering.values.devices import devices_in_order
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
@@ -373,28 +374,30 @@ class Cluster(Coordinated):
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         refuse_spread(graph, traced, self._server.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
-        compiled = make_plans(graph, self.task, keys)
+        lowered = make_plans(graph, self.task, keys)
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
-        handles = self._register(compiled, given_up, traced.meshes)
-        step = _Step(self, handles, traced.constants, compiled)
+        handles = self._register(lowered, given_up, traced.meshes)
+        step = ClusterStep(self, handles, traced.constants, literals(graph))
         self._unused_plans.release_after(step, handles)
         return step
 
     def _register(
-        self, compiled: Compiled, given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
+        self, lowered: Mapping[str, Lowered], given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
     ) -> Mapping[str, int]:
         self._unused_plans.release(self._server, self.tasks)
-        lowered = lower_programs(compiled.local, self._server.store, given_up, meshes=meshes)
+        own = lowered[self.task]
+        others = {task: part for task, part in lowered.items() if part is not own}
+        uncompiled = lower_programs(own, self._server.store, given_up, meshes=meshes)
         # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
         compiling = ThreadPoolExecutor(1, "dflow-compile")
         try:
-            programs = compiling.submit(lambda: [program.compile() for program in lowered])
-            handles = self._handles(self._registrations(compiled.remote))
-            return {**handles, self.task: self._server.register(compiled.local.plan, programs.result())}
+            programs = compiling.submit(lambda: [program.compile() for program in uncompiled])
+            handles = self._handles(self._registrations(others))
+            return {**handles, self.task: self._server.register(own.plan, programs.result())}
         finally:
             compiling.shutdown(wait=False)
 
-    def _registrations(self, parts: Mapping[str, TaskPlan]) -> dict[str, PlanRegistration]:
+    def _registrations(self, parts: Mapping[str, Lowered]) -> dict[str, PlanRegistration]:
         exports = SharedExports()
         with self._used.explained([*parts]):
             return {task: PlanRegistration(self._server.peer(task), part, exports) for task, part in parts.items()}
@@ -416,10 +419,8 @@ class Cluster(Coordinated):
         """
         graph = run_passes(traced.graph, pipeline(host, self.tasks), check=False, observe=None)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
-        compiled = make_plans(graph, host, keys)
-        parts = {**compiled.remote, host: compiled.local}
-        handles = self._handles(self._registrations(parts))
-        return handles, traced.constants, [literal.array for literal in compiled.literals]
+        handles = self._handles(self._registrations(make_plans(graph, host, keys)))
+        return handles, traced.constants, literals(graph)
 
     def run_step(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Run one step on every task that has a part in it; return this task's fetches.
@@ -496,16 +497,16 @@ class _Waited:
         return fetched(self._outcome)
 
 
-class _Step:
+class ClusterStep:
     """One traced function, registered on every task that has a part in it."""
 
     def __init__(
-        self, cluster: Cluster, handles: Mapping[str, int], constants: Sequence[Any], compiled: Compiled
+        self, cluster: Cluster, handles: Mapping[str, int], constants: Sequence[Any], literals: Sequence[Any]
     ) -> None:
         self._cluster = cluster
         self._handles = handles
         self._constants = list(constants)
-        self._literals = [literal.array for literal in compiled.literals]
+        self._literals = literals
 
     def __call__(self, leaves: Sequence[Any]) -> Sequence[Any]:
         arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]

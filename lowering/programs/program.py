@@ -1,8 +1,8 @@
 """A compiled XLA computation over state, and its form as bytes for another process.
 
-A program takes the values of the variables that it writes, then of variables that it only reads, then its operands. It
-returns the new values of the written variables, then its results. The buffers of the written variables are donated,
-unless the program may fail while it runs.
+A program takes the list of the values of the variables that it writes, the list of values that it only reads, and its
+operands. It returns the list of the new values of the written variables, and the list of its results. The buffers of
+the written variables are donated, unless the program may fail while it runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dflow.tracing.state.variable_trees import handles
 
 
 class Program:
-    """A compiled computation. The written variables are its first arguments, and their new values its first results.
+    """A compiled computation.
 
     `compiled` takes arguments with the shardings of its compilation. Arguments elsewhere are moved to `device`, if that
     is given; otherwise `by_placement` is called, which compiles for their shardings. With `keeps` the program donates
@@ -48,21 +48,23 @@ class Program:
         self._elsewhere = awaited(elsewhere) if keeps and elsewhere is not None else elsewhere
         self._call = awaited(compiled) if keeps else uninterrupted(compiled)
 
-    def __call__(self, *args: Any) -> Sequence[jax.Array]:
-        given: list[Sequence[jax.Array]] = []
-        self.run_into(given, args)
-        return given[0]
+    def __call__(self, *operands: Any) -> Sequence[jax.Array]:
+        """Return the results of a program that uses no variables."""
+        results: Sequence[jax.Array] = self.run(lambda call: call([], [], *operands)[1], lambda: operands)
+        return results
 
-    def run_into(self, given: list[Sequence[jax.Array]], args: Sequence[Any]) -> None:
-        """Run the program and append its results to `given`, so that an interrupt after the run does not lose them."""
-        singles, call, elsewhere = list(zip(args, strict=True)), self._call, self._elsewhere
+    def run(self, do: Callable[[Callable[..., Any]], Any], values: Callable[[], Sequence[Any]]) -> Any:
+        """Return `do(call)` with the compiled function, or with another one if JAX refuses where the arguments are.
+
+        `values` returns the arguments, flat; only their shardings are used.
+        """
         try:
-            given.extend(map(call, *singles) if singles else [call()])
+            return do(self._call)
         except ValueError:
-            if given or elsewhere is None or call is elsewhere or not lie_apart(args, self.compiled):
+            if self._elsewhere in (None, self._call) or not lie_apart(values(), self.compiled):
                 raise
-            self._call = elsewhere
-            given.extend(map(elsewhere, *singles))
+        self._call = self._elsewhere
+        return do(self._call)
 
 
 def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,16 +81,12 @@ def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
 
 def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:
     """Return the computation with its arguments moved to `device` first."""
-    here = {device}
 
-    def run(*args: Any) -> Any:
-        moved = [
-            jax.device_put(arg, device) if isinstance(arg, jax.Array) and arg.sharding.device_set != here else arg
-            for arg in args
-        ]
-        return compiled(*moved)
+    def here(arg: Any) -> Any:
+        is_elsewhere = isinstance(arg, jax.Array) and arg.sharding.device_set != {device}
+        return jax.device_put(arg, device) if is_elsewhere else arg
 
-    return run
+    return lambda *args: compiled(*jax.tree_util.tree_map(here, args))
 
 
 def lie_apart(args: Sequence[Any], compiled: Any) -> bool:
@@ -121,7 +119,8 @@ def lower_program(
     fn: Callable[..., Any],
     types: Sequence[ArrayType],
     writes: int,
-    given_up: Sequence[int] = (),
+    reads: int = 0,
+    donated: Sequence[int] = (),
     name: str = "step",
     compiler_options: dict[str, Any] | None = None,
     device: jax.Device | None = None,
@@ -132,26 +131,47 @@ def lower_program(
 ) -> LoweredProgram:
     """Lower `fn` for this process, or for `platforms`.
 
-    writes    number of written variables, the first arguments; they are donated, unless `keeps` is true
-    given_up  indices of further arguments to donate
-    device    where the program runs; without one it runs where its arguments are
-    places    the shardings of the variables, which are the first arguments; written ones keep theirs
-    meshes    the device meshes for the abstract meshes in `types`
+    types    of the arguments of `fn`: the written variables, those only read, and the operands
+    writes   number of written variables; they are donated, unless `keeps` is true
+    reads    number of variables only read
+    donated  indices of operands to donate
+    device   where the program runs; without one it runs where its arguments are
+    places   the shardings of the variables; written ones keep theirs
+    meshes   the device meshes for the abstract meshes in `types`
     """
-    fn = kept_shardings(fn, dict(islice(places.items(), writes)))
-    fn.__name__ = name
-    donated = (*(() if keeps else range(writes)), *given_up)
+    stepped = _in_lists(kept_shardings(fn, dict(islice(places.items(), writes))), writes, name)
+    donated = (*(() if keeps else (0,)), *(_OURS + index for index in donated))
     options: dict[str, Any] = {"compiler_options": compiler_options}
     if device is not None:
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
-    jitted = jax_jit(fn, donate_argnums=donated, keep_unused=True, **options)
+    jitted = jax_jit(stepped, donate_argnums=donated, keep_unused=True, **options)
     known = {**meshes_of(places.values()), **meshes}
     structs = [on_devices(type.struct, known) for type in types]
     for number, place in enumerate(places.values()):
         if is_spread(place):
             structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
-    stage = jitted.trace(*structs).lower(lowering_platforms=platforms)
+    stage = jitted.trace(*_split(structs, writes, reads)).lower(lowering_platforms=platforms)
     return LoweredProgram(stage, jitted, device, keeps)
+
+
+#: Number of arguments of a program before its operands: values written, values read.
+_OURS = 2
+
+
+def _in_lists(fn: Callable[..., Any], writes: int, name: str) -> Callable[..., Any]:
+    """Return a flat function as a function of the lists that a program takes and returns."""
+
+    def stepped(written: Sequence[Any], read: Sequence[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
+        results = list(fn(*written, *read, *operands))
+        return results[:writes], results[writes:]
+
+    stepped.__name__ = name
+    return stepped
+
+
+def _split(flat: Sequence[Any], writes: int, reads: int) -> tuple[Any, ...]:
+    state = writes + reads
+    return [*flat[:writes]], [*flat[writes:state]], *flat[state:]
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:
@@ -163,12 +183,14 @@ def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str
     return write_program(exported)
 
 
-def load_program(blob: bytes | bytearray | memoryview, writes: int) -> Program:
-    """Compile an exported program for this process; the first `writes` arguments are donated.
+def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int = 0) -> Program:
+    """Compile an exported program, over this number of variables, for this process.
 
     Raises WireError if the bytes are no program, or one that may not run here, and the errors of the compilation.
     """
     exported = read_program(blob)
-    jitted = jax_jit(exported.call, donate_argnums=tuple(range(writes)), keep_unused=True)
+    stepped = _in_lists(exported.call, writes, exported.fun_name)
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
-    return Program(jitted.lower(*structs).compile())
+    return Program(
+        jax_jit(stepped, donate_argnums=0, keep_unused=True).lower(*_split(structs, writes, reads)).compile()
+    )

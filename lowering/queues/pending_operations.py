@@ -34,7 +34,7 @@ OnDone = Callable[[Outcome[Found]], None]
 Cancel = Callable[[BaseException], None]
 
 #: The answers to deliver, by ticket.
-Told = deque[tuple[int, Outcome[Found]]]
+Answers = deque[tuple[int, Outcome[Found]]]
 
 Event = TypeVar("Event")
 
@@ -94,39 +94,36 @@ class Shared(ABC, Generic[Event]):
 
     def forget(self, reason: str, remedy: str) -> None:
         """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
-        told: Told = deque()
-        try:
-            with self._lock:
-                self._gone = Gone(reason, remedy)
-                self._clear()
-                for ticket, waiter in list(self._waiters.items()):
-                    if waiter.answer is None:
-                        waiter.answer = self._gone_error(self._gone, waiter.where)
-                    told.append((ticket, waiter.answer))
-            self._tell(told)
-        finally:
-            self._tell(told)
+
+        def decide(answers: Answers) -> None:
+            self._gone = Gone(reason, remedy)
+            self._clear()
+            for ticket, waiter in list(self._waiters.items()):
+                if waiter.answer is None:
+                    waiter.answer = self._gone_error(self._gone, waiter.where)
+                answers.append((ticket, waiter.answer))
+
+        self._answering(decide)
 
     def _ask(self, waiter: Waiter, event: Callable[[int], Event]) -> Cancel:
         """Register a pending operation and apply its event; return the function that cancels it."""
         ticket = next(self._tickets)
-        told: Told = deque()
+
+        def decide(answers: Answers) -> None:
+            self._check_there(waiter.where)
+            self._waiters[ticket] = waiter
+            self._decided(event(ticket), answers)
+            if waiter.timeout_s > 0 and waiter.answer is None:
+                waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
+
         try:
-            with self._lock:
-                self._check_there(waiter.where)
-                self._waiters[ticket] = waiter
-                self._decided(event(ticket), told)
-                if waiter.timeout_s > 0 and waiter.answer is None:
-                    waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
-            self._tell(told)
+            self._answering(decide)
             if waiter.timeout_s <= 0:
                 self._end(ticket, None)
         except BaseException as error:
             # The caller does not receive the function that cancels it.
             self._end(ticket, error)
             raise
-        finally:
-            self._tell(told)
         return lambda error: self._end(ticket, error)
 
     def _do(
@@ -137,18 +134,16 @@ class Shared(ABC, Generic[Event]):
         after: Callable[[], None] | None = None,
     ) -> None:
         """Apply an event that no caller waits for, between `before` and `after`; answer the waiters it completes."""
-        told: Told = deque()
-        try:
-            with self._lock:
-                self._check_there(where)
-                if before is not None:
-                    before()
-                self._decided(event, told)
-                if after is not None:
-                    after()
-            self._tell(told)
-        finally:
-            self._tell(told)
+
+        def decide(answers: Answers) -> None:
+            self._check_there(where)
+            if before is not None:
+                before()
+            self._decided(event, answers)
+            if after is not None:
+                after()
+
+        self._answering(decide)
 
     def inspected(self, read: Callable[[Any], Any], where: str) -> Any:
         """Return `read(machine)`, as it is now. Raises the resource's error after `forget`."""
@@ -168,40 +163,48 @@ class Shared(ABC, Generic[Event]):
 
     def _end(self, ticket: int, error: BaseException | None) -> None:
         """End a pending operation with an error, by default that of its deadline."""
-        told: Told = deque()
-        try:
-            with self._lock:
-                waiter = self._waiters.get(ticket)
-                if waiter is None:
-                    return
-                if waiter.answer is None:
-                    answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
-                    self._decided(self._give_up(ticket), told)
-                    waiter.answer = answer
-                told.appendleft((ticket, waiter.answer))
-            self._tell(told)
-        finally:
-            self._tell(told)
 
-    def _decided(self, event: Event, told: Told) -> None:
-        """Apply an event; add the answers to `told` and to the waiters. The lock is held."""
+        def decide(answers: Answers) -> None:
+            waiter = self._waiters.get(ticket)
+            if waiter is None:
+                return
+            if waiter.answer is None:
+                answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
+                self._decided(self._give_up(ticket), answers)
+                waiter.answer = answer
+            answers.appendleft((ticket, waiter.answer))
+
+        self._answering(decide)
+
+    def _decided(self, event: Event, answers: Answers) -> None:
+        """Apply an event; record the answers, in `answers` and in the waiters. The lock is held."""
         # A single call, so that an interrupt here drops no answer.
-        told.extend(self._decide(event))
-        for ticket, answer in told:
+        answers.extend(self._decide(event))
+        for ticket, answer in answers:
             self._waiters[ticket].answer = answer
 
-    def _tell(self, told: Told) -> None:
-        """Call the callbacks of `told` and empty it, also after an interrupt. The lock is not held."""
+    def _answering(self, decide: Callable[[Answers], None]) -> None:
+        """Call `decide` with the lock; then deliver the answers that it added, also after an interrupt."""
+        answers: Answers = deque()
         try:
-            while told:
-                self._tell_one(*told[0])
-                told.popleft()
+            with self._lock:
+                decide(answers)
+            self._deliver(answers)
         finally:
             # An interrupt of this thread must not keep other threads waiting.
-            if told:
-                self._tell(told)
+            self._deliver(answers)
 
-    def _tell_one(self, ticket: int, answer: Outcome[Found]) -> None:
+    def _deliver(self, answers: Answers) -> None:
+        """Call the callbacks of the answers and empty the deque. The lock is not held."""
+        try:
+            while answers:
+                self._deliver_one(*answers[0])
+                answers.popleft()
+        finally:
+            if answers:
+                self._deliver(answers)
+
+    def _deliver_one(self, ticket: int, answer: Outcome[Found]) -> None:
         waiter = self._waiters.get(ticket)
         if waiter is None:
             return
@@ -209,13 +212,13 @@ class Shared(ABC, Generic[Event]):
             waiter.timer.stop()
         try:
             # The thread that removes the ticket calls the callback, so it is called once.
-            self._waiters.pop(ticket, _TOLD).on_done(answer)
+            self._waiters.pop(ticket, _ANSWERED).on_done(answer)
         except Exception:
-            LOGGER.exception("what was to %s could not take the answer; other waiters are told", waiter.what)
+            LOGGER.exception("the callback of an operation to %s failed; other waiters get answers", waiter.what)
 
 
 #: Stands for a waiter whose callback another thread calls.
-_TOLD = Waiter("nothing", lambda answer: None, 0.0, "")
+_ANSWERED = Waiter("nothing", lambda answer: None, 0.0, "")
 
 
 def wait(start: Callable[[OnDone], Cancel]) -> tuple[Any, ...]:

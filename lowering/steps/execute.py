@@ -17,11 +17,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import Channel, Sent, StepId, frame_of_turn
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.dependency_index import Schedule, gives
+from dflow.lowering.steps.executable import Executable, gives
 from dflow.lowering.steps.loops import PENDING, Loop, OnItem
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
@@ -48,8 +47,7 @@ class Execution:
 
     def __init__(
         self,
-        schedule: Schedule,
-        programs: Sequence[Program],
+        executable: Executable,
         store: Store,
         channel: Channel,
         step: StepId,
@@ -61,14 +59,14 @@ class Execution:
         recorder: Recorder = NOWHERE,
         frame: str = "",
     ) -> None:
-        plan = schedule.plan
+        plan = executable.plan
         if len(feeds) != len(plan.feeds):
             raise InternalError(f"the plan of {plan.task} takes {len(plan.feeds)} feeds but was given {len(feeds)}")
-        self._schedule, self._programs, self._store, self._channel = schedule, programs, store, channel
+        self._executable, self._store, self._channel = executable, store, channel
         self._step, self._on_done, self._submit = step, on_done, submit
         self._frame = frame
         self._slots: list[Any] = [None] * plan.slots
-        for slot, value in schedule.scalars:
+        for slot, value in executable.scalars:
             self._slots[slot] = value
         pending = []
         for slot, value in zip(plan.feeds, feeds, strict=True):
@@ -77,7 +75,7 @@ class Execution:
                 pending.append(slot)
         self._lock = threading.Lock()
         self._on_item, self._recorder, self._note = on_item, recorder, recorder.note
-        self._waiting, self._uses = list(schedule.waiting), list(schedule.uses)
+        self._waiting, self._uses = list(executable.waiting), list(executable.uses)
         self._left = len(plan.items)
         self._has_started = False
         for index, count in (held or {}).items():
@@ -91,18 +89,18 @@ class Execution:
 
     def _wait_for_feed(self, slot: int, by: int) -> list[int]:
         """Add `by` to the missing inputs of the items that take a pending feed; return the items that became ready."""
-        self._left += by if slot in self._schedule.fetched else 0
+        self._left += by if slot in self._executable.fetched else 0
         ready = []
-        for index in self._schedule.takers.get(slot, ()):
+        for index in self._executable.takers.get(slot, ()):
             self._waiting[index] += by
             if self._waiting[index] == 0:
                 ready.append(index)
         return ready
 
     def start(self) -> None:
-        """Run the items that are ready, on this thread."""
+        """Run the items that are ready, on this thread. Does nothing if it was cancelled before."""
         with self._lock:
-            ready = [index for index in self._schedule.at_once if self._waiting[index] == 0]
+            ready = [index for index in self._executable.at_once if self._waiting[index] == 0]
             self._has_started = True
             complete = self._left == 0
         if complete:
@@ -111,7 +109,7 @@ class Execution:
 
     def feed(self, place: int, value: Any) -> None:
         """Supply the value of the feed at index `place`, which was PENDING."""
-        slot = self._schedule.plan.feeds[place]
+        slot = self._executable.plan.feeds[place]
         with self._lock:
             self._slots[slot] = value
             ready = self._wait_for_feed(slot, -1)
@@ -136,7 +134,7 @@ class Execution:
             self._submit(lambda: self._run(ready))
 
     def _complete(self) -> None:
-        self._end(on_device(self._slots[slot] for slot in self._schedule.plan.fetches))
+        self._end(on_device(self._slots[slot] for slot in self._executable.plan.fetches))
 
     def cancel(self, error: BaseException) -> None:
         """End with `error` unless it has ended."""
@@ -147,7 +145,7 @@ class Execution:
         while queue and not self._ended:
             index = queue.popleft()
             try:
-                plan = self._schedule.plan
+                plan = self._executable.plan
                 self._note(ITEM_BEGAN, self._step, plan, index)
                 if self._perform(plan.items[index], index):
                     queue.extend(self._done(index))
@@ -168,14 +166,14 @@ class Execution:
 
     def _call(self, item: Call, index: int) -> bool:
         operands = [self._slots[slot] for slot in item.takes]
-        results = self._store.call(self._programs[item.program], item.writes, item.reads, operands)
+        results = self._store.call(self._executable.programs[item.program], item.writes, item.reads, operands)
         self._fill(item.gives, results)
         if (watched := self._recorder.watched) is not None:
-            watched.put((results, self._step, self._schedule.plan, index))
+            watched.put((results, self._step, self._executable.plan, index))
         return True
 
     def _copy(self, item: Copy, index: int) -> bool:
-        if index in self._schedule.awaited:
+        if index in self._executable.awaited:
             # Waiting for the device here would delay other items that are ready.
             self._submit(partial(self._copy_after, index, item))
             return False
@@ -183,7 +181,7 @@ class Execution:
         return True
 
     def _read(self, item: Read, index: int) -> bool:
-        if index in self._schedule.sent:
+        if index in self._executable.sent:
             self._fill(item.gives, self._store.views(item.keys))
         else:
             values = self._store.snapshot(item.keys)
@@ -191,7 +189,7 @@ class Execution:
         return True
 
     def _copied(self, item: Copy) -> jax.Array:
-        copy: jax.Array = jax.device_put(self._slots[item.take], self._schedule.devices[item.device])
+        copy: jax.Array = jax.device_put(self._slots[item.take], self._executable.devices[item.device])
         return copy
 
     def _copy_after(self, index: int, item: Copy) -> None:
@@ -199,7 +197,7 @@ class Execution:
         if self._ended:
             return
         try:
-            jax.block_until_ready([self._slots[slot] for slot in self._schedule.awaited[index]])
+            jax.block_until_ready([self._slots[slot] for slot in self._executable.awaited[index]])
             self._slots[item.give] = self._copied(item)
             self._run(self._done(index))
         except BaseException as error:
@@ -227,7 +225,7 @@ class Execution:
     def _loop(self, item: While | Scan, index: int) -> bool:
         values = [self._slots[slot] for slot in item.takes]
         end = partial(self._arrived, index, item.gives)
-        loop = Loop(item, values, self._schedule.bodies, self._run_of, end, self._submit)
+        loop = Loop(item, values, self._executable.bodies, self._run_of, end, self._submit)
         self._cancel_at_end(index, loop.cancel)
         loop.start()
         return False
@@ -241,9 +239,11 @@ class Execution:
         on_item: OnItem | None = None,
         turn: int | None = None,
     ) -> Execution:
-        schedule, around = self._schedule.bodies[body], (self._programs, self._store, self._channel, self._step)
+        around = self._store, self._channel, self._step
         frame = self._frame if turn is None else frame_of_turn(self._frame, turn)
-        return Execution(schedule, *around, feeds, on_done, self._submit, held, on_item, self._recorder, frame)
+        return Execution(
+            self._executable.bodies[body], *around, feeds, on_done, self._submit, held, on_item, self._recorder, frame
+        )
 
     def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
         with self._lock:
@@ -276,7 +276,7 @@ class Execution:
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, and add its name to it; a body's item is named before the branch or loop."""
-        plan = self._schedule.plan
+        plan = self._executable.plan
         names = plan.names
         if not self._ended:
             self._note(ITEM_FAILED, self._step, plan, (index, type(error).__name__))
@@ -286,17 +286,17 @@ class Execution:
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; return the items that became ready."""
-        self._note(ITEM_ENDED, self._step, self._schedule.plan, index)
+        self._note(ITEM_ENDED, self._step, self._executable.plan, index)
         if self._on_item is not None:
             # Before it is counted, so that the last item is reported before the end of the execution.
-            self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._schedule.plan.items[index])])
+            self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._executable.plan.items[index])])
         ready = []
         with self._lock:
-            for dependent in self._schedule.dependents[index]:
+            for dependent in self._executable.dependents[index]:
                 self._waiting[dependent] -= 1
                 if self._waiting[dependent] == 0:
                     ready.append(dependent)
-            for slot in self._schedule.lets_go[index]:
+            for slot in self._executable.lets_go[index]:
                 self._uses[slot] -= 1
                 if self._uses[slot] == 0:
                     self._slots[slot] = None

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import jit as jax_jit
 
-from dflow.lowering.steps.dependency_index import Schedule, may_conflict
+from dflow.lowering.steps.executable import Executable, may_conflict
 from dflow.lowering.steps.plan import Scan, While
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.ir.types import key_implementation, parse_type
@@ -95,7 +95,7 @@ class Loop:
         self,
         item: While | Scan,
         values: Sequence[Any],
-        bodies: Sequence[Schedule],
+        bodies: Sequence[Executable],
         make_run: MakeRun,
         on_end: Callable[[Outcome[Sequence[Any]]], None],
         submit: Callable[[Callable[[], None]], object],

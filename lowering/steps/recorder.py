@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import jax
 import msgspec
@@ -75,16 +75,6 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     began_ns: int = 0
     number: int = 0
     text: str = ""
-
-
-class Note(Protocol):
-    """See `Recorder.note`."""
-
-    def __call__(
-        self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
-    ) -> int:
-        """Record an event."""
-        ...
 
 
 #: The results of a call, its step, its plan and its index there.
@@ -157,20 +147,8 @@ def described_end(outcome: object) -> str:
     return f"{type(outcome).__name__}: {outcome}"[:MOST_TEXT] if isinstance(outcome, BaseException) else ""
 
 
-def not_noted(
-    what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
-) -> int:
-    """Stands for `Recorder.note` where nothing is recorded."""
-    return 0
-
-
-class _Nowhere(Recorder):
-    """A recorder that records nothing."""
-
-    note = staticmethod(not_noted)
-
-
-NOWHERE: Final = _Nowhere()
+#: A recorder that keeps no event.
+NOWHERE: Final = Recorder(0, lambda: 0)
 
 
 def _read(noted: tuple[Any, ...]) -> Event:

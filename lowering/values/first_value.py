@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import jit as jax_jit
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
-from dflow.lowering.values.held_value import HeldValue
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
@@ -47,7 +46,7 @@ class Making:
             )
 
 
-def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> HeldValue:
+def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> jax.Array:
     """Return the value of `make()`, with sharding `place` if given. Raises VariableError when it has another type."""
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
     value = jnp.array(make(), copy=True) if place is None else _made_at(place, make)
@@ -59,7 +58,8 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Shard
         # Otherwise JAX runs ahead, and the originals of many variables are in memory beside their copies.
         value.block_until_ready()
     # A Python number becomes a weakly typed array; a variable's array always has the variable's type.
-    return HeldValue(jax.lax.convert_element_type(value, type.dtype), type)
+    converted: jax.Array = jax.lax.convert_element_type(value, type.dtype)
+    return converted
 
 
 def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:

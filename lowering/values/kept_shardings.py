@@ -13,7 +13,7 @@ import jax
 from jax import jit as jax_jit
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from dflow.lowering.values.held_value import shown
+from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import VariableShapeError
 from dflow.tracing.ir.explicit_sharding import is_explicit, is_split
 from dflow.tracing.ir.types import array_type_of

@@ -12,13 +12,13 @@ import optax
 import pytest
 
 import dflow
-from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.plan import Call
 from dflow.state_backends import LOCAL
 from tests.dflow.on_devices import X, calls, on, plan_of, variable
+from tests.lowering.flat_programs import flat_program
 
 
 @pytest.mark.parametrize("name", ["cpu:3", "/device:CPU:3", "CPU:3", jax.devices()[3]], ids=str)
@@ -190,13 +190,12 @@ def test_all_devices_are_given_their_work_before_any_is_waited_for() -> None:
             begun.append(device)
             return [Unready()]
 
-        return Program(run)
+        return flat_program(run)
 
     programs = [program(item.device) for item in plan.items if isinstance(item, Call)]
     outcomes: list[Any] = []
     Execution(
-        Schedule(plan),
-        programs,
+        Executable(plan, programs),
         LOCAL.store,
         None,
         StepId("", 0),

@@ -29,7 +29,7 @@ def variable(device: str, value: Any = 1.0, name: str | None = None) -> dflow.Va
 
 def plan_of(fn: Callable[..., Any], *args: Any) -> Plan:
     """Return the plan of a call of `fn`."""
-    return LOCAL.plan(trace(fn, args, {}), check=True, observe=None).compiled.local.plan
+    return LOCAL.lower(trace(fn, args, {}), check=True, observe=None).lowered.plan
 
 
 def calls(items: tuple[Item, ...]) -> list[str]:

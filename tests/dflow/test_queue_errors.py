@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.lowering import local
+from dflow.lowering.steps import local_step
 from dflow.tracing.errors import PlainJitError, QueueError, QueueTypeError
 from tests.dflow.number_queues import F32, I32, drained, numbers
 from tests.reference.interpret import interpret
@@ -76,7 +76,7 @@ def test_an_interrupt_takes_the_wait_along(monkeypatch: pytest.MonkeyPatch) -> N
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(local, "SimpleQueue", Interrupted)
+        patched.setattr(local_step, "SimpleQueue", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             step()
     empty.enqueue(1.0)

@@ -58,8 +58,7 @@ def held(home: LocalHome, case: Case) -> Mapping[str, Variable]:
 def test_a_process_with_devices_does_what_a_program_means(case: Case) -> None:
     home = LocalHome()
     variables = held(home, case)
-    planned = home.plan(case.traced, check=True, observe=None)
-    run: Any = planned.lower().compile().run
+    run: Any = home.runner(case.traced, check=True, observe=None)
     state = case.state
     for _ in range(2):
         wanted, state = interpret(case.graph, case.inputs, state)

@@ -11,14 +11,14 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.local import lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.compile import Compiled, TaskPlan, make_plans
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
+from dflow.lowering.steps.local_step import lower_programs
+from dflow.lowering.steps.lowered import literals, make_plans
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device_name import split_device_name, task_of
@@ -85,11 +85,10 @@ class Cluster:
             place = SingleDeviceSharding(device_named(local)) if local else None
             make = partial(state.__getitem__, ref.name)
             self.stores[self._home[ref.name]].create(ref.name, ref.type.of, make, place)
-        self.compiled: Compiled = make_plans(lowered, WORKER, keys)
-        parts: dict[str, TaskPlan] = {WORKER: self.compiled.local, **self.compiled.remote}
+        self.lowered, self._literals = make_plans(lowered, WORKER, keys), literals(lowered)
         self._parts = {
-            task: (Schedule(part.plan), [program.compile() for program in lower_programs(part, self.stores[task])])
-            for task, part in parts.items()
+            task: Executable(part.plan, [program.compile() for program in lower_programs(part, self.stores[task])])
+            for task, part in self.lowered.items()
         }
         self._steps = 0
 
@@ -121,15 +120,14 @@ class Cluster:
         outcomes: dict[str, Outcome[Fetches]],
         submit: Callable[[Callable[[], None]], object],
     ) -> None:
-        schedule, programs = self._parts[task]
-        literals = [literal.value for literal in self.compiled.literals]
-        feeds = [*inputs, *literals] if task == WORKER else []
+        feeds = [*inputs, *self._literals] if task == WORKER else []
 
         def on_done(outcome: Outcome[Fetches]) -> None:
             assert task not in outcomes, f"{task} is done twice"
             outcomes[task] = outcome
 
-        Execution(schedule, programs, self.stores[task], Mailbox(self.mail, task), step, feeds, on_done, submit).start()
+        mailbox = Mailbox(self.mail, task)
+        Execution(self._parts[task], self.stores[task], mailbox, step, feeds, on_done, submit).start()
 
     def state(self) -> dict[str, jax.Array]:
         """The values of all variables."""

@@ -164,11 +164,11 @@ def run_both(case: Traced, seed: int, times: int = 2) -> Cluster:
 
 def waited_for(cluster: Cluster, task: str) -> list[str]:
     """Return the edges whose values a task waits for after it has run alone as far as it can."""
-    schedule, programs = cluster._parts[task]
     work: list[Callable[[], None]] = []
     ended: list[Any] = []
     box = Mailbox(cluster.mail, task)
-    Execution(schedule, programs, cluster.stores[task], box, StepId(WORKER, 9), [], ended.append, work.append).start()
+    store, step = cluster.stores[task], StepId(WORKER, 9)
+    Execution(cluster._parts[task], store, box, step, [], ended.append, work.append).start()
     while work:
         work.pop()()
     assert not ended

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from dflow.distributed.client import coordinator_session
+from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
 from dflow.distributed.coordinator.coordinator_events import Disconnect, Reply
+from dflow.distributed.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from dflow.distributed.simulation.faults import parse_faults
-from dflow.distributed.simulation.program import QUEUE, ROUNDS, STEPS, VARIABLES
-from dflow.distributed.simulation.world import Ended, Schedule, simulate
-from dflow.distributed.steps import rendezvous, task_channel
+from dflow.distributed.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
+from dflow.distributed.steps import deadlines, rendezvous, task_channel
+from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
-from dflow.distributed.wire.messages.claims import Claimed
+from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.queues.accumulator_machine import EnoughSet
 
@@ -248,6 +248,25 @@ def _not_counted(original: Any) -> Any:
     return fail
 
 
+def _a_failed_step_as_done(original: Any) -> Any:
+    def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        worker = strategy._cluster
+        ask = worker.ask
+
+        def report_one_more(message: Any) -> Any:
+            if isinstance(message, ClaimSteps) and not message.more:
+                message = msgspec.structs.replace(message, done=message.done + 1)
+            return ask(message)
+
+        worker.ask = report_one_more
+        try:
+            yield from original(strategy, *args, **kwargs)
+        finally:
+            worker.ask = ask
+
+    return run
+
+
 #: The host of the rounds and another task cannot reach each other for a while, and both live.
 _APART = "cut=ps:0/ps:1@0.6+14"
 
@@ -257,6 +276,7 @@ _DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"
 #: Connections go over one stream after the other.
 _BREAKS = "breaks=0.15"
 
+_DRIVER = session_driver.SessionDriver
 _BARRIERS = barriers.Barriers
 _SESSION = coordinator_session.CoordinatorSession
 _QUEUE, _ACCUMULATOR, _ROUNDS = queue_machine.QueueMachine, accumulator_machine.AccumulatorMachine, rounds.Rounds
@@ -275,7 +295,7 @@ MUTATIONS = (
         membership.Membership,
         "_changed",
         _changed_for_now,
-        "one of a name",
+        "rosters in order",
     ),
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
@@ -297,6 +317,10 @@ MUTATIONS = (
     ),
     Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "none lost"),
     Mutation("an ask is not asked again", _SESSION, "_send_all", _doing_nothing, "none lost"),
+    Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", _doing_nothing, "none lost"),
+    Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", _doing_nothing, "none lost"),
+    Mutation("a failed step is reported as done", async_.Async, "run", _a_failed_step_as_done, "none lost"),
+    Mutation("waits have no deadline", deadlines.Deadlines, "add", _doing_nothing, "waits end"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
     Mutation("a run that ends tells nobody", task_server, "_answer_run", _doing_nothing, "none lost"),
@@ -332,19 +356,19 @@ def planted(mutation: Mutation) -> Iterator[None]:
         yield
 
 
-def find(mutation: Mutation, schedules: int = SCHEDULES) -> Ended | None:
+def find(mutation: Mutation, schedules: int = SCHEDULES) -> ScheduleResult | None:
     """How the first schedule ended in which an invariant failed; None if there is none."""
     faults = None if mutation.faults is None else parse_faults(mutation.faults)
     with planted(mutation):
         steps = STEPS_OF[mutation.program]
         all_ended = (
-            simulate(Schedule(seed, steps=steps, faults=faults, program=mutation.program)) for seed in range(schedules)
+            simulate(FaultSchedule(seed, steps=steps, faults=faults, program=mutation.program))
+            for seed in range(schedules)
         )
         return next((ended for ended in all_ended if ended.broken), None)
 
 
 if __name__ == "__main__":
-    logging.getLogger("dflow").setLevel(logging.CRITICAL)
     for mutation in MUTATIONS:
         found = find(mutation)
         print(f"{mutation.says}: {found.schedule.seed if found else '-'}: {found.broken if found else 'NOT FOUND'}")

@@ -7,8 +7,7 @@ from tests.simulation.mutations import MUTATIONS, Mutation, find
 
 @pytest.mark.once
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.says)
-def test_a_planted_fault_is_found(mutation: Mutation, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("CRITICAL", "dflow")
+def test_a_planted_fault_is_found(mutation: Mutation) -> None:
     ended = find(mutation)
     assert ended is not None, f"no invariant failed although {mutation.says}"
     assert ended.broken.startswith(mutation.found_by)

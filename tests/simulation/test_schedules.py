@@ -1,4 +1,4 @@
-"""The whole runtime on schedules on which things go wrong: what must hold, holds."""
+"""The whole runtime on schedules with faults: the invariants hold."""
 
 from __future__ import annotations
 
@@ -9,25 +9,23 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from dflow.distributed.simulation.fault_schedule import FaultSchedule, simulate
 from dflow.distributed.simulation.faults import (
     COORDINATOR,
-    Cut,
     Faults,
-    Hang,
+    Outage,
     Slow,
-    Stop,
     drawn_faults,
     parse_faults,
 )
-from dflow.distributed.simulation.program import PROGRAMS, QUEUE, ROUNDS, STEPS, VARIABLES
-from dflow.distributed.simulation.world import Schedule, simulate
+from dflow.distributed.simulation.programs import PROGRAMS, QUEUE, ROUNDS, STEPS, VARIABLES
 from tests.effort import examples
 
 #: Number of schedules of each program, more than find any planted fault (`mutations.SCHEDULES`), and work done in one.
 SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200}
 SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3}
 PARTS = 10
-HOSTS = Schedule(0).hosts
+HOSTS = FaultSchedule(0).hosts
 
 times = st.integers(0, 800).map(lambda hundredths: hundredths / 100)
 spans = st.sampled_from([0.05, 0.5, 3.0, 12.0, 20.0])
@@ -45,28 +43,20 @@ faults = st.builds(
     rates,
     rates,
     breaks=st.sampled_from([0.0, 0.02, 0.2]),
-    kill=lists(st.builds(Stop, st.sampled_from(HOSTS), times, spans), 3),
-    power=lists(st.builds(Stop, st.sampled_from(HOSTS), times, spans), 2),
+    kill=lists(st.builds(Outage, st.tuples(st.sampled_from(HOSTS)), times, spans), 3),
+    power=lists(st.builds(Outage, st.tuples(st.sampled_from(HOSTS)), times, spans), 2),
     cut=lists(
-        st.permutations(HOSTS).flatmap(
-            lambda hosts: st.builds(Cut, st.just(hosts[0]), st.just(hosts[1]), times, spans)
-        ),
+        st.permutations(HOSTS).flatmap(lambda hosts: st.builds(Outage, st.just(tuple(hosts[:2])), times, spans)),
         3,
     ),
-    hang=lists(st.builds(Hang, st.sampled_from(HOSTS), times, spans), 2),
+    hang=lists(st.builds(Outage, st.tuples(st.sampled_from(HOSTS)), times, spans), 2),
     slow=lists(st.builds(Slow, st.sampled_from(HOSTS), st.sampled_from([5.0, 50.0])), 1),
 )
 
 
-def _schedule(seed: int, program: str) -> Schedule:
+def _schedule(seed: int, program: str) -> FaultSchedule:
     """With two or three workers, and one or two ps tasks."""
-    return Schedule(seed, 2 + seed % 2, 1 + seed // 2 % 2, SHORT[program], program=program)
-
-
-@pytest.fixture(autouse=True)
-def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """What goes wrong is logged, as it should be, and is nothing to read here."""
-    caplog.set_level("CRITICAL", "dflow")
+    return FaultSchedule(seed, 2 + seed % 2, 1 + seed // 2 % 2, SHORT[program], program=program)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -92,7 +82,7 @@ def test_whatever_goes_wrong_by_a_seed_what_must_hold_holds(part: int, program: 
 @settings(max_examples=examples(100), phases=set(Phase) - {Phase.explain})
 @given(seed=st.integers(0, 1000), faults=faults, program=st.sampled_from(PROGRAMS))
 def test_whatever_is_made_to_go_wrong_what_must_hold_holds(seed: int, faults: Faults, program: str) -> None:
-    ended = simulate(Schedule(seed, steps=SHORT[program], faults=faults, program=program))
+    ended = simulate(FaultSchedule(seed, steps=SHORT[program], faults=faults, program=program))
     assert not ended.broken, str(ended)
 
 
@@ -100,7 +90,7 @@ def test_whatever_is_made_to_go_wrong_what_must_hold_holds(seed: int, faults: Fa
 def test_the_same_schedule_gives_the_same_log(program: str) -> None:
     logs: list[list[str]] = [[], []]
     for log in logs:
-        simulate(Schedule(9, program=program), log.append)
+        simulate(FaultSchedule(9, program=program), log.append)
     assert len(logs[0]) > 50
     assert logs[0] == logs[1]
 
@@ -141,23 +131,23 @@ def test_faults_that_cannot_be_read_are_refused_with_an_example(text: str, why: 
 )
 def test_a_fault_that_cannot_be_is_refused(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        simulate(Schedule(0, faults=parse_faults(text)))
+        simulate(FaultSchedule(0, faults=parse_faults(text)))
 
 
 def test_a_program_that_there_is_not_is_refused() -> None:
     with pytest.raises(ValueError, match="there is no program 'dance'; there are steps, rounds, queue, variables"):
-        simulate(Schedule(0, program="dance"))
+        simulate(FaultSchedule(0, program="dance"))
 
 
 def test_the_command_that_shows_a_schedule_again_names_its_program() -> None:
-    assert " --program queue " in Schedule(3, program=QUEUE).command()
-    assert "--program" not in Schedule(3).command()
+    assert " --program queue " in FaultSchedule(3, program=QUEUE).command()
+    assert "--program" not in FaultSchedule(3).command()
 
 
 def test_steps_go_on_while_the_coordinator_is_down() -> None:
-    down = Faults(kill=(Stop(COORDINATOR, 1.0, 9.0),))
+    down = Faults(kill=(Outage((COORDINATOR,), 1.0, 9.0),))
     log: list[str] = []
-    ended = simulate(Schedule(0, workers=1, steps=20, faults=down), log.append)
+    ended = simulate(FaultSchedule(0, workers=1, steps=20, faults=down), log.append)
     assert not ended.broken
     assert not ended.repeated
     applied = [float(line.split()[0]) for line in log if "ps:0" in line and "applies step" in line]
@@ -167,7 +157,7 @@ def test_steps_go_on_while_the_coordinator_is_down() -> None:
 
 def test_a_step_that_may_have_been_applied_is_shown_with_the_reason() -> None:
     # Killed between the step's end on the ps tasks and its report.
-    cut = Faults(cut=(Cut("worker:0", COORDINATOR, 1.2, 14.0),))
-    ended = simulate(Schedule(0, workers=2, steps=8, faults=cut))
+    cut = Faults(cut=(Outage(("worker:0", COORDINATOR), 1.2, 14.0),))
+    ended = simulate(FaultSchedule(0, workers=2, steps=8, faults=cut))
     assert not ended.broken
     assert [reason for repeated in ended.repeated for reason in repeated.reasons if "worker:0 was given up" in reason]

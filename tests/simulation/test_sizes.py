@@ -14,7 +14,7 @@ from dflow.__main__ import main
 from dflow.distributed.simulation.at_size.coordinator_load import coordinator_load
 from dflow.distributed.simulation.at_size.hardware import MB, PAPER, PAPER_INCEPTION, Computing, Hardware
 from dflow.distributed.simulation.at_size.queues import served
-from dflow.distributed.simulation.at_size.step_times import Cluster, Shape, Step
+from dflow.distributed.simulation.at_size.step_times import ClusterModel, Shape, Step
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.sampled_from([0.0, 1.0, 2.5]))
@@ -30,14 +30,15 @@ def test_a_server_takes_one_piece_after_another_in_order_of_arrival(arrivals: li
 @pytest.mark.parametrize("workers", [1, 100])
 def test_the_null_step_takes_as_long_as_in_the_paper(kind: str, workers: int) -> None:
     one_ms, hundred_ms, is_fitted = PAPER_MS[kind]
-    median_ms = 1e3 * float(np.median(Cluster(PAPER, Shape(workers, 16)).synchronous(NULL_STEPS[kind], 60)))
+    median_ms = 1e3 * float(np.median(ClusterModel(PAPER, Shape(workers, 16)).synchronous(NULL_STEPS[kind], 60)))
     within = 0.03 if workers == 1 or is_fitted else 0.12
     assert median_ms == pytest.approx(one_ms if workers == 1 else hundred_ms, rel=within)
 
 
 def test_training_flattens_and_reaches_the_papers_throughput() -> None:
     each = {
-        workers: 32 / float(np.median(Cluster(PAPER, Shape(workers, 17), PAPER_INCEPTION).synchronous(INCEPTION, 60)))
+        workers: 32
+        / float(np.median(ClusterModel(PAPER, Shape(workers, 17), PAPER_INCEPTION).synchronous(INCEPTION, 60)))
         for workers in (25, 50, 100, 200, 400)
     }
     assert sorted(each.values(), reverse=True) == list(each.values())
@@ -46,7 +47,7 @@ def test_training_flattens_and_reaches_the_papers_throughput() -> None:
 
 def test_backup_workers_shorten_the_step_less_and_less() -> None:
     times = [
-        float(np.median(Cluster(PAPER, Shape(50 + b, 17, backups=b), PAPER_INCEPTION).synchronous(INCEPTION, 300)))
+        float(np.median(ClusterModel(PAPER, Shape(50 + b, 17, backups=b), PAPER_INCEPTION).synchronous(INCEPTION, 300)))
         for b in range(5)
     ]
     gains = [before - after for before, after in itertools.pairwise(times)]
@@ -59,14 +60,14 @@ def test_asynchronous_throughput_is_bounded_by_the_links_of_the_ps_tasks() -> No
     links = Hardware(link_bytes_per_s=100 * MB, hop_s=1e-4, message_s=1e-5)
     step, steps = Step(10 * MB, 10 * MB), 40
     for workers in (1, 8, 64):
-        times = Cluster(links, Shape(workers, 4, is_synchronous=False), Computing(0.1)).asynchronous(step, steps)
+        times = ClusterModel(links, Shape(workers, 4, is_synchronous=False), Computing(0.1)).asynchronous(step, steps)
         rate = workers / float(np.mean(times[steps // 2 :]))
         alone = 1 / (0.1 + 2 * 0.1)
         assert rate == pytest.approx(min(workers * alone, 4 * 100 / 10), rel=0.15)
 
 
 def test_the_same_seed_gives_the_same_times() -> None:
-    one, other = (Cluster(PAPER, Shape(5, 3), PAPER_INCEPTION, seed=3).synchronous(INCEPTION, 4) for _ in range(2))
+    one, other = (ClusterModel(PAPER, Shape(5, 3), PAPER_INCEPTION, seed=3).synchronous(INCEPTION, 4) for _ in range(2))
     assert one.tolist() == other.tolist()
 
 

@@ -52,7 +52,7 @@ class Shape:
 NULL = Computing(0.0)
 
 
-class Cluster:
+class ClusterModel:
     """One simulated cluster. The same seed gives the same times."""
 
     def __init__(self, hardware: Hardware, shape: Shape, computing: Computing = NULL, seed: int = 0) -> None:

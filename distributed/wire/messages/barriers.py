@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.marked import Marked
-from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.message import Marked, Request
 
 
 class BarrierPassed(Marked, frozen=True):

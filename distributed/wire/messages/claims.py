@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.marked import Marked
-from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.message import Marked, Request
 
 
 class NotFinite(msgspec.Struct, frozen=True):

@@ -40,3 +40,16 @@ class Request(Message, Generic[Answer], frozen=True):
 
 class Notice(Message, frozen=True):
     """Base of messages that are sent as notifications, which are not answered."""
+
+
+class Mark(msgspec.Struct, frozen=True):
+    """A point in the history of the coordinator's state; see `state_marks`."""
+
+    start: str = ""
+    revision: int = 0
+
+
+class Marked(Message, frozen=True, kw_only=True):
+    """Base of answers and notifications that carry the mark of the newest write of the coordinator's state."""
+
+    mark: Mark = Mark()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.marked import Marked
-from dflow.distributed.wire.messages.message import Message, Request
+from dflow.distributed.wire.messages.message import Marked, Message, Request
 
 
 class Placed(Marked, frozen=True):

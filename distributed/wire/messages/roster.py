@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.marked import Mark, Marked
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.message import Mark, Marked, Message, Notice, Request
 
 
 class TaskInfo(msgspec.Struct, frozen=True):

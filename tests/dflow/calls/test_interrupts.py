@@ -27,8 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
 FILES = (
     "store.py",
-    "step_state.py",
-    "store_lock.py",
+    "variable_table.py",
     "held_value.py",
     "first_value.py",
     "program.py",

@@ -227,7 +227,7 @@ def test_a_closed_over_array_is_not_copied() -> None:
     table = jnp.ones(1 << 20)
     f = dflow.jit(lambda i: table[i])
     f(0)
-    [held] = f._plans.whole._given
+    [held] = f._plans.single._given
     assert held.unsafe_buffer_pointer() == table.unsafe_buffer_pointer()
     assert (held.committed, held.aval) == (table.committed, table.aval)
 

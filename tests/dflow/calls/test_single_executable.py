@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from jax.experimental import io_callback
 
 import dflow
-from dflow.calls.plans import UNKNOWN, Plan, Plans
-from dflow.tracing.primitives.namesakes import StepResources
+from dflow.calls.plans import UNKNOWN, CallPlan, Plans
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.jaxprs.trace import Traced
 from tests.effort import examples
 
 THREADS, CALLS = 4, 50
@@ -350,8 +351,9 @@ def both_end(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
     return not any(thread.is_alive() for thread in threads)
 
 
-def plan_of(*resources: Any) -> Plan:
-    return Plan(lambda *_: None, resources, frozenset(), weakref.ref(Resource()), StepResources(()))
+def plan_of(*resources: Any) -> CallPlan:
+    traced = Traced(Graph((), (), ()), (), (), None)
+    return CallPlan(traced, resources, weakref.ref(Resource()), lambda *_: None)
 
 
 def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once() -> None:
@@ -416,9 +418,9 @@ def test_calls_of_a_function_without_variables_do_not_wait_for_each_other() -> N
     table = jnp.arange(float(1 << 15))
     looked_up = dflow.jit(lambda i: table[i])
     assert looked_up(3) == 3
-    whole = looked_up._plans.whole
-    assert whole is not None
-    whole._state.given = []  # as during a call on another thread
+    single = looked_up._plans.single
+    assert single is not None
+    single._state.results = []  # as during a call on another thread
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(looked_up, 5).result(60) == 5
 
@@ -427,12 +429,12 @@ def test_a_step_is_one_call_again_once_a_namesake_was_warned_of() -> None:
     first, other = dflow.Variable(0.0, name="w"), dflow.Variable(0.0, name="v")
     add, unrelated = adder(first), adder(other)
     add(1.0), unrelated(1.0)
-    whole = add._plans.whole
-    assert whole is not None
+    single = add._plans.single
+    assert single is not None
     second = dflow.Variable(0.0, name="w")
-    assert add._plans.whole is None
-    assert unrelated._plans.whole is not None
+    assert add._plans.single is None
+    assert unrelated._plans.single is not None
     with pytest.warns(dflow.DuplicateNameWarning):
         add(1.0)
-    assert add._plans.whole is whole
+    assert add._plans.single is single
     assert (float(first), float(second)) == (2.0, 0.0)

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from dflow.__main__ import main
@@ -16,6 +20,14 @@ def test_a_schedule_is_simulated_with_its_log(capsys: pytest.CaptureFixture[str]
     assert "2 schedules of 3 steps, " in capsys.readouterr().out
 
 
+def test_what_the_simulated_tasks_log_is_in_the_log_and_nowhere_else(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["simulate", "--steps", "3", "--faults", "kill=coordinator@0.5+1", "--log"]) == 0
+    assert "the connection to the coordinator at coordinator#listens has ended" in capsys.readouterr().out
+    assert not caplog.records
+
+
 def test_faults_that_nobody_knows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--faults", "gain=1"]) == 1
     assert capsys.readouterr().err.startswith(
@@ -27,3 +39,13 @@ def test_simulate_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit, match="0"):
         main(["simulate", "--help"])
     assert "usage: dflow simulate" in capsys.readouterr().out
+
+
+def test_an_interrupt_ends_the_command() -> None:
+    words = [sys.executable, "-m", "dflow", "simulate", "--schedules", "100000", "--log"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == -signal.SIGINT

@@ -244,14 +244,14 @@ def test_each_value_is_what_the_whole_graph_gives(program: Program, data: st.Dat
 
 
 def test_the_same_part_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, plan, compiled = Model(), LocalHome.plan, 0
+    model, lower, compiled = Model(), LocalHome.lower, 0
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         nonlocal compiled
         compiled += 1
-        return plan(*args, **kwargs)
+        return lower(*args, **kwargs)
 
-    monkeypatch.setattr(LocalHome, "plan", counted)
+    monkeypatch.setattr(LocalHome, "lower", counted)
     view = model.graph()
     for turn in range(1, 4):
         assert plain(view.run("hidden", {"x": X + turn})) == plain(X + turn)

@@ -33,6 +33,7 @@ from dflow.tracing.errors import (
     VariableError,
 )
 from tests.distributed import waiting
+from tests.manual_clock import ManualClock
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 SOON_S = 20.0
@@ -58,8 +59,8 @@ class Cluster:
             clock=lambda: self.now_s,
         )
 
-    def client(self, name: str = "tool", give_up_s: float = 600.0) -> CoordinatorClient:
-        settings = SessionSettings(longest_pause_s=0.05, give_up_s=give_up_s)
+    def client(self, name: str = "tool", give_up_s: float = 600.0, heartbeat_s: float = 1.0) -> CoordinatorClient:
+        settings = SessionSettings(longest_pause_s=0.05, give_up_s=give_up_s, heartbeat_s=heartbeat_s)
         address = self.coordinator.address
         client = CoordinatorClient(self.transport, address, name=name, timeout_s=SOON_S, settings=settings)
         self.clients.append(client)
@@ -233,18 +234,16 @@ def test_a_claim_in_vain_names_the_worker_that_holds_the_steps(cluster: Cluster)
 def test_a_claim_that_waits_long_says_in_the_waiting_worker_who_holds_the_steps(
     cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
-    first, waits = cluster.task(WORKER0), itertools.count(0.0, 100.0)
+    first, clock = cluster.task(WORKER0), ManualClock()
     assert first.ask(ClaimSteps("run", first.task, 1)).steps == range(1)
-    second = CoordinatorClient(
-        cluster.transport, cluster.coordinator.address, name=WORKER1, is_threaded=False, clock=lambda: next(waits)
-    )
+    second = CoordinatorClient(cluster.transport, cluster.coordinator.address, name=WORKER1, clock=clock)
     cluster.clients.append(second)
     second.join(WORKER1, "h:1")
     with ThreadPoolExecutor() as pool:
         claim = pool.submit(second.ask, ClaimSteps("run", second.task, 1))
 
         def is_announced() -> bool:
-            second.session.tick()
+            clock.advance(100.0)
             return "worker:1 has waited 60 s for steps; of the claimed steps, worker:0 (" in caplog.text
 
         waiting.until(is_announced)
@@ -263,20 +262,15 @@ def test_what_is_asked_in_vain_says_since_when_there_is_no_coordinator(cluster: 
     assert "there is no connection" in client.session.outage
 
 
-def test_a_client_without_a_thread_does_in_a_tick_what_is_due(cluster: Cluster) -> None:
-    client = CoordinatorClient(
-        cluster.transport,
-        cluster.coordinator.address,
-        name=WORKER0,
-        is_threaded=False,
-        clock=lambda: cluster.now_s,
-    )
+def test_a_client_sends_a_heartbeat_in_each_second_of_its_clock(cluster: Cluster) -> None:
+    clock = ManualClock()
+    client = CoordinatorClient(cluster.transport, cluster.coordinator.address, name=WORKER0, clock=clock)
     cluster.clients.append(client)
     client.join(WORKER0, "here")
-    client.session.tick()
+    clock.advance(0.9)
+    client.ask(GetStatus())
     assert not beats(cluster)
-    cluster.now_s += 1.0
-    client.session.tick()
+    clock.advance(0.2)
     client.ask(GetStatus())
     assert beats(cluster) == [Heartbeat(WORKER0)]
 
@@ -365,7 +359,7 @@ def test_no_one_joins_by_the_name_of_another(cluster: Cluster) -> None:
 
 
 def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -> None:
-    network, broken, ticks = MemoryNetwork(), list[str](), itertools.count()
+    network, broken = MemoryNetwork(), list[str]()
     coordinator = Coordinator(network, "", {}, tick_s=None)
     made: list[Peer] = []
 
@@ -376,16 +370,19 @@ def test_a_connection_that_ends_before_the_session_knows_of_it_is_made_again() -
             made.append(network.connect(address, name=name, handler=handler, who=who, timeout_s=timeout_s))
             return made[-1]
 
-    def clock() -> float:
-        if len(made) == 1 and not broken:  # the clock is read for the time of the connection
-            broken.append("at once")
-            made[0].close("it broke")
-        return 0.1 * next(ticks)
+    class Breaking(ManualClock):
+        @property
+        def now_s(self) -> float:
+            if len(made) == 1 and not broken:  # the clock is read for the time of the connection
+                broken.append("immediately")
+                made[0].close("it broke")
+            return super().now_s
 
-    client = CoordinatorClient(Watched(), coordinator.address, name="tool", clock=clock, is_threaded=False)
+    clock = Breaking()
+    client = CoordinatorClient(Watched(), coordinator.address, name="tool", clock=clock)
     with ThreadPoolExecutor() as pool:
         status = pool.submit(client.ask, GetStatus(), SOON_S)
-        until(status.done, client.session.tick)
+        until(status.done, lambda: clock.advance(0.1))
     assert status.result().tasks == ()
     client.close()
     coordinator.close()
@@ -397,10 +394,7 @@ def until(condition: Callable[[], bool], do: Callable[[], None]) -> None:
         do()
 
 
-def test_a_callback_that_fails_does_not_end_the_heartbeats(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("dflow.distributed.client.session_driver.HEARTBEAT_S", 0.01)
+def test_a_callback_that_fails_does_not_end_the_heartbeats(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     again, times = threading.Event(), itertools.count()
 
     def steps() -> int:
@@ -409,7 +403,7 @@ def test_a_callback_that_fails_does_not_end_the_heartbeats(
         again.set()
         return 1
 
-    cluster.client(WORKER0).join(WORKER0, "here", steps=steps)
+    cluster.client(WORKER0, heartbeat_s=0.01).join(WORKER0, "here", steps=steps)
     assert again.wait(SOON_S)
     assert "a callback of ours" in caplog.text
 

@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.coordinator import membership
@@ -285,6 +285,7 @@ def test_ticks_at_their_pace_excuse_nobody_however_short_the_time_for_heartbeats
 @given(
     st.lists(st.tuples(st.sampled_from(["join", "leave", "restart"]), st.integers(0, 3)), max_size=30),
 )
+@example([("leave", 0), *((act, index) for index in range(3) for act in ("join", "leave"))])
 def test_the_changes_since_a_version_make_the_newest_roster_of_the_one_of_then(
     acts: list[tuple[str, int]],
 ) -> None:

@@ -19,8 +19,7 @@ from dflow.distributed.coordinator.durable_records import Change, DurableRecords
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.marked import Mark
-from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.message import Mark, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Join, Roster
 from tests.effort import examples

@@ -15,6 +15,7 @@ from dflow.lowering.steps.plan import Branch, Call, Item, Plan, Scalar, Scan, Se
 from dflow.tracing import errors
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
+from tests.lowering.flat_programs import run_flat
 
 PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 F32 = ArrayType(np.dtype("float32"), (3,))
@@ -52,9 +53,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bytes, int]]:
     """The loaded programs with their numbers of donated arguments; all programs compute the same."""
     loaded: list[tuple[bytes, int]] = []
 
-    def load(blob: memoryview, writes: int) -> Program:
+    def load(blob: memoryview, writes: int, reads: int) -> Program:
         loaded.append((bytes(blob), writes))
-        return lower_program(add_in_place, (F32, F32), writes).compile()
+        return lower_program(add_in_place, (F32, F32), writes, reads).compile()
 
     monkeypatch.setattr("dflow.distributed.steps.plan_registry.load_program", load)
     return loaded
@@ -80,7 +81,7 @@ def test_a_program_that_travelled_runs_and_donates() -> None:
     registry = PlanRegistry(PS)
     handle = add(registry, CALL, programs=(export_program(add_in_place, (F32, F32)),))
     state = jax.numpy.ones(3)
-    new, result = registry.get(handle).programs[0](state, jax.numpy.ones(3))
+    new, result = run_flat(registry.get(handle).programs[0], 1, state, jax.numpy.ones(3))
     assert new.tolist() == result.tolist() == [2, 2, 2]
     assert state.is_deleted()
 
@@ -88,7 +89,7 @@ def test_a_program_that_travelled_runs_and_donates() -> None:
 def test_a_program_that_cannot_be_loaded_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     registry, tried = PlanRegistry(PS), []
 
-    def fail(blob: memoryview, writes: int) -> Program:
+    def fail(blob: memoryview, writes: int, reads: int) -> Program:
         tried.append(writes)
         raise ValueError("out of memory")
 
@@ -108,34 +109,42 @@ def test_a_handle_that_names_no_plan_is_refused(handle: int) -> None:
 
 TWO_WAYS = (Call(0, ("w",), (), (), ()), Call(0, (), (), (), ()))
 MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
-    "another task's": ((), {"task": WORKER}, f"a plan for {WORKER} was sent to {PS}"),
-    "slots": ((), {"slots": 1 << 40}, "a plan of 1099511627776 slots; 0 to 1048576 are taken"),
+    "another task's": ((), {"task": WORKER}, f"task of a plan: expected {PS}, got {WORKER}"),
+    "slots": ((), {"slots": 1 << 40}, "slots of a plan: expected 0 to 1048576, got 1099511627776"),
     "feed": ((), {"feeds": (4,)}, "a plan with 4 slots names slot 4"),
     "fetch": ((), {"fetches": (-1,)}, "a plan with 4 slots names slot -1"),
     "take": ((Send("e", WORKER, 9),), {}, "a plan with 4 slots names slot 9"),
     "after": ((Send("e", WORKER, 0, after=(1,)),), {}, "a plan with 1 items names item 1"),
     "program": ((Call(1, (), (), (), ()),), {"programs": (b"x",)}, "a plan with 1 programs names program 1"),
     "number's slot": ((), {"scalars": (Scalar(7, "i32", bytes(4)),)}, "a plan with 4 slots names slot 7"),
-    "number": ((), {"scalars": (Scalar(0, "i32", bytes(3)),)}, "slot 0 holds a number of 3 bytes as i32"),
-    "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "slot 0 holds a number of no dtype"),
-    "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "slot 0 holds a number of 8 bytes as key<fry>"),
-    "names": ((Send("e", WORKER, 0),), {"names": ("a", "b")}, "a plan of 1 items has names for 2"),
-    "op": ((UseResource("q", ResourceOp("queue.peek")),), {}, "'queue.peek' is no op on a queue or an accumulator"),
-    "count": ((UseResource("q", ResourceOp("accumulator.take", count=0)),), {}, "accumulator.take of 0; 1 to "),
+    "number": ((), {"scalars": (Scalar(0, "i32", bytes(3)),)}, "scalar of slot 0: expected i32, got 3 bytes"),
+    "number's dtype": ((), {"scalars": (Scalar(0, "u13", b""),)}, "scalar of slot 0: expected a dtype"),
+    "key": ((), {"scalars": (Scalar(0, "key<fry>", bytes(8)),)}, "scalar of slot 0: expected key<fry>, got 8 bytes"),
+    "names": ((Send("e", WORKER, 0),), {"names": ("a", "b")}, "names of a plan's items: expected 1, got 2"),
+    "op": (
+        (UseResource("q", ResourceOp("queue.peek")),),
+        {},
+        "expected an op on a queue or an accumulator, got 'queue.peek'",
+    ),
+    "count": (
+        (UseResource("q", ResourceOp("accumulator.take", count=0)),),
+        {},
+        "accumulator.take: expected a count of 1 to .*, got 0",
+    ),
     "many": (
         (UseResource("q", ResourceOp("queue.dequeue_many", count=1 << 40)),),
         {},
-        "queue.dequeue_many of 1099511627776",
+        "queue.dequeue_many: expected a count of 0 to .*, got 1099511627776",
     ),
     "timeout": (
         (UseResource("q", ResourceOp("queue.size", timeout_s=float("nan"))),),
         {},
-        "timeout of nan s, which is no number",
+        "expected a timeout in s, got nan",
     ),
     "line": (
         (UseResource("q", ResourceOp("queue.size", line="x" * 9999)),),
         {},
-        "queue.size with a line of 9999 characters",
+        "queue.size: expected a line of at most 4096 characters, got 9999",
     ),
     "filled twice": (
         (UseResource("q", ResourceOp("queue.size"), gives=(1,)),),
@@ -147,14 +156,34 @@ MALFORMED: dict[str, tuple[tuple[Item, ...], dict[str, Any], str]] = {
     "body's number": ((Branch((1,), (0,), ()),), {"bodies": (ONE,)}, "a plan with 1 inner plans names inner plan 1"),
     "branch": ((Branch((0,), (0,), ()),), {"bodies": (ONE,)}, "branch of 1 values to 0 does not fit its bodies"),
     "while": ((While(0, 0, 2, (0,), (1,)),), {"bodies": (ONE,)}, "while of 1 values to 1 does not fit its bodies"),
-    "scan": ((Scan(0, 3, False, 0, 1, ("?",), (0,), (1,)),), {"bodies": (ONE,)}, "stacks what is of no type"),
-    "turns": ((Scan(0, -3, False, 0, 1, ("f32[]",), (0,), (1,)),), {"bodies": (ONE,)}, "a loop of -3 turns"),
-    "at once": ((While(0, 0, 1, (0,), (1,), (), 0),), {"bodies": (ONE,)}, "a loop with 0 turns at once"),
+    "scan": (
+        (Scan(0, 3, False, 0, 1, ("?",), (0,), (1,)),),
+        {"bodies": (ONE,)},
+        "stacked results of a loop: expected types",
+    ),
+    "turns": (
+        (Scan(0, -3, False, 0, 1, ("f32[]",), (0,), (1,)),),
+        {"bodies": (ONE,)},
+        "length of a loop: expected at least 0, got -3",
+    ),
+    "at once": (
+        (While(0, 0, 1, (0,), (1,), (), 0),),
+        {"bodies": (ONE,)},
+        "parallel_iterations must be at least 1, got 0",
+    ),
     "body": ((), {"bodies": (Plan(PS, 1, (), (3,)),)}, "a plan with 1 slots names slot 3"),
-    "another's body": ((), {"bodies": (Plan(WORKER, 0, ()),)}, f"a plan for {WORKER} was sent to {PS}"),
-    "a body's number": ((), {"bodies": (Plan(PS, 1, (), scalars=(Scalar(0, "i32", b""),)),)}, "a number of 0 bytes"),
-    "depth": ((), {"bodies": (nested(80),)}, "bodies within bodies more than 64 deep"),
-    "donation": (TWO_WAYS, {"programs": (b"x",)}, "program 0 is called with 1 and with 0 variables to write"),
+    "another's body": ((), {"bodies": (Plan(WORKER, 0, ()),)}, f"task of a plan: expected {PS}, got {WORKER}"),
+    "a body's number": (
+        (),
+        {"bodies": (Plan(PS, 1, (), scalars=(Scalar(0, "i32", b""),)),)},
+        "expected i32, got 0 bytes",
+    ),
+    "depth": ((), {"bodies": (nested(80),)}, "expected at most 64 levels"),
+    "donation": (
+        TWO_WAYS,
+        {"programs": (b"x",)},
+        "program 0 is called with 1 variables to write and 0 to read, and with 0 and 0",
+    ),
 }
 
 
@@ -212,10 +241,10 @@ def test_a_program_of_another_donation_is_another(loaded: list[tuple[bytes, int]
 @pytest.mark.parametrize(
     ("message", "payload", "text"),
     [
-        (named((b"one",), (0,)), b"", "named by its fingerprint, .* and is not on /job:ps/task:0"),
-        (named((b"one",), (3,)), b"two", "program 0 has the fingerprint .* and was said to have"),
-        (named((), (0,)), b"", "a plan of 1 programs that are not all sent has 0 fingerprints"),
-        (named((b"one", b"two"), (3,)), b"one", "a plan of 1 programs .* has 2 fingerprints"),
+        (named((b"one",), (0,)), b"", "the program with the SHA-256 .* was not sent, and is not on /job:ps/task:0"),
+        (named((b"one",), (3,)), b"two", "program 0: SHA-256 mismatch: declared .*, payload has"),
+        (named((), (0,)), b"", "fingerprints of a plan's programs: expected 1, got 0"),
+        (named((b"one", b"two"), (3,)), b"one", "fingerprints of a plan's programs: expected 1, got 2"),
     ],
     ids=["not here", "another", "not named", "too many"],
 )
@@ -233,7 +262,7 @@ def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loade
         registry.get(handle)
         registry.release(handle)
         assert len(registry) == left
-    with pytest.raises(errors.InternalError, match=f"asked for plan {handle} after that had been released"):
+    with pytest.raises(errors.InternalError, match=f"asked to run plan {handle}, which was released"):
         registry.get(handle)
     registry.release(handle)
     assert registry.wanted(named((b"one",), (0,))) == (), "another plan may need it soon"

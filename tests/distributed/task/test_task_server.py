@@ -38,7 +38,7 @@ from dflow.distributed.wire.messages.variables import (
     VariablesCreated,
     WriteVariable,
 )
-from dflow.lowering.programs.program import Program, export_program
+from dflow.lowering.programs.program import export_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
@@ -46,6 +46,7 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, reach
+from tests.lowering.flat_programs import flat_program
 
 PS, WORKER, OTHER = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
 #: A task that starts steps and runs no partition of them.
@@ -324,7 +325,7 @@ def test_a_step_cancelled_while_it_runs_does_nothing_more(cluster: Cluster) -> N
         return [w + x]
 
     adds = (Call(0, ("w",), (), (0,), ()), Call(1, ("w",), (), (0,), (), after=(0,)))
-    programs = [Program(add_and_cancel, 1), Program(lambda w, x: [w + x])]
+    programs = [flat_program(add_and_cancel, 1), flat_program(lambda w, x: [w + x], 1)]
     handle = cluster.ps.register(Plan(PS, 1, adds, feeds=(0,), fetches=()), programs)
     with pytest.raises(errors.StepCancelled, match="the worker gave up"):
         start(cluster.ps, handle, step, jnp.ones(3)).result(DEADLINE_S)
@@ -500,7 +501,7 @@ def test_closing_a_task_fails_what_it_has_not_begun(make_cluster: MakeCluster) -
         return [w + x]
 
     plan = Plan(PS, 1, (Call(0, ("w",), (), (0,), ()),), feeds=(0,), fetches=())
-    handle = cluster.ps.register(plan, [Program(slow)])
+    handle = cluster.ps.register(plan, [flat_program(slow, 1)])
     running = [start(cluster.ps, handle, next_step(), jnp.ones(3)) for _ in range(3)]
     assert began.wait(DEADLINE_S)
     cluster.ps.close()
@@ -559,7 +560,7 @@ def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Clust
         return [w]
 
     holding = Plan(PS, 0, (Call(0, ("w",), (), (), ()),))
-    held = start(cluster.ps, cluster.ps.register(holding, [Program(hold)]), next_step(PS))
+    held = start(cluster.ps, cluster.ps.register(holding, [flat_program(hold, 1)]), next_step(PS))
     assert entered.wait(DEADLINE_S)
     adding = cluster.client.start(run_plan(step, handle))
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))

@@ -249,6 +249,28 @@ def test_a_session_may_be_resumed_as_soon_as_it_was_answered(monkeypatch: pytest
     listener.close()
 
 
+def test_a_session_is_resumed_although_its_last_socket_seems_alive() -> None:
+    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=Recorder(echo))
+    with dial_raw(listener, Hello("stranger", session="s", process="p")) as first:
+        first.sendall(frame_of(Ok(), Kind.REQUEST, sequence=1))
+        hear_answer(first)
+        with dial_raw(listener, Hello("stranger", session="s", process="p", resumes=True, received=1)) as second:
+            second.sendall(frame_of(Ok(), Kind.REQUEST, sequence=2))
+            hear_answer(second)
+        assert first.recv(1) == b""
+    listener.close()
+
+
+def test_a_frame_that_comes_again_is_handled_once() -> None:
+    server = Recorder()
+    listener = SocketTransport(PATIENT).listen("127.0.0.1:0", name="server", handler=server)
+    with dial_raw(listener, Hello("stranger", session="s", process="p")) as sock:
+        for name, sequence in (("first", 1), ("first", 1), ("second", 2)):
+            sock.sendall(frame_of(Placed(name), Kind.NOTIFY, sequence=sequence))
+        assert [server.notice()[0] for _ in range(2)] == [Placed("first"), Placed("second")]
+    listener.close()
+
+
 def dial_raw(listener: Listener, hello: Hello) -> socket.socket:
     """A connection over which `hello` was sent."""
     host, port = listener.address.split(":")

@@ -7,8 +7,7 @@ import pytest
 from dflow.distributed.wire import messages
 from dflow.distributed.wire.all_messages import MESSAGES
 from dflow.distributed.wire.messages.connection import Failure, Hello, Packed
-from dflow.distributed.wire.messages.marked import Marked
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, Wanted
 from dflow.distributed.wire.messages.roster import PackedRoster
 

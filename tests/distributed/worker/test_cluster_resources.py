@@ -410,7 +410,7 @@ def test_an_op_that_does_not_fit_is_refused(key: str, op: ResourceOp) -> None:
     resources = TaskResources("/job:ps/task:0", Store())
     created(resources)
     with pytest.raises(DflowError):
-        resources.registration(CallResource(key, op, "o", 1))
+        resources.executable(CallResource(key, op, "o", 1))
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)

@@ -12,7 +12,7 @@ import pytest
 
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.steps.compile import make_plans
+from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.steps.plan import Call
 from dflow.tracing.jaxprs.trace import trace
 
@@ -24,7 +24,7 @@ ROWS = np.zeros(8, np.int32)
 def is_quick(fn: Callable[..., Any], *args: Any) -> bool:
     """Whether the function's call is quick."""
     graph = run_passes(trace(fn, args, {}).graph, pipeline(), check=True)
-    [call] = [item for item in make_plans(graph, ALONE, {}).local.plan.items if isinstance(item, Call)]
+    [call] = [item for item in make_plans(graph, ALONE, {})[ALONE].plan.items if isinstance(item, Call)]
     return call.quick
 
 

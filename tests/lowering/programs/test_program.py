@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflow.lowering.programs.program import Program, export_program, load_program, lower_program
+from dflow.lowering.programs.program import export_program, load_program, lower_program
 from dflow.tracing.ir.types import ArrayType
+from tests.lowering.flat_programs import run_flat
 
 F32 = ArrayType(np.dtype("float32"), (3,))
+Flat = Callable[..., list[Any]]
 I32 = ArrayType(np.dtype("int32"), ())
 
 
-def compiled(fn: Callable[..., list[jax.Array]], types: list[ArrayType], writes: int) -> Program:
-    return lower_program(fn, types, writes).compile()
+def compiled(fn: Callable[..., list[jax.Array]], types: list[ArrayType], writes: int) -> Flat:
+    return partial(run_flat, lower_program(fn, types, writes).compile(), writes)
 
 
-def exported(fn: Callable[..., list[jax.Array]], types: list[ArrayType], writes: int) -> Program:
-    return load_program(export_program(fn, types), writes)
+def exported(fn: Callable[..., list[jax.Array]], types: list[ArrayType], writes: int) -> Flat:
+    return partial(run_flat, load_program(export_program(fn, types), writes), writes)
 
 
 either = pytest.mark.parametrize("make", [compiled, exported])
-Make = Callable[[Callable[..., list[jax.Array]], list[ArrayType], int], Program]
+Make = Callable[[Callable[..., list[jax.Array]], list[ArrayType], int], Flat]
 
 
 def values(count: int) -> list[jax.Array]:
@@ -74,7 +78,7 @@ def test_an_exported_program_is_bytes_for_this_platform_and_the_cpu() -> None:
     assert read.fun_name == "train_step"
     assert set(read.platforms) == {"cpu", jax.default_backend()}
     for view in (bytearray(blob), memoryview(blob)):
-        assert load_program(view, 1)(*values(2), jnp.int32(1))[1].item() == 3.0
+        assert run_flat(load_program(view, 1), 1, *values(2), jnp.int32(1))[1].item() == 3.0
 
 
 @either

@@ -13,9 +13,9 @@ from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.compile import make_plans
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
+from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, UseResource
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -28,7 +28,7 @@ from tests.lowering.one_process import Mail, Mailbox
 def plan_of(graph: str) -> Plan:
     """The plan of a graph of this process."""
     lowered = run_passes(parse(graph), pipeline(), check=True)
-    return make_plans(lowered, ALONE, {ref: ref.name for ref in lowered.refs}).local.plan
+    return make_plans(lowered, ALONE, {ref: ref.name for ref in lowered.refs})[ALONE].plan
 
 
 def test_a_call_waits_for_the_queues_that_it_needs_and_no_other() -> None:
@@ -97,9 +97,9 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
 
     store, outcomes = Store(), list[Any]()
     store.create_resource("q", Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(())))
-    schedule = Schedule(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.dequeue")),)))
+    executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.dequeue")),)))
     channel = Mailbox(Mail(), ALONE)
-    execution = Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
+    execution = Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
     execution.start()
     assert [str(error) for error in (*ends, *outcomes)] == ["enough", "enough"]
 
@@ -110,9 +110,9 @@ def _a_step_that_waits(submit: Any) -> tuple[HeldQueue, list[Any]]:
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
     store.create_resource("q", queue)
     waits = UseResource("q", ResourceOp("queue.dequeue"), gives=(0,))
-    schedule = Schedule(Plan(ALONE, 2, (waits, UseResource("q", ResourceOp("queue.size"), gives=(1,), after=(0,)))))
+    executable = Executable(Plan(ALONE, 2, (waits, UseResource("q", ResourceOp("queue.size"), gives=(1,), after=(0,)))))
     channel = Mailbox(Mail(), ALONE)
-    Execution(schedule, (), store, channel, StepId(ALONE, 1), (), outcomes.append, submit).start()
+    Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, submit).start()
     return queue, outcomes
 
 

@@ -107,7 +107,7 @@ def test_a_callback_that_raises_takes_nothing_from_the_others(caplog: pytest.Log
     queue.dequeue(1, answers.append, WAIT_S)
     put(queue, 1, 2)
     assert answers == [((2,),)]
-    assert "what was to give 1 element could not take the answer" in caplog.text
+    assert "the callback of an operation to give 1 element failed" in caplog.text
     queue.dequeue(1, lambda answer: [].pop(), WAIT_S)
     queue.dequeue(1, answers.append, WAIT_S)
     queue.close()

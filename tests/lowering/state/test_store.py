@@ -29,8 +29,8 @@ def in_store(store: Store, key: str) -> jax.Array:
 
 ASSIGN = lower_program(lambda w, x: [x], [F32, F32], 1).compile()
 ADD_AND_GIVE = lower_program(lambda w, x: [w + x, w + x], [F32, F32], 1).compile()
-READ = lower_program(lambda w: [w], [F32], 0).compile()
-COPY = lower_program(lambda w, v: [v], [F32, F32], 1).compile()
+READ = lower_program(lambda w: [w], [F32], 0, 1).compile()
+COPY = lower_program(lambda w, v: [v], [F32, F32], 1, 1).compile()
 
 
 def test_a_python_number_is_held_as_its_type_and_not_weak() -> None:
@@ -150,7 +150,7 @@ def test_what_was_read_is_a_copy_and_the_variables_own_buffer_is_still_donated()
 
 def test_operands_and_variables_that_are_only_read_keep_their_buffers() -> None:
     store = new_store(w=1, v=2)
-    program = lower_program(lambda w, v, x: [w + v + x], [F32] * 3, 1).compile()
+    program = lower_program(lambda w, v, x: [w + v + x], [F32] * 3, 1, 1).compile()
     operand, read = jnp.full(3, 4, jnp.float32), in_store(store, "v")
     for _ in range(2):
         store.call(program, ["w"], ["v"], [operand])
@@ -181,7 +181,7 @@ def test_an_array_given_by_a_program_stays_valid() -> None:
 
 def test_variables_that_got_one_value_have_a_buffer_each() -> None:
     store = new_store(w=0, v=0, u=5)
-    spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2).compile()
+    spread = lower_program(lambda w, v, u: [u, u, u], [F32] * 3, 2, 1).compile()
     (given,) = store.call(spread, ["w", "v"], ["u"], [])
     for count, key in enumerate(("w", "v", "u")):
         store.call(ADD, [key], [], [jnp.full(3, count, jnp.float32)])

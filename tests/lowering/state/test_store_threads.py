@@ -9,19 +9,19 @@ from typing import Any
 import jax
 import pytest
 
-from dflow.lowering.programs.program import Program, lower_program
-from dflow.lowering.state import step_state
-from dflow.lowering.state import store as store_module
-from dflow.lowering.state.step_state import StepState
+from dflow.lowering.programs.program import lower_program
+from dflow.lowering.state import variable_table
+from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import DeadlineExceeded, VariableError
+from tests.lowering.flat_programs import flat_program, run_flat
 from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_store, pointer
 
 
 def test_variables_written_together_are_never_seen_apart() -> None:
     store = new_store(a=0, b=0)
     both = lower_program(lambda a, b: [a + 1, b + 1], [F32] * 2, 2).compile()
-    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0).compile()
+    look = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
     everyone = threading.Barrier(8)
 
     def write(_: int) -> None:
@@ -69,7 +69,7 @@ def test_a_program_that_fails_leaves_the_values() -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.call(Program(fail), ["w"], [], [ONES])
+        store.call(flat_program(fail), ["w"], [], [ONES])
     with pytest.raises(VariableError, match="no variable 'v' is held here"):
         store.call(ADD, ["w"], ["v"], [ONES])
     assert store.read("w").tolist() == [1.0] * 3
@@ -82,7 +82,7 @@ def test_a_program_that_fails_as_it_runs_is_named_as_the_reason_why_a_value_is_l
 
     store = new_store(w=1.0, v=2.0)
     with pytest.raises(RuntimeError, match="out of memory"):
-        store.call(Program(fails), ["w"], [], [])
+        store.call(flat_program(fails), ["w"], [], [])
     for use in (lambda: store.read("w"), lambda: store.update("w", "assign_add", ONES)):
         with pytest.raises(
             VariableError, match=r"value of variable 'w' was lost, since a step .* failed[\s\S]*assign it"
@@ -105,7 +105,7 @@ class Held:
             return [value + 1]
 
         self.pool = ThreadPoolExecutor(1)
-        self.done = self.pool.submit(store.call, Program(run), [key], [], [])
+        self.done = self.pool.submit(store.call, flat_program(run, 1), [key], [], [])
         assert self.begun.wait(WAIT_S)
 
     def end(self) -> None:
@@ -130,19 +130,18 @@ def test_nobody_waits_for_a_step_but_who_asks_for_its_variables() -> None:
 
 def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
     store = new_store(w=1.0)
-    state = StepState(store, ["w"], [], "train", keeps=False)
+    state = StepState(["w"], [], "train")
     held, busy = Held(store, "w"), threading.Barrier(2)
 
-    def program(written: Any, read: Any, constants: Any) -> Any:
+    def program(written: Any, read: Any) -> Any:
         busy.wait(WAIT_S)
         busy.wait(WAIT_S)
         return written, None
 
     def call() -> None:
-        state.run(program, (), ())
+        store.table.run(state, program, ())
 
-    for module in (store_module, step_state):
-        monkeypatch.setattr(module, "STEP_S", 0.0)
+    monkeypatch.setattr(variable_table, "STEP_S", 0.0)
     with pytest.raises(DeadlineExceeded, match=r"'w' is asked for, but a call of part of a function, .* within 0 s"):
         store.read("w")
     held.end()
@@ -165,14 +164,14 @@ def test_who_waits_for_a_step_too_long_is_told_which(monkeypatch: pytest.MonkeyP
 def test_who_wants_many_variables_gets_them_between_steps_that_never_rest(keeps: bool) -> None:
     store, stop = new_store(w=0.0, v=0.0), threading.Event()
 
-    def renewed(written: Any, read: Any, constants: Any) -> Any:
-        return list(ADD(*written, ONES)), None
+    def renewed(written: Any, read: Any) -> Any:
+        return run_flat(ADD, 1, *written, ONES), None
 
     def train(key: str) -> int:
-        state, calls = StepState(store, [key], [], "train", keeps=False), 0
+        state, calls = StepState([key], [], "train"), 0
         while not stop.is_set():
             if keeps:
-                state.run(renewed, (), ())
+                store.table.run(state, renewed, ())
             else:
                 store.call(ADD, [key], [], [ONES])
             calls += 1
@@ -217,10 +216,10 @@ def test_a_step_takes_a_copy_of_what_has_been_handed_out() -> None:
     store = new_store(w=1.0)
     given, taken = store.snapshot(["w"])["w"], list[jax.Array]()
 
-    def program(written: Any, read: Any, constants: Any) -> Any:
+    def program(written: Any, read: Any) -> Any:
         taken.extend(written)
         return written, None
 
-    StepState(store, ["w"], [], "step", keeps=False).run(program, (), ())
+    store.table.run(StepState(["w"], [], "step"), program, ())
     assert pointer(taken[0]) != pointer(given)
     assert store.read("w").tolist() == [1.0] * 3

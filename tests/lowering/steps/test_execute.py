@@ -17,17 +17,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.lowering.local import fetched
 from dflow.lowering.programs.program import Program, lower_program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
+from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
+from tests.lowering.flat_programs import flat_program
 from tests.lowering.meaning import PS_0, WORKER
 from tests.lowering.one_process import Mail, Mailbox
 
@@ -50,8 +51,7 @@ class Task:
         plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
         return Execution(
-            Schedule(plan),
-            self.programs,
+            Executable(plan, self.programs),
             self.store,
             mailbox,
             STEP,
@@ -88,7 +88,7 @@ def calls(log: list[int], count: int) -> list[Program]:
         log.append(index)
         return [jnp.float32(index)]
 
-    return [Program(functools.partial(run, index)) for index in range(count)]
+    return [flat_program(functools.partial(run, index)) for index in range(count)]
 
 
 def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Call:
@@ -160,7 +160,7 @@ def test_a_value_is_let_go_of_when_all_that_take_it_are_done() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    task = Task(Program(run))
+    task = Task(flat_program(run))
     items = call(0, gives=0), call(0, 0, gives=1), call(0, 0, gives=2, after=[1]), call(0, 2, gives=3, after=[2])
     task.start(*items, fetches=(1,))
     assert alive == [[], [True], [True, True], [False, True, True]]
@@ -176,7 +176,7 @@ def test_a_result_that_nobody_takes_is_let_go_of_at_once() -> None:
         made.append(weakref.ref(result))
         return [result]
 
-    task = Task(Program(run))
+    task = Task(flat_program(run))
     task.start(call(0, gives=0), call(0, gives=1, after=[0]))
     assert task.outcomes == [()]
 
@@ -199,7 +199,7 @@ def test_a_copy_on_the_cpu_waits_for_what_it_comes_after_when_all_else_has_been_
         log.append(name)
         return [Computed(log)]
 
-    task = Task(*(Program(functools.partial(run, name)) for name in ("before", "beside", "user")))
+    task = Task(*(flat_program(functools.partial(run, name)) for name in ("before", "beside", "user")))
     copy = Copy("cpu:0", 0, 2, (0,))
     items = call(0, 0, gives=1), copy, call(1, 1, gives=3), call(2, 2, gives=4)
     task.start(*items, feeds={0: ONE}, fetches=(2,))
@@ -215,7 +215,7 @@ def test_what_a_copy_waits_for_may_have_failed() -> None:
         def block_until_ready(self) -> Computed:
             raise ValueError("computed in vain")
 
-    task = Task(Program(lambda *_: [Failed([])]))
+    task = Task(flat_program(lambda *_: [Failed([])]))
     task.start(call(0, gives=1), Copy("cpu:0", 0, 2, (0,)), feeds={0: ONE}, fetches=(2,))
     task.work()
     with pytest.raises(ValueError, match="computed in vain"):
@@ -275,7 +275,7 @@ def test_an_execution_ends_when_all_is_done_not_when_its_fetches_are_there() -> 
 
 
 def test_calls_run_on_the_variables_of_the_store() -> None:
-    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1).compile()
+    add = lower_program(lambda w, v, x: [w + v * x, w], [F32] * 3, 1, 1).compile()
     task = Task(add)
     task.store.create("w", F32, lambda: jnp.float32(1))
     task.store.create("v", F32, lambda: jnp.float32(2))
@@ -291,7 +291,7 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        Execution(Schedule(plan), [], Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+        Execution(Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
 
 
 def never(_: Any) -> None:
@@ -302,7 +302,7 @@ def failing(error: BaseException) -> Program:
     def fail(*_: Any) -> Any:
         raise error
 
-    return Program(fail)
+    return flat_program(fail)
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), KeyboardInterrupt("stop")], ids=["error", "interrupt"])
@@ -383,7 +383,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
     outcomes: list[Outcome[Fetches]] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    Execution(Schedule(plan), [], Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
+    Execution(Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1
@@ -402,7 +402,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
             task, done = Task(add), Future[Outcome[Fetches]]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
             Execution(
-                Schedule(plan), [add], Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
+                Executable(plan, [add]), Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
             ).start()
             order = random.Random(0).sample(range(width), width)
             list(pool.map(lambda index, task=task: task.arrive(f"edge {index}", jnp.float32(index)), order))
@@ -419,7 +419,7 @@ def named_plan(*items: Item) -> Plan:
 def run_named(task: Task, plan: Plan) -> None:
     mailbox = Mailbox(task.mail, WORKER)
     Execution(
-        Schedule(plan), task.programs, task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
+        Executable(plan, task.programs), task.store, mailbox, STEP, [ONE], task.outcomes.append, task.submitted.append
     ).start()
 
 
@@ -457,7 +457,7 @@ def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
     task = Task()
     plan = named_plan(recv("x", 0))
     mailbox = Mailbox(task.mail, WORKER)
-    execution = Execution(Schedule(plan), [], task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
+    execution = Execution(Executable(plan), task.store, mailbox, STEP, [ONE], task.outcomes.append, never)
     execution.start()
     execution.cancel(StepCancelled("stop"))
     assert notes(task) == []

@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.lowering.local import fetched, lower_programs
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.compile import make_plans
-from dflow.lowering.steps.dependency_index import Schedule
+from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
+from dflow.lowering.steps.local_step import fetched, lower_programs
+from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import QueueClosed, StepCancelled
 from dflow.tracing.ir.graph import Graph
@@ -80,14 +80,13 @@ class Run:
                 self.store.create(ref.name, ref.type.of, lambda name=ref.name: jnp.int32(variables[name]))
             else:
                 self.store.create_resource(ref.name, self.queues[ref.name])
-        part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs}).local
+        part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs})[ALONE]
         self.plan = part.plan
         programs = [program.compile() for program in lower_programs(part, self.store)]
         feeds = [jnp.int32(number) for number in inputs]
         mailbox = Mailbox(Mail(), ALONE)
         self.execution = Execution(
-            Schedule(part.plan),
-            programs,
+            Executable(part.plan, programs),
             self.store,
             mailbox,
             STEP,
@@ -408,7 +407,7 @@ def test_effects_that_nobody_told_us_of_come_in_the_order_of_the_turns() -> None
      !%y: i32[] = queue.dequeue(%b)
       return %y, %n"""
     run = Run(scan(turn, 2), w=0)
-    body = Schedule(run.plan.bodies[0])
+    body = Executable(run.plan.bodies[0])
     names = [name.split(" ")[0] for name in body.plan.names]
     follows = {names[index]: {names[other] for other in before} for index, before in body.follows.items()}
     # An op that waits for a queue may see effects outside the graph, so it keeps its order with them.

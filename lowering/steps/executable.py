@@ -1,23 +1,45 @@
-"""The dependency index of a plan: the items that each item waits for, computed once per plan."""
+"""A plan that is ready to run: its compiled programs, and the items that each item waits for.
+
+Invariant: an executable does not change, so any number of steps may run it concurrently.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cached_property
+from graphlib import TopologicalSorter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.programs.program import Program
+from dflow.lowering.steps.plan import (
+    Branch,
+    Call,
+    Copy,
+    Item,
+    Plan,
+    Read,
+    Recv,
+    Scalar,
+    Scan,
+    Send,
+    UseResource,
+    While,
+    calls_in,
+)
 from dflow.lowering.values.devices import device_named
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import parse_dtype
 
 #: Stands for all variables and resources: an item that touches this may touch any.
 ANYTHING = ""
+
+#: A plan whose calls use more variables than this is never quick.
+MOST_QUICK_KEYS = 64
 
 
 class Role(Enum):
@@ -33,36 +55,35 @@ class Role(Enum):
 _IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
 
 
-class Schedule:
-    """The order of a plan's items, by index.
+class Executable:
+    """What one task runs in one step: a plan, with its programs by index, and the order of its items, by index.
 
     waiting     number of items that each item waits for
     dependents  the items that wait for each item, transfers first
     at_once     the items that wait for none, receives first, so that arriving values find their receive
     takers      the items that take each slot
-    bodies      schedules of the plans that branches and loops run
+    bodies      executables of the plans that branches and loops run; they share the programs
     awaited     the slots that must be computed before a copy starts
     lets_go     the slots that each item takes, gives or awaits, without those fetched
     uses        number of items that take, give or await each slot; after the last one its value is freed
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.bodies = tuple(Schedule(body) for body in plan.bodies)
+    def __init__(self, plan: Plan, programs: Sequence[Program] = ()) -> None:
+        self.plan, self.programs = plan, programs
+        self.bodies = tuple(Executable(body, programs) for body in plan.bodies)
         self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
-        producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
-        needs = [_needs(item, producers) for item in plan.items]
-        self.waiting = [len(need) for need in needs]
+        needed = needs(plan)
+        self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
         # Transfers first, so that they start before a later call occupies the device.
-        for index in sorted(range(len(needs)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
-            for producer in needs[index]:
+        for index in sorted(range(len(needed)), key=lambda index: not isinstance(plan.items[index], Copy | Send)):
+            for producer in needed[index]:
                 self.dependents[producer].append(index)
         ready = [index for index, count in enumerate(self.waiting) if count == 0]
         self.at_once = sorted(ready, key=lambda index: not isinstance(plan.items[index], Recv))
-        self.awaited = {index: found for index in range(len(needs)) if (found := self._awaited_by(index))}
-        self.lets_go = [self._let_go_by(index) for index in range(len(needs))]
+        self.awaited = {index: found for index in range(len(needed)) if (found := self._awaited_by(index))}
+        self.lets_go = [self._let_go_by(index) for index in range(len(needed))]
         self.uses = [0] * plan.slots
         for slot in itertools.chain.from_iterable(self.lets_go):
             self.uses[slot] += 1
@@ -81,6 +102,19 @@ class Schedule:
         item = self.plan.items[index]
         found = dict.fromkeys((*takes(item), *gives(item), *self.awaited.get(index, ())))
         return tuple(slot for slot in found if slot not in self.fetched)
+
+    @cached_property
+    def is_quick(self) -> bool:
+        """Whether each item is quick once it may run, so that the thread that makes it ready may run it."""
+        return len(self.keys) <= MOST_QUICK_KEYS and all(
+            item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv | UseResource)
+            for item in self.plan.items
+        )
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of the variables that its calls use."""
+        return tuple(dict.fromkeys(key for call in calls_in(self.plan) for key in (*call.writes, *call.reads)))
 
     @cached_property
     def fetched(self) -> frozenset[int]:
@@ -126,7 +160,7 @@ class Schedule:
         an iteration.
         """
         accesses: dict[str, list[tuple[int, bool]]] = {}
-        for index in self._in_order():
+        for index in TopologicalSorter(dict(enumerate(needs(self.plan)))).static_order():
             for key, changes in self._touched_by(self.plan.items[index]).items():
                 accesses.setdefault(key, []).append((index, changes))
         found: dict[int, set[int]] = {}
@@ -159,16 +193,6 @@ class Schedule:
             for other in before:
                 found.setdefault(other, []).append(index)
         return {index: tuple(later) for index, later in found.items()}
-
-    def _in_order(self) -> Iterator[int]:
-        waiting = list(self.waiting)
-        ready = [index for index, count in enumerate(waiting) if count == 0]
-        for index in ready:
-            yield index
-            for dependent in self.dependents[index]:
-                waiting[dependent] -= 1
-                if waiting[dependent] == 0:
-                    ready.append(dependent)
 
     def _roles_of(self, item: Item) -> frozenset[Role]:
         match item:
@@ -203,7 +227,7 @@ class Schedule:
         return found
 
 
-def may_conflict(one: Schedule, other: Schedule) -> bool:
+def may_conflict(one: Executable, other: Executable) -> bool:
     """Whether two plans touch the same state such that their order matters."""
     if any(changes or other.touched[key] for key, changes in one.touched.items() if key in other.touched):
         return True
@@ -245,5 +269,7 @@ def _number(scalar: Scalar) -> jax.Array:
     return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
 
 
-def _needs(item: Item, producers: Mapping[int, int]) -> set[int]:
-    return {producers[slot] for slot in takes(item) if slot in producers} | set(item.after)
+def needs(plan: Plan) -> list[set[int]]:
+    """Return the items that each item waits for."""
+    producers = {slot: index for index, item in enumerate(plan.items) for slot in gives(item)}
+    return [{producers[slot] for slot in takes(item) if slot in producers} | set(item.after) for item in plan.items]

@@ -1,11 +1,13 @@
-"""The run of one schedule: the real coordinator and tasks, workers that follow a script, and faults.
+"""A simulated cluster with a program and faults, and its run.
 
-Simulated are the layers below and above the code under test: the network with its faults, and the requests of a
-worker's program. Between them run the real `Coordinator`, `TaskServer`, `Rendezvous`, `Execution` and `Exchange`.
+Simulated are the layers below and above the code under test: the network with its faults and the clock, and what the
+program of a worker computes. Between them run the real `Coordinator`, `SessionDriver`, `TaskServer`, `Exchange`,
+`Session`, `Async` and `Sync`.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import shlex
 from collections.abc import Callable, Iterable
@@ -13,22 +15,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.simulation.checks import Checks, Repeated, name_of
-from dflow.distributed.simulation.events import EventQueue, Timer
+from dflow.distributed.simulation.events import EventQueue, PendingEvent
 from dflow.distributed.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
 from dflow.distributed.simulation.link import Connections, SimulatedTransport
 from dflow.distributed.simulation.network import Network, Process
-from dflow.distributed.simulation.program import PROGRAMS, STEPS, Program
+from dflow.distributed.simulation.programs import PROGRAMS, STEPS, WorkerProgram
 from dflow.distributed.simulation.queue_program import NAME as QUEUE_NAME
 from dflow.distributed.simulation.queue_program import QueueChecks, QueueWorker, contents
 from dflow.distributed.simulation.rounds_program import RoundChecks, RoundsWorker
-from dflow.distributed.simulation.script import Running
-from dflow.distributed.simulation.tasks import AGAIN_S, Member, Tasks
+from dflow.distributed.simulation.steps_program import StepsWorker
+from dflow.distributed.simulation.tasks import AGAIN_S, Member, SimulatedTasks
 from dflow.distributed.simulation.variables_program import VariableChecks, VariablesWorker
-from dflow.distributed.simulation.worker import Worker
 from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.elections import Elected
@@ -36,8 +36,8 @@ from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.lowering.queues.timers import timers_started_by
 
+LOGGER = logging.getLogger("dflow")
 ADDRESS = f"{COORDINATOR}#listens"
-SETTINGS = CoordinatorSettings()
 TICK_S = 1.0
 #: Interval between the checks of waits, memory and completion.
 LOOK_S = 1.0
@@ -48,7 +48,7 @@ QUIET_S = 30.0
 
 
 @dataclass(frozen=True)
-class Schedule:
+class FaultSchedule:
     """The parameters of a simulation; equal values give equal events. With `faults` None, they are drawn from the seed.
 
     `program`  what the workers do, one of `PROGRAMS`
@@ -69,7 +69,7 @@ class Schedule:
         return (COORDINATOR, *ps, *workers)
 
     @property
-    def script(self) -> Faults:
+    def actual_faults(self) -> Faults:
         """The faults, given or drawn."""
         return drawn_faults(self.seed, self.hosts) if self.faults is None else self.faults
 
@@ -77,14 +77,14 @@ class Schedule:
         """Return the command that runs this schedule again, with its log."""
         shape = f"--workers {self.workers} --ps {self.ps} --steps {self.steps}"
         shape += f" --program {self.program}" if self.program != STEPS else ""
-        return f"dflow simulate --seed {self.seed} {shape} --faults {shlex.quote(str(self.script))} --log"
+        return f"dflow simulate --seed {self.seed} {shape} --faults {shlex.quote(str(self.actual_faults))} --log"
 
 
 @dataclass(frozen=True)
-class Ended:
+class ScheduleResult:
     """The result of a schedule. `broken` describes the violated invariant; empty if all held."""
 
-    schedule: Schedule
+    schedule: FaultSchedule
     broken: str
     events: int
     ended_at_s: float
@@ -99,56 +99,56 @@ class Ended:
         )
 
 
-def simulate(schedule: Schedule, log: Callable[[str], None] | None = None) -> Ended:
+def simulate(schedule: FaultSchedule, log: Callable[[str], None] | None = None) -> ScheduleResult:
     """Run a schedule; `log` is called with a line for each notable event.
 
     raises  ValueError when a fault names an unknown host, or the program is unknown
     """
-    check_hosts(schedule.script, schedule.hosts)
+    check_hosts(schedule.actual_faults, schedule.hosts)
     if schedule.program not in PROGRAMS:
         raise ValueError(f"there is no program {schedule.program!r}; there are {', '.join(PROGRAMS)}")
-    world = _World(schedule, log)
-    with timers_started_by(world.start_timer):
-        try:
-            world.run()
-        finally:
-            world.close()
-    return Ended(schedule, world.checks.broken, world.events.handled, world.events.now_s, world.checks.repeated())
+    run = _ScheduleRun(schedule, log)
+    LOGGER.addFilter(run.keep_record)
+    try:
+        with timers_started_by(run.start_timer):
+            run.run()
+    finally:
+        run.close()
+        LOGGER.removeFilter(run.keep_record)
+    return ScheduleResult(schedule, run.checks.broken, run.events.handled, run.events.now_s, run.checks.repeated())
 
 
-class _World:
-    def __init__(self, schedule: Schedule, log: Callable[[str], None] | None) -> None:
+class _ScheduleRun:
+    def __init__(self, schedule: FaultSchedule, log: Callable[[str], None] | None) -> None:
         self.events = EventQueue(schedule.seed)
         self._schedule = schedule
         self._log = log
-        ps, workers = schedule.hosts[1 : 1 + schedule.ps], schedule.hosts[1 + schedule.ps :]
+        ps = schedule.hosts[1 : 1 + schedule.ps]
         self.checks = Checks(ps, schedule.steps if schedule.program == STEPS else 0)
         self._round_checks = RoundChecks(self.checks.require, ps)
         self._queue_checks = QueueChecks(self.checks.require)
         self._variable_checks = VariableChecks(self.checks.require)
         self._first_ps = ps[0]
-        self._faults = schedule.script
+        self._faults = schedule.actual_faults
         self._network = Network(self.events, schedule.seed, self._faults)
         self._connections = Connections()
-        self._tasks = Tasks(self.events, self._network, self.checks, self._say, ADDRESS, self._connections)
+        self._tasks = SimulatedTasks(self.events, self._network, self.checks, self._say, ADDRESS, self._connections)
         self._store = _Store()
-        self._scripts: dict[str, Running] = {}
-        self._workers: dict[Process, Program] = {}
+        self._workers: dict[Process, WorkerProgram] = {}
         self._steps_done = 0
         self._wants_more: dict[Process, bool] = {}
         self._look_at_s = 0.0
         self._was_complete = False
-        self._coordinator = self._start_coordinator()
         self._network.on_said, self._network.on_raised = self._said, self._raised
         self._network.on_misheard = self._misheard
         self._network.on_hearing, self._network.on_heard = self._hearing, self._heard
-        for host in (*ps, *workers):
-            self._start(host)
         self._tasks.on_roster = self._roster
-        self._plan_faults()
 
     def run(self) -> None:
         """Run the events, with checks in between, until the run is complete and nothing is left, or time is up."""
+        for host in self._schedule.hosts:
+            self._start(host)
+        self._plan_faults()
         latest_s = self._faults.end_s + AFTER_FAULTS_S
         step, checks = self.events.step, self.checks
         while not self._was_complete and step(latest_s):
@@ -171,7 +171,14 @@ class _World:
         if queue is not None:
             self._queue_checks.end(str(self._network.process(self._first_ps)), contents(queue))
 
-    def start_timer(self, delay_s: float, call: Callable[[], None]) -> Timer:
+    def keep_record(self, record: logging.LogRecord) -> bool:
+        """Put a record of the runtime's log into the schedule's, and nowhere else; errors violate an invariant."""
+        text = record.getMessage()
+        self._say(self._network.active, text)
+        self.checks.require(record.levelno < logging.ERROR, "nothing raises", f"{self._network.active} logs: {text}")
+        return False
+
+    def start_timer(self, delay_s: float, call: Callable[[], None]) -> PendingEvent:
         """Run `call` after `delay_s` in the process that is active now."""
         return self.events.after(delay_s, partial(self._network.process(self._network.active).post, call))
 
@@ -198,9 +205,6 @@ class _World:
         """Check the conditions that last; once in `LOOK_S` is enough for them."""
         self._look_at_s = self.events.now_s + LOOK_S
         self._was_complete = self._is_complete()
-        for host, script in self._scripts.items():
-            if script.waits_until_s is not None:
-                self.checks.wait(host, script.waits_for, script.waits_until_s, self.events.now_s)
         self.checks.log(len(self._coordinator.log()))
         self._tasks.check()
 
@@ -247,7 +251,7 @@ class _World:
             text = f"{process} reports {message.done} steps and {counted} are counted"
             self.checks.require(counted in (0, message.done), "done once", text)
             worker = self._workers[process]
-            if isinstance(worker, Worker):
+            if isinstance(worker, StepsWorker):
                 self.checks.reported(worker.attempts[:counted])
 
     def _start_coordinator(self) -> Coordinator:
@@ -258,7 +262,6 @@ class _World:
             ADDRESS,
             {"ps": self._schedule.ps, "worker": self._schedule.workers},
             store=self._store,
-            settings=SETTINGS,
             tick_s=None,
             clock=lambda: self.events.now_s,
             wall_clock=lambda: self.events.now_s,
@@ -279,20 +282,21 @@ class _World:
         self._say(str(process), "starts")
         member = self._tasks.start(process, partial(self._end, process, True, AGAIN_S, "ends, since it was given up"))
         if host.startswith("ps:"):
-            self._scripts[host] = Running(self.events, process, member.join())
+            member.start()
         else:
             worker = self._workers[process] = self._program(member)
-            self._scripts[host] = Running(self.events, process, worker.script())
+            member.start(worker.run)
 
-    def _program(self, member: Member) -> Program:
+    def _program(self, member: Member) -> WorkerProgram:
         schedule, host = self._schedule, member.process.host
         ps = schedule.hosts[1 : 1 + schedule.ps]
         match schedule.program:
             case "rounds":
                 draw = random.Random(f"rounds {schedule.seed}")
-                wanted, ends = draw.randint(1, schedule.workers), draw.random() < 0.4
+                workers = schedule.workers
+                backups, ends = draw.randrange(workers), draw.random() < 0.4
                 data = draw.randint(1, schedule.steps) if ends and host != "worker:0" else 1 << 30
-                return RoundsWorker(member, self._tasks, self._round_checks, ps, schedule.steps, wanted, data)
+                return RoundsWorker(member, self._tasks, self._round_checks, ps, schedule.steps, workers, backups, data)
             case "queue":
                 ops = 2 * schedule.steps
                 return QueueWorker(member, self._tasks, self._queue_checks, ps[0], ops, str(schedule.seed))
@@ -300,7 +304,7 @@ class _World:
                 ops = 3 * schedule.steps
                 return VariablesWorker(member, self._tasks, self._variable_checks, ops, str(schedule.seed))
             case _:
-                return Worker(member, self._tasks, self.checks, schedule.steps, ps)
+                return StepsWorker(member, self._tasks, self.checks, schedule.steps, ps)
 
     def _roster(self, member: Member, roster: Roster) -> None:
         if member.process.host == self._first_ps:
@@ -311,13 +315,13 @@ class _World:
         plan = partial(self.events.at, is_routine=True)
         for is_told, stops in ((True, self._faults.kill), (False, self._faults.power)):
             for stop in stops:
-                plan(stop.at_s, partial(self._stop, stop.host, is_told, stop.back_after_s))
+                plan(stop.at_s, partial(self._stop, stop.hosts[0], is_told, stop.for_s))
         for hang in self._faults.hang:
-            plan(hang.at_s, partial(self._hang, hang.host, hang.at_s + hang.for_s))
+            plan(hang.at_s, partial(self._hang, hang.hosts[0], hang.end_s))
         for cut in self._faults.cut:
-            between = f"{cut.one} and {cut.other}"
+            between = " and ".join(cut.hosts)
             plan(cut.at_s, partial(self._say, "network", f"{between} are cut off from each other"))
-            plan(cut.at_s + cut.for_s, partial(self._say, "network", f"{between} reach each other again"))
+            plan(cut.end_s, partial(self._say, "network", f"{between} reach each other again"))
 
     def _hang(self, host: str, until_s: float) -> None:
         self._say(host, f"hangs until {until_s:.2f} s")

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from dflow.distributed.simulation.script import Script
+from typing import Protocol
 
 #: Asynchronous steps claimed from the coordinator; synchronous training by rounds; a shared queue; shared variables.
 STEPS, ROUNDS, QUEUE, VARIABLES = PROGRAMS = ("steps", "rounds", "queue", "variables")
 
 
-class Program(Protocol):
+class WorkerProgram(Protocol):
     """The program of one worker. `is_complete` is set when it has nothing left to do."""
 
     is_complete: bool
 
-    def script(self) -> Script:
+    def run(self) -> None:
         """Run the program."""
         ...

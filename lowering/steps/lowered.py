@@ -1,4 +1,4 @@
-"""Make one plan per task from a lowered graph, with the programs that the plans call.
+"""A lowered graph as one plan per task, with the programs that the plans call.
 
 The graph must be the result of the pipeline: its nodes are XLA calls, sends, receives, copies, and host nodes (ops on
 queues and accumulators, branches and loops that wait), each on a device.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -29,36 +30,35 @@ from dflow.tracing.source import at
 
 
 @dataclass(frozen=True)
-class TaskPlan:
-    """A task's plan, and the functions of its programs, which calls name by index."""
+class Lowered:
+    """What one task does in one step: its plan, and the functions of its programs, which calls name by index."""
 
     plan: Plan
-    programs: tuple[Discharged, ...]
+    functions: tuple[Discharged, ...]
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """The plans of a graph. The feeds of the caller's plan are the graph's array inputs, then `literals`."""
+def make_plans(graph: Graph, caller: str, keys: Mapping[Value, str]) -> dict[str, Lowered]:
+    """Return the plan of each task for a graph that the task `caller` runs, the caller's first.
 
-    local: TaskPlan
-    remote: Mapping[str, TaskPlan]
-    literals: tuple[Literal, ...]
-
-
-def make_plans(graph: Graph, local: str, keys: Mapping[Value, str]) -> Compiled:
-    """Return the plans of a lowered graph with the caller `local`; `keys` has each variable's key in its store."""
+    `keys` has each variable's key in its store. The feeds of the caller's plan are the graph's array inputs, then its
+    `literals`.
+    """
     moved = snapshots(graph)
-    makers: dict[str, _Maker] = {local: _Maker(local, keys, snapshots=moved)}
+    first = _Maker(caller, keys, snapshots=moved)
+    makers = {caller: first}
     feeds: list[Operand] = [value for value in graph.inputs if not isinstance(value.type, HANDLES)]
-    literals = tuple(output for output in graph.outputs if isinstance(output, Literal))
-    caller = makers[local]
-    caller.feeds = [caller.slot(operand) for operand in (*feeds, *literals)]
+    feeds += [output for output in graph.outputs if isinstance(output, Literal)]
+    first.feeds = [first.slot(operand) for operand in feeds]
     for node in graph.nodes:
         for task in tasks_of(node):
             makers.setdefault(task, _Maker(task, keys, snapshots=moved)).add(node)
-    caller.fetches = [caller.slot(output) for output in graph.outputs]
-    plans = {task: maker.plan() for task, maker in makers.items()}
-    return Compiled(plans.pop(local), plans, literals)
+    first.fetches = [first.slot(output) for output in graph.outputs]
+    return {task: maker.lowered() for task, maker in makers.items()}
+
+
+def literals(graph: Graph) -> list[Any]:
+    """Return the literals among a graph's outputs, as arrays."""
+    return [output.array for output in graph.outputs if isinstance(output, Literal)]
 
 
 def _device(node: Node) -> str:
@@ -201,7 +201,7 @@ class _Maker:
             if not share.is_divided or self.task in tasks_of(inner):
                 maker.add(inner)
         maker.fetches = list(maker._takes(share.given(body)))
-        self.bodies.append(maker.plan().plan)
+        self.bodies.append(maker.lowered().plan)
         return len(self.bodies) - 1
 
     def _takes(self, operands: Sequence[Operand]) -> tuple[int, ...]:
@@ -252,7 +252,7 @@ class _Maker:
         assert isinstance(operand, Value)
         return self.keys[operand]
 
-    def plan(self) -> TaskPlan:
+    def lowered(self) -> Lowered:
         plan = Plan(
             self.task,
             len(self.slots),
@@ -263,4 +263,4 @@ class _Maker:
             tuple(self.bodies),
             tuple(self.names),
         )
-        return TaskPlan(plan, tuple(self.programs))
+        return Lowered(plan, tuple(self.programs))

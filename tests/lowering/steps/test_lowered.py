@@ -11,7 +11,7 @@ import pytest
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.donate import Donate
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.steps.compile import Compiled, make_plans
+from dflow.lowering.steps.lowered import Lowered, literals, make_plans
 from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
@@ -31,16 +31,16 @@ graph(%w: ref<f32[3]> @/job:ps/task:0, %rate: ref<f32[3]> @/job:ps/task:0, %step
 }"""
 
 
-def plans(text: str, local: str = WORKER) -> Compiled:
+def plans(text: str, local: str = WORKER) -> dict[str, Lowered]:
     """The plans of a graph before placement; a variable's key is its name with a mark."""
     graph = run_passes(parse(text), pipeline(local, TASKS), check=True)
     return make_plans(graph, local, {ref: f"{ref.name}!" for ref in graph.refs})
 
 
 def test_the_plan_of_a_parameter_server() -> None:
-    remote = plans(TRAIN).remote
-    assert set(remote) == {PS_0}
-    assert remote[PS_0].plan == Plan(
+    lowered = plans(TRAIN)
+    assert list(lowered) == [WORKER, PS_0]
+    assert lowered[PS_0].plan == Plan(
         task=PS_0,
         slots=2,
         items=(
@@ -51,14 +51,13 @@ def test_the_plan_of_a_parameter_server() -> None:
         ),
         names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
     )
-    assert [list(map(str, pure.types)) for pure in remote[PS_0].programs] == [["f32[3]"] * 3]
+    assert [list(map(str, pure.types)) for pure in lowered[PS_0].functions] == [["f32[3]"] * 3]
 
 
 def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
-    compiled = plans(TRAIN)
-    plan = compiled.local.plan
+    plan = plans(TRAIN)[WORKER].plan
     # The feeds are the argument, then the literal that the function returns.
-    assert [literal.value for literal in compiled.literals] == [7]
+    assert [literal.item() for literal in literals(parse(TRAIN))] == [7]
     assert plan.feeds == (0, 1)
     received, product = 2, 3
     assert plan.fetches == (product, 0, 1)
@@ -72,12 +71,12 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
 
 
 def test_a_plan_travels_as_data() -> None:
-    for part in (plans(TRAIN).local, plans(TRAIN).remote[PS_0]):
+    for part in plans(TRAIN).values():
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(part.plan), type=Plan) == part.plan
 
 
 def test_the_same_graph_has_the_same_plans() -> None:
-    assert plans(TRAIN).local.plan == plans(TRAIN).local.plan
+    assert plans(TRAIN)[WORKER].plan == plans(TRAIN)[WORKER].plan
 
 
 def test_two_tasks_train() -> None:
@@ -94,32 +93,31 @@ def test_two_tasks_train() -> None:
 
 
 def test_alone_there_is_one_plan_of_one_call() -> None:
-    compiled = plans("""
+    lowered = plans("""
 graph(%w: ref<f32[]>, %unused: f32[], %x: f32[]) {
  !%w_1: f32[] = var.read(%w)
   %1: f32[] = jax.mul(%x, %w_1)
  !%2: token = var.assign(%w, %1)
   return %1
 }""")
-    assert compiled.remote == {}
-    assert compiled.literals == ()
+    assert list(lowered) == [WORKER]
     call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,), quick=True)
-    assert compiled.local.plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
+    assert lowered[WORKER].plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
 
 
 def test_a_caller_with_nothing_to_do_has_an_empty_plan() -> None:
-    compiled = plans("""
+    lowered = plans("""
 graph(%w: ref<f32[]> @/job:ps/task:0, %v: ref<f32[]> @/job:ps/task:1) {
  !%w_1: f32[] = var.read(%w)
  !%1: token = var.assign(%v, %w_1)
   return
 }""")
-    assert compiled.local.plan == Plan(WORKER, 0, ())
-    assert set(compiled.remote) == {PS_0, PS_1}
+    assert lowered[WORKER].plan == Plan(WORKER, 0, ())
+    assert set(lowered) == {WORKER, PS_0, PS_1}
 
 
 def test_an_item_comes_after_another_once() -> None:
-    compiled = plans("""
+    lowered = plans("""
 graph(%w: ref<f32[]>, %v: ref<f32[]>, %u: ref<f32[]> @/job:ps/task:0) {
  !%w_1: f32[] = var.read(%w)
  !%v_1: f32[] = var.read(%v)
@@ -130,7 +128,7 @@ graph(%w: ref<f32[]>, %v: ref<f32[]>, %u: ref<f32[]> @/job:ps/task:0) {
  !%3: token = var.assign(%u, %s)
   return
 }""")
-    *_, last = compiled.local.plan.items
+    *_, last = lowered[WORKER].plan.items
     assert isinstance(last, Call)
     assert last.writes == ("w!", "v!")
     assert last.after == (0,)
@@ -152,4 +150,4 @@ def test_a_call_that_does_not_donate_what_it_writes_is_refused() -> None:
     keys = {ref: ref.name for ref in graph.refs}
     with pytest.raises(InternalError, match=r"donates set\(\) but writes .*; run the pass 'donate'"):
         make_plans(without_donation(graph), WORKER, keys)
-    assert make_plans(Donate()(without_donation(graph)), WORKER, keys).local.plan.slots == 4
+    assert make_plans(Donate()(without_donation(graph)), WORKER, keys)[WORKER].plan.slots == 4

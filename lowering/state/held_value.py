@@ -1,0 +1,142 @@
+"""The value of one variable, and the values that one step keeps from call to call.
+
+Invariant: a value's holder is known at every line, since an interrupt or a signal handler may come at any line. The
+holder is the step in `HeldValue.step` while that step's `written` is not None, and the table otherwise.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.lowering.values.variable_key import shown
+from dflow.tracing.errors import VariableError
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.source import at, caller
+
+#: The `index` of a variable that a step only reads.
+READ = -1
+
+
+class StepState:
+    """The variables of one compiled step, whose values may stay with it from call to call.
+
+    writes  keys of the variables that the program writes
+    reads   keys of the variables that it only reads
+    name    the step's, in messages
+    keeps   whether the program overwrites no value
+
+    The values stay in the lists that the program takes and returns, so a call has no cost per variable. The step keeps
+    neither the program nor constants of it, which may be freed before another step needs the values.
+
+    `results` is a list while a call is being dispatched, by the thread `thread`. C code adds what the program returns,
+    so that is not lost when an interrupt comes. Until then `written` has the values from before the call, which the
+    program deletes by overwriting them, unless `keeps` is true.
+    """
+
+    def __init__(self, writes: Sequence[str], reads: Sequence[str], name: str, keeps: bool = False) -> None:
+        self.writes, self.reads, self.name, self.keeps = tuple(writes), tuple(reads), name, keeps
+        #: The values written and the values read, while the step holds them; their entries in the table.
+        self.written: Sequence[Any] | None = None
+        self.read: list[Any] = []
+        self._entries: list[HeldValue] = []
+        self.results: list[Any] | None = None
+        self.thread = 0
+        #: Monotonic time until which a thread is known to wait for the values; number of threads waiting to call.
+        self.wanted, self.callers = 0.0, 0
+        #: Notified at the end of a call, for these threads.
+        self.ended: threading.Condition | None = None
+
+    def is_mine(self) -> bool:
+        """Whether this thread dispatches the current call, so that the caller is its callback or a signal handler."""
+        return self.thread == get_ident()
+
+    def take(self, entries: Sequence[HeldValue]) -> None:
+        """Take the values from the table, with copies of aliased buffers that the step will overwrite."""
+        count = len(self.writes)
+        values = [entry.unaliased() for entry in entries[:count]]
+        self.read = [entry.value for entry in entries[count:]]
+        for index, entry in enumerate(entries):
+            entry.index, entry.step = index if index < count else READ, self
+        self._entries = list(entries)
+        self.written = values  # from here on the step holds the values
+
+    def release(self) -> None:
+        """Return the values to the table."""
+        for entry, value in zip(self._entries, self.written or (), strict=False):
+            entry.value, entry.is_aliased = value, False
+        self.written = None  # from here on the table holds the values
+        for entry in self._entries:
+            if entry.step is self:
+                entry.step = None
+        self._entries, self.read = [], []
+
+    def readable(self) -> Sequence[Any] | None:
+        """Return the values of the variables that it writes; None when they are unknown until a call has ended.
+
+        Raises VariableError when this thread dispatches that call.
+        """
+        results, written = self.results, self.written
+        if results is None or written is None:
+            return written
+        is_mine = self.is_mine()
+        if not (is_mine or self.keeps):
+            return None
+        if results:
+            renewed: Sequence[Any] = results[0][0]
+            return renewed
+        if any(value.is_deleted() for value in written):
+            if is_mine:
+                raise within_the_step()
+            return None
+        return written
+
+
+@dataclass(slots=True, eq=False)
+class HeldValue:
+    """A variable's value, held here or by `step`."""
+
+    value: jax.Array
+    type: ArrayType
+    #: Whether an array outside the table aliases the buffer, which must then be copied before it is donated.
+    is_aliased: bool = False
+    #: The step that may hold the value now, and the index of the value in its `written`, or READ.
+    step: StepState | None = None
+    index: int = READ
+    #: Monotonic time until which a thread is known to wait for the variable.
+    wanted: float = 0.0
+
+    @property
+    def holder(self) -> StepState | None:
+        """The step that holds the value; None when the table does."""
+        step = self.step
+        return None if step is None or step.written is None else step
+
+    def unaliased(self) -> jax.Array:
+        """Return the value for a program that overwrites its buffer: a copy, if the buffer is aliased."""
+        if self.is_aliased:
+            self.value, self.is_aliased = jnp.copy(self.value), False
+        return self.value
+
+
+def within_the_step() -> VariableError:
+    """Error for re-entrancy: a callback or signal handler touched a variable of the step that it interrupted."""
+    return VariableError(
+        f"a variable is asked for within the very step that uses it, by a callback or a handler of a signal"
+        f"{at(caller())}\n  pass the callback what it is to see; "
+        "have the handler set a flag, and look at the flag between steps"
+    )
+
+
+def lost_value(key: str) -> VariableError:
+    """Error for the use of a variable whose buffer was donated to a step that failed."""
+    return VariableError(
+        f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran{at(caller())}\n"
+        "  assign it a new value, such as the last one saved"
+    )

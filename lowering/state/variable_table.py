@@ -1,0 +1,330 @@
+"""The table of the variables of one process. Steps acquire values there and commit new ones.
+
+A step owns the variables of its program while it is dispatched, so several steps may run concurrently and none sees a
+variable half written. Between its calls the step keeps the values. A user of one of the variables first has the step
+release them, and waits while the step is being dispatched.
+
+Invariants: the lock is held briefly, never while waiting or while user code runs. A signal handler on the thread that
+is in a critical section must not enter another one: it gets an error. An interrupt may come at any line; then each
+variable has its value from before or after the step.
+
+Why interrupts are not deferred instead: to block SIGINT for this thread defers nothing, since one of JAX's threads
+takes the signal and Python still raises here; and to exchange the handler twice takes longer than a call.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import starmap
+from threading import get_ident
+from typing import Any, TypeVar
+
+import jax
+
+from dflow.lowering.state.held_value import READ, HeldValue, StepState, lost_value, within_the_step
+from dflow.lowering.values.variable_key import shown
+from dflow.tracing.errors import DeadlineExceeded, VariableError
+from dflow.tracing.jax_frontend import passes_handles
+from dflow.tracing.source import at, caller
+
+Found = TypeVar("Found")
+
+#: A waiting thread checks again after at most this time, in s: an interrupt may keep a step from notifying it.
+LOOK_S = 1.0
+
+#: Longest wait for a variable while the step that holds its value is being dispatched, in s.
+STEP_S = 600.0
+
+#: A step yields to waiting threads for at most this time before its next call, in s: they may wait for that call.
+PATIENCE_S = 0.05
+
+#: Longest wait of a finalizer for the lock, in s: the thread that holds the lock may wait for the finalizer.
+FINALIZER_S = 1.0
+
+
+class VariableTable:
+    """The values of variables, by key. Every method may be called from any thread.
+
+    Methods that say "in a critical section" are called within `section`.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.entries: dict[str, HeldValue] = {}
+        #: Whether a thread is in a critical section. The lock alone would admit a signal handler on that thread.
+        self._is_inside = False
+        #: Notified when a step was dispatched, for waiting threads, and when a wait has ended, for steps that yield.
+        self._changed = threading.Condition(self.lock)
+        #: Keys of values to free when no step is being dispatched with them.
+        self._dropped: deque[str] = deque()
+        #: Reason and remedy of each value that was freed by `forget`.
+        self._gone: dict[str, tuple[str, str]] = {}
+
+    @passes_handles
+    def run(self, step: StepState, call: Callable[..., Any], args: Iterable[Any]) -> Any:
+        """Return the second result of `call(written, read, *args)`; commit the first, the list of the new values."""
+        results: list[Any] = []
+        thread = get_ident()
+        try:
+            with self.lock:
+                while step.results is not None or step.written is None or step.wanted or self._is_inside:
+                    self.section(partial(self._acquire, step))
+                step.thread, step.results = thread, results
+            results.extend(starmap(call, ((step.written, step.read, *args),)))
+        finally:
+            # No function call until `step.results` is None: Python handles interrupts at calls.
+            if step.results is results:
+                if results:
+                    step.written = results[0][0]
+                step.results = None
+                if step.wanted or step.callers or not results:
+                    self._ended(step, has_failed=not results)
+        return results[0][1]
+
+    def values_of(self, step: StepState) -> tuple[list[Any], list[Any]]:
+        """Return the values that a call of the step would take, for their types and shardings."""
+
+        def values() -> tuple[list[Any], list[Any]]:
+            self._acquire(step)
+            return list(step.written or ()), list(step.read)
+
+        return self.section(values)
+
+    def _acquire(self, step: StepState) -> None:
+        """Prepare a call, in a critical section: yield to waiting threads, wait for other calls, take the values."""
+        keys, until, now = (*step.writes, *step.reads), 0.0, time.monotonic()
+        if step.wanted > now or (step.written is None and self._are_wanted(keys, now)):
+            self._pause(self._changed, PATIENCE_S)
+        step.wanted = 0.0  # until a thread that waits sets it again
+        while step.results is not None or step.written is None:
+            if step.results is None:
+                entries = self._released(keys)
+                _check_intact(keys, [entry.value for entry in entries])
+                step.take(entries)
+                continue
+            if step.is_mine():
+                raise VariableError(
+                    f"{step.name} is called within a call of it, by a callback or a handler of a signal{at(caller())}\n"
+                    "  call another function, or have the handler set a flag and look at it between steps"
+                )
+            until = until or time.monotonic() + STEP_S
+            left = until - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(
+                    f"{step.name} has been in a call on another thread for {STEP_S:g} s{at(caller())}\n"
+                    "  does a callback of that call wait for this thread?"
+                )
+            step.ended = step.ended or threading.Condition(self.lock)
+            step.callers += 1
+            try:
+                self._pause(step.ended, min(left, LOOK_S))
+            finally:
+                step.callers -= 1
+
+    def _ended(self, step: StepState, *, has_failed: bool) -> None:
+        """Notify waiting threads. Abort a failed step: values that it deleted go to the table, which reports them."""
+        with self.lock:
+            is_lost = has_failed and step.results is None and any(value.is_deleted() for value in step.written or ())
+            if is_lost and not self._is_inside:
+                step.release()
+            if step.ended is not None:
+                step.ended.notify()
+            self._changed.notify_all()
+
+    def section(self, do: Callable[[], Found]) -> Found:
+        """Return `do()`, run as a critical section. Raises VariableError inside another one of this thread."""
+        with self.lock:
+            self.sweep()
+            if self._is_inside:
+                raise VariableError(
+                    f"a handler of a signal uses variables while the thread it came to is about to use some"
+                    f"{at(caller())}\n  have the handler set a flag, and look at the flag between steps"
+                )
+            self._is_inside = True
+            try:
+                found = do()
+            finally:
+                self._is_inside = False
+        # Not `return` inside the `with`: an interrupt right after the call would leave the lock acquired.
+        return found
+
+    def _pause(self, condition: threading.Condition, seconds: float) -> None:
+        """Wait for a condition of the lock, in a critical section. Other threads may enter meanwhile."""
+        self._is_inside = False
+        try:
+            condition.wait(seconds)
+        finally:
+            self._is_inside = True
+
+    def drop(self, key: str) -> None:
+        """Free a value, if there is one. A finalizer may call this on any thread."""
+        self._dropped.append(key)
+        if self.lock.acquire(timeout=FINALIZER_S):
+            try:
+                self.sweep()
+            finally:
+                self.lock.release()
+
+    def sweep(self) -> None:
+        """Free the dropped values, except those of steps being dispatched. The lock is held."""
+        if self._is_inside:
+            return
+        kept: list[str] = []
+        while self._dropped:
+            try:
+                key = self._dropped.popleft()
+            except IndexError:  # a finalizer that ran meanwhile took it
+                break
+            entry = self.entries.get(key)
+            holder = None if entry is None else entry.holder
+            if holder is not None and holder.results is not None:
+                kept.append(key)
+                continue
+            if holder is not None:
+                holder.release()
+            self.entries.pop(key, None)
+            self._gone.pop(key, None)
+        self._dropped.extend(kept)
+
+    def forget(self, key: str, reason: str, remedy: str) -> None:
+        """Free a value that may still be used: a later use raises VariableError with this reason and remedy."""
+
+        def forget() -> None:
+            if key in self.entries:
+                self._released([key])
+                del self.entries[key]
+                self._gone[key] = reason, remedy
+
+        self.section(forget)
+
+    def replace(self, values: Mapping[str, jax.Array], check: Callable[[str, HeldValue, Any], None]) -> None:
+        """Replace all of these values in one moment, or none if `check` raises for one."""
+
+        def replace() -> None:
+            found = self._released(values)
+            for entry, (key, value) in zip(found, values.items(), strict=True):
+                check(key, entry, value)
+            new = {key: HeldValue(value, entry.type) for entry, (key, value) in zip(found, values.items(), strict=True)}
+            self.entries.update(new)  # C code, which an interrupt cannot end halfway
+
+        self.section(replace)
+
+    def values(self, keys: Collection[str]) -> list[jax.Array]:
+        """Return the values at one moment, from the table or from steps, in a critical section.
+
+        Raises VariableError for a key that does not exist or a value that was lost, DeadlineExceeded when a step holds
+        one of the values for longer than `STEP_S`.
+        """
+        values: list[jax.Array] = []
+
+        def look(entries: Sequence[HeldValue]) -> StepState | None:
+            holders = [None if entry.index == READ else entry.holder for entry in entries]
+            # One call of `readable` for each step: between two, the step might end.
+            written = {holder: holder.readable() for holder in dict.fromkeys(holders) if holder is not None}
+            for entry, holder in zip(entries, holders, strict=True):
+                if holder is None:
+                    values.append(entry.value)
+                elif (in_step := written[holder]) is not None:
+                    values.append(in_step[entry.index])
+                else:
+                    values.clear()
+                    return holder
+            return None
+
+        self._when_free(keys, look)
+        _check_intact(keys, values)
+        return values
+
+    def _released(self, keys: Collection[str]) -> list[HeldValue]:
+        """Return the entries of `keys`, with their values returned to the table, in a critical section.
+
+        Raises like `values`, but not for a value that was lost.
+        """
+
+        def look(entries: Sequence[HeldValue]) -> StepState | None:
+            holders = [holder for entry in entries if (holder := entry.holder) is not None]
+            busy = next((holder for holder in holders if holder.results is not None), None)
+            if busy is not None and busy.is_mine():
+                raise within_the_step()
+            for holder in holders if busy is None else ():
+                holder.release()
+            return busy
+
+        return self._when_free(keys, look)
+
+    def _when_free(
+        self, keys: Collection[str], look: Callable[[Sequence[HeldValue]], StepState | None]
+    ) -> list[HeldValue]:
+        """Return the entries of `keys` once `look(entries)` returns None, in a critical section.
+
+        It returns a step being dispatched to wait for. The wait marks the step and the variables, so that steps yield.
+        """
+        seen: set[StepState] = set()
+        marked: list[StepState | HeldValue] = []
+        until = 0.0
+        try:
+            while True:
+                entries = [self.entry(key) for key in keys]
+                busy = look(entries)
+                if busy is None:
+                    return entries
+                now = time.monotonic()
+                until = until or now + STEP_S
+                marked = [busy, *entries]
+                for one in marked:
+                    one.wanted = now + LOOK_S
+                if busy in seen and until <= now:
+                    name = next(key for key, entry in zip(keys, entries, strict=True) if entry.step is busy)
+                    raise DeadlineExceeded(
+                        f"variable {shown(name)!r} is asked for, but a call of {busy.name}, which has it, has not "
+                        f"ended within {STEP_S:g} s{at(caller())}\n"
+                        "  does a callback of that call wait for this thread?"
+                    )
+                if busy in seen:
+                    self._pause(self._changed, min(until - now, LOOK_S))
+                seen.add(busy)  # it may have ended before it was marked, so the first time there is no wait
+        finally:
+            for one in marked:
+                one.wanted = 0.0
+            if marked:
+                self._changed.notify_all()  # other waiting threads mark their variables again
+
+    def buffer(self, key: str) -> jax.Array:
+        """Return the array of the value, which a call being dispatched may delete: use only its sharding.
+
+        Raises VariableError.
+        """
+        entry = self.entry(key)
+        holder = entry.holder
+        written = None if holder is None else holder.written
+        return entry.value if written is None or entry.index == READ else written[entry.index]
+
+    def is_busy(self, keys: Iterable[str]) -> bool:
+        """Whether a thread is dispatching a program that uses one of these variables."""
+        steps = (entry.step for key in keys if (entry := self.entries.get(key)) is not None)
+        return any(step is not None and step.results is not None for step in steps)
+
+    def _are_wanted(self, keys: Iterable[str], now: float) -> bool:
+        return any(entry is not None and entry.wanted > now for entry in map(self.entries.get, keys))
+
+    def entry(self, key: str) -> HeldValue:
+        """Return the entry of a variable. Raises VariableError when there is none."""
+        entry = self.entries.get(key)
+        if entry is None and key in self._gone:
+            reason, remedy = self._gone[key]
+            raise VariableError(f"{reason}{at(caller())}\n  {remedy}")
+        if entry is None:
+            there = sorted(map(shown, self.entries)) or "none"
+            raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")
+        return entry
+
+
+def _check_intact(keys: Iterable[str], values: Iterable[jax.Array]) -> None:
+    """Raise VariableError if a buffer was donated to a step that failed."""
+    for key, value in zip(keys, values, strict=True):
+        if value.is_deleted():
+            raise lost_value(key)

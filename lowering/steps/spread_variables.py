@@ -1,0 +1,44 @@
+"""Check that no variable spread over several devices is used in ops that are placed on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dflow.lowering.state.store import Store
+from dflow.tracing.devices.device import WITH_STATE, choices_in
+from dflow.tracing.devices.device_name import short_device_name, split_device_name
+from dflow.tracing.errors import DeviceError
+from dflow.tracing.ir.graph import Graph, Node
+from dflow.tracing.jaxprs.trace import Traced
+from dflow.tracing.source import at, caller
+
+
+def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
+    """Raise DeviceError where a placed graph runs ops on one device of a variable that is spread over several."""
+    for ref, variable in zip(graph.refs, traced.variables, strict=True):
+        _, local = split_device_name(ref.device or "")
+        if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
+            raise DeviceError(
+                f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
+                f"that names devices for parts of it: {_named_device(traced)}{at(caller())}\n"
+                "  leave dflow.device out of this function, or use the variable in a separate function, without "
+                "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')"
+            )
+
+
+def _named_device(traced: Traced) -> str:
+    """The first thing in a function that is on one device."""
+    for variable in traced.variables:
+        if variable.device is not None:
+            return f"variable {variable.name!r} is on {short_device_name(variable.device)}"
+    scoped = [node for node in _with_bodies(traced.graph) if node.device is not None]
+    node = min(scoped, key=lambda node: node.device == WITH_STATE)
+    name = "auto" if choices_in(node.device) is not None else short_device_name(node.device or "")
+    return f"%{node.outputs[0].name} has the scope {name}{at(node.loc)}"
+
+
+def _with_bodies(graph: Graph) -> Iterator[Node]:
+    for node in graph.nodes:
+        yield node
+        for body in node.bodies:
+            yield from _with_bodies(body)
