@@ -33,7 +33,7 @@ class LoweredStep(NamedTuple):
     compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled]]]
 
 
-class StateBackend(Home, Protocol):
+class StateBackend(Home[Variable, HostResource], Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
     All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each

@@ -194,8 +194,8 @@ class Membership:
             sorted((life for life, info in self._joined.items() if info.left_at_s is not None), key=self._end)
         )
         self._dropped: list[int] = []
-        #: By life, the version that last changed it, oldest first; `_dropped_at` has, for a dropped life, the versions of
-        #: its drop and before its joining. Both are complete after version `_complete_at`.
+        #: By life, the version that last changed it, oldest first; `_dropped_at` has for each dropped life the versions
+        #: of its drop and before its joining. Both are complete after version `_complete_at`.
         self._changed_at: dict[int, int] = {}
         self._dropped_at: deque[tuple[int, int, int]] = deque()
         self._complete_at = self._version

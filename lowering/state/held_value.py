@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.source import at, caller
 
 #: The `index` of a variable that a step only reads.
 READ = -1
@@ -128,15 +127,14 @@ class HeldValue:
 def within_the_step() -> VariableError:
     """Error for re-entrancy: a callback or signal handler touched a variable of the step that it interrupted."""
     return VariableError(
-        f"a variable is asked for within the very step that uses it, by a callback or a handler of a signal"
-        f"{at(caller())}\n  pass the callback what it is to see; "
-        "have the handler set a flag, and look at the flag between steps"
+        "a variable is asked for within the very step that uses it, by a callback or a handler of a signal",
+        "pass the callback what it is to see; have the handler set a flag, and look at the flag between steps",
     )
 
 
 def lost_value(key: str) -> VariableError:
     """Error for the use of a variable whose buffer was donated to a step that failed."""
     return VariableError(
-        f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran{at(caller())}\n"
-        "  assign it a new value, such as the last one saved"
+        f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran",
+        "assign it a new value, such as the last one saved",
     )

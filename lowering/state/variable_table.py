@@ -29,7 +29,6 @@ from dflow.lowering.state.held_value import READ, HeldValue, StepState, lost_val
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
-from dflow.tracing.source import at, caller
 
 Found = TypeVar("Found")
 
@@ -108,15 +107,15 @@ class VariableTable:
                 continue
             if step.is_mine():
                 raise VariableError(
-                    f"{step.name} is called within a call of it, by a callback or a handler of a signal{at(caller())}\n"
-                    "  call another function, or have the handler set a flag and look at it between steps"
+                    f"{step.name} is called within a call of it, by a callback or a handler of a signal",
+                    "call another function, or have the handler set a flag and look at it between steps",
                 )
             until = until or time.monotonic() + STEP_S
             left = until - time.monotonic()
             if left <= 0:
                 raise DeadlineExceeded(
-                    f"{step.name} has been in a call on another thread for {STEP_S:g} s{at(caller())}\n"
-                    "  does a callback of that call wait for this thread?"
+                    f"{step.name} has been in a call on another thread for {STEP_S:g} s",
+                    "does a callback of that call wait for this thread?",
                 )
             step.ended = step.ended or threading.Condition(self.lock)
             step.callers += 1
@@ -141,8 +140,8 @@ class VariableTable:
             self.sweep()
             if self._is_inside:
                 raise VariableError(
-                    f"a handler of a signal uses variables while the thread it came to is about to use some"
-                    f"{at(caller())}\n  have the handler set a flag, and look at the flag between steps"
+                    "a handler of a signal uses variables while the thread it came to is about to use some",
+                    "have the handler set a flag, and look at the flag between steps",
                 )
             self._is_inside = True
             try:
@@ -281,8 +280,8 @@ class VariableTable:
                     name = next(key for key, entry in zip(keys, entries, strict=True) if entry.step is busy)
                     raise DeadlineExceeded(
                         f"variable {shown(name)!r} is asked for, but a call of {busy.name}, which has it, has not "
-                        f"ended within {STEP_S:g} s{at(caller())}\n"
-                        "  does a callback of that call wait for this thread?"
+                        f"ended within {STEP_S:g} s",
+                        "does a callback of that call wait for this thread?",
                     )
                 if busy in seen:
                     self._pause(self._changed, min(until - now, LOOK_S))
@@ -316,7 +315,10 @@ class VariableTable:
         entry = self.entries.get(key)
         if entry is None and key in self._gone:
             reason, remedy = self._gone[key]
-            raise VariableError(f"{reason}{at(caller())}\n  {remedy}")
+            raise VariableError(
+                f"{reason}",
+                f"{remedy}",
+            )
         if entry is None:
             there = sorted(map(shown, self.entries)) or "none"
             raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")

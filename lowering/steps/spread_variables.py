@@ -10,7 +10,7 @@ from dflow.tracing.devices.device_name import short_device_name, split_device_na
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 
 
 def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
@@ -20,9 +20,9 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
         if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
             raise DeviceError(
                 f"variable {variable.name!r} is spread over {len(place.device_set)} devices, but is used in a function "
-                f"that names devices for parts of it: {_named_device(traced)}{at(caller())}\n"
-                "  leave dflow.device out of this function, or use the variable in a separate function, without "
-                "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')"
+                f"that names devices for parts of it: {_named_device(traced)}",
+                "leave dflow.device out of this function, or use the variable in a separate function, without "
+                "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')",
             )
 
 
