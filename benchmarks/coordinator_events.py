@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._paired import options, publish
-from dflow.distributed.coordinator.coordinator_events import Asked, Event, Persist, Reply, Started, Told
+from dflow.distributed.coordinator.coordinator_events import Asked, Event, Persist, SendReply, Started, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
@@ -50,7 +50,7 @@ def measured(name: str, store: CoordinatorStore, tasks: int, rounds: int) -> lis
                 match command:
                     case Persist(changes):
                         store.write(changes)
-                    case Reply(ask, Claimed(_, count)):
+                    case SendReply(ask, Claimed(_, count)):
                         claimed[ask] = count
 
     def claims(number: int) -> list[Event]:

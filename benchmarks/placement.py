@@ -33,13 +33,13 @@ from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.placement.choose import all_on, choose
 from dflow.lowering.placement.measure import Meter
-from dflow.lowering.placement.problem import Assignment, Link, Machine, Moved, Problem, Unit
+from dflow.lowering.placement.problem import Assignment, DeviceLink, Machine, Moved, Problem, Unit
 from dflow.lowering.placement.score import Scored, scored
 from dflow.state_backends import LOCAL
 from dflow.tracing.jaxprs.trace import trace
 
 #: A link of one host (latency in s, bytes per second), and the time to launch a program, in s.
-LINK, LAUNCH_S = Link(20e-6, 10e9), 10e-6
+LINK, LAUNCH_S = DeviceLink(20e-6, 10e9), 10e-6
 MB = 1 << 20
 #: Number of consecutive steps in a measurement.
 ROW = 3

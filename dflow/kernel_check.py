@@ -102,17 +102,17 @@ def check_kernel(
 
 
 @dataclass(frozen=True)
-class _Way:
+class _RunnableCase:
     how: str
     call: Callable[..., Sequence[Any]]
 
 
-def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _Way | str:
+def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _RunnableCase | str:
     """Return how to run a function as the implementation runs on its platform, or the reason why it cannot run."""
     structs = [array_type_of(leaf).struct for leaf in leaves]
     device = _device(platform)
     if device is not None:
-        return _Way("run", lambda fn, *operands: jax_jit(fn)(*jax.device_put(list(operands), device)))
+        return _RunnableCase("run", lambda fn, *operands: jax_jit(fn)(*jax.device_put(list(operands), device)))
     try:
         closed = jax.make_jaxpr(made)(*structs)
     except KernelError:
@@ -121,7 +121,7 @@ def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _
         return f"{_NO_DEVICE.format(platform=platform)}, and not traced, for {type(error).__name__}: {error}"
     if not _has_pallas(closed):
         return f"{_NO_DEVICE.format(platform=platform)}, types agree"
-    return _Way("interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands))
+    return _RunnableCase("interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands))
 
 
 def _device(platform: str) -> Any:

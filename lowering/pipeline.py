@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.choose import BUDGET_S, Choose, Costs
-from dflow.lowering.passes.cluster import Cluster
+from dflow.lowering.passes.cluster import FormClusters
 from dflow.lowering.passes.donate import Donate
 from dflow.lowering.passes.fold import Fold
 from dflow.lowering.passes.merge import Merge
@@ -42,7 +42,7 @@ def pipeline(
         Repeat(),  # before partition: values that are cheap to make need not be sent
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
-        Cluster(),
+        FormClusters(),
         Schedule(),  # after cluster: its edges are between copies and calls
         Donate(),  # last: needs the final set of effects of each call
     )

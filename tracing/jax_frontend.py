@@ -174,7 +174,7 @@ for _allowed in (
 
 
 @dataclass(frozen=True)
-class Origin:
+class EquationOrigin:
     """Context of an equation's trace, to bind it again the same way, and the user's line."""
 
     context: Any
@@ -232,23 +232,23 @@ def without_callers() -> Iterator[None]:
 
 def line_bound() -> Loc | None:
     """The user's line of the op that JAX transforms now; where the op has none, that of the transformation."""
-    return Origin(None, source_info_util.current()).loc or caller()
+    return EquationOrigin(None, source_info_util.current()).loc or caller()
 
 
 def line_of_program() -> Loc | None:
     """As `line_bound`, but a line of the user's own program, if there is one, rather than of a library it uses."""
-    return Origin(None, source_info_util.current()).own_loc or caller()
+    return EquationOrigin(None, source_info_util.current()).own_loc or caller()
 
 
-def origin_of(equation: Equation) -> Origin:
+def origin_of(equation: Equation) -> EquationOrigin:
     """The origin of an equation."""
-    return Origin(equation.ctx, equation.source_info)
+    return EquationOrigin(equation.ctx, equation.source_info)
 
 
 def bind(primitive: Any, params: Any, values: Sequence[Any], origin: Any) -> list[Any]:
     """Apply a JAX primitive to values in the trace that runs now; always a list of results."""
     arguments = primitive.get_bind_params(params)
-    if isinstance(origin, Origin):
+    if isinstance(origin, EquationOrigin):
         with origin.restored():
             results = primitive.bind(*values, **arguments)
     else:
@@ -295,7 +295,7 @@ def tracers_of(trace: Any) -> list[Any]:
 def line_of_tracer(tracer: Any) -> Loc | None:
     """The user's line that made a value of a trace, or None when the trace did not keep it."""
     info = getattr(tracer, "_line_info", None)
-    return None if info is None else Origin(None, info).loc
+    return None if info is None else EquationOrigin(None, info).loc
 
 
 class HandleNeeded(BaseException):

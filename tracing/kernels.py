@@ -28,7 +28,7 @@ R = TypeVar("R")
 _BY_KEYWORD = "give what is static by keyword"
 
 
-class Registered(NamedTuple):
+class RegisteredKernel(NamedTuple):
     """An implementation, and the line that registered it."""
 
     fn: Callable[..., Any]
@@ -46,7 +46,7 @@ class Kernel(Generic[P, R]):
         self.plain = fn
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.loc = caller()
-        self._registered: dict[str, Registered] = {}
+        self._registered: dict[str, RegisteredKernel] = {}
         self._choices: dict[Hashable, _Call] = {}
 
     @property
@@ -106,7 +106,7 @@ class Kernel(Generic[P, R]):
                 ) from None
         return tuple(sorted((key, type(value), value) for key, value in static.items()))
 
-    def register(self, made: Registered, platform: str | Sequence[str]) -> None:
+    def register(self, made: RegisteredKernel, platform: str | Sequence[str]) -> None:
         """Let `made` run on a platform, or several. Raises KernelError for one that is unknown or taken."""
         for lowered in self._lowered_for(platform):
             if lowered in self._registered:
@@ -147,7 +147,7 @@ class _Call:
         name: str,
         plain: Callable[..., Any],
         loc: Loc | None,
-        registered: Mapping[str, Registered],
+        registered: Mapping[str, RegisteredKernel],
         in_tree: Any,
         static: Mapping[str, Any],
     ) -> None:
@@ -197,7 +197,7 @@ class _Call:
         found: tuple[list[ArrayType], Any] = self._trees[key]
         return found
 
-    def _checked(self, platform: str, made: Registered, *leaves: Any) -> list[Any]:
+    def _checked(self, platform: str, made: RegisteredKernel, *leaves: Any) -> list[Any]:
         """Results of an implementation, checked to have the types of the plain function's results."""
         try:
             results, tree = self._flat(made.fn, leaves)
@@ -271,7 +271,7 @@ def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any =
 
     def register(implementation: Callable[..., R]) -> Callable[..., R]:
         own = isinstance(implementation, jax.custom_vjp) if derivative is None else derivative == "own"
-        fn.register(Registered(implementation, caller(), own, vmap == "own"), platform)
+        fn.register(RegisteredKernel(implementation, caller(), own, vmap == "own"), platform)
         return implementation
 
     return register

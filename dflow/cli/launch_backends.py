@@ -1,6 +1,6 @@
 """The places where `dflow launch` can start a cluster, each with its options of the command line.
 
-To add one, write its `Place` in `distributed/launching/` and add a `LaunchBackend` to `BACKENDS`.
+To add one, write its `LaunchPlace` in `distributed/launching/` and add a `LaunchBackend` to `BACKENDS`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from dflow.cli.option_types import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.place import Place
+from dflow.distributed.launching.place import LaunchPlace
 from dflow.distributed.launching.ray_resources import RayResources
 from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
 from dflow.distributed.launching.this_machine import ThisMachine
@@ -30,7 +30,7 @@ class LaunchBackend:
     """
 
     add_options: Callable[[argparse.ArgumentParser], None]
-    place: Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[Place, str]]
+    place: Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[LaunchPlace, str]]
     restarts_tasks: bool
 
 
@@ -79,7 +79,7 @@ def _machine_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _this_machine(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[Place, str]:
+def _this_machine(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
     return ThisMachine(_shares(plan.workers, options)), ""
 
 
@@ -105,7 +105,7 @@ def _ray_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[Place, str]:
+def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
     try:
         from dflow.distributed.launching.on_ray import OnRay
     except ModuleNotFoundError as error:

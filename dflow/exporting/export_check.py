@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from dflow.exporting.export_manifest import Manifest, Parameter, Signature, signature_refusal
+from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, Parameter, signature_refusal
 from dflow.lowering.programs.portable_tree import (
     Dict,
     Held,
@@ -40,7 +40,7 @@ def python_signature(parameters: list[Parameter]) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(one.name, _KINDS[one.by]) for one in parameters])
 
 
-def check_manifest(manifest: Manifest) -> None:
+def check_manifest(manifest: ExportManifest) -> None:
     """Raise ValueError, with the reason, if parts of a manifest contradict each other or are invalid."""
     for name, signature in manifest.signatures.items():
         if refusal := signature_refusal(name):
@@ -69,7 +69,7 @@ def _nodes(tree: Tree, depth: int = 0) -> Iterator[Tree]:
         yield from _nodes(child, depth + 1)
 
 
-def _check_node(name: str, node: Tree, manifest: Manifest) -> None:
+def _check_node(name: str, node: Tree, manifest: ExportManifest) -> None:
     match node:
         case Held(variable):
             _check_names(f"{name} returns", [variable], manifest.variables)
@@ -79,7 +79,7 @@ def _check_node(name: str, node: Tree, manifest: Manifest) -> None:
             namedtuple(kind, [field for field, _ in of])
 
 
-def check_program(manifest: Manifest, signature: Signature, program: jax.export.Exported) -> None:
+def check_program(manifest: ExportManifest, signature: FunctionSignature, program: jax.export.Exported) -> None:
     """Raise ValueError unless the inputs and outputs of the program are those in the manifest."""
     state = {name: manifest.variables[name].type for name in signature.variables}
     constants = {name: manifest.constants[stored] for name, stored in signature.constants.items()}

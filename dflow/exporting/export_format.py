@@ -20,7 +20,7 @@ import msgspec
 
 from dflow import __version__
 from dflow.exporting.export_check import check_manifest
-from dflow.exporting.export_manifest import Manifest, Signature
+from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
 from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.atomic_directory import present, whole_folder, write_file
 from dflow.lowering.files.regular_file import read_regular
@@ -47,7 +47,7 @@ class _Form(msgspec.Struct, frozen=True):
 
 def write(
     path: Path,
-    manifest: Manifest,
+    manifest: ExportManifest,
     programs: Mapping[str, bytes],
     variables: Mapping[str, Any],
     constants: Mapping[str, Any],
@@ -75,7 +75,7 @@ def write(
         write_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(whole), indent=1).decode())
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Path) -> ExportManifest:
     """Return the manifest of the export at `path`. Raises ExportError if there is none that this dflow can read."""
     path = present(path)
     try:
@@ -95,7 +95,7 @@ def read_manifest(path: Path) -> Manifest:
         raise damaged(path / MANIFEST, error.strerror or str(error)) from error
     try:
         form = msgspec.json.decode(content, type=_Form)
-        manifest = msgspec.json.decode(content, type=Manifest) if form.format <= FORMAT else None
+        manifest = msgspec.json.decode(content, type=ExportManifest) if form.format <= FORMAT else None
         if manifest is not None:
             check_manifest(manifest)
             return manifest
@@ -108,7 +108,7 @@ def read_manifest(path: Path) -> Manifest:
     )
 
 
-def read_content(path: Path, name: str, signature: Signature) -> bytes:
+def read_content(path: Path, name: str, signature: FunctionSignature) -> bytes:
     """Return the program of a signature. Raises ExportError if it is missing or differs from its digest."""
     file = path / PROGRAMS / name
     try:

@@ -25,7 +25,7 @@ class Parameter(msgspec.Struct, frozen=True):
     donated: bool = False
 
 
-class Signature(msgspec.Struct, frozen=True):
+class FunctionSignature(msgspec.Struct, frozen=True):
     """A function of an export."""
 
     parameters: list[Parameter]
@@ -44,23 +44,23 @@ class Signature(msgspec.Struct, frozen=True):
     sha256: str = ""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class VariableEntry(msgspec.Struct, frozen=True):
     """A variable's type, such as `f32[3]`, and whether it is trainable."""
 
     type: str
     trainable: bool
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class ExportManifest(msgspec.Struct, frozen=True):
     """The contents of an export's `manifest.json`."""
 
     format: int
     dflow: str
     jax: str
-    variables: dict[str, Entry]
+    variables: dict[str, VariableEntry]
     #: The type of each large array that the functions close over, by name.
     constants: dict[str, str]
-    signatures: dict[str, Signature]
+    signatures: dict[str, FunctionSignature]
 
 
 def signature_refusal(name: object) -> str | None:
@@ -70,7 +70,7 @@ def signature_refusal(name: object) -> str | None:
     return f"{name!r} is what a loaded export has itself" if name in _TAKEN else None
 
 
-def listing(manifest: Manifest) -> str:
+def listing(manifest: ExportManifest) -> str:
     """Return a listing of an export's functions, variables and constants."""
     lines = [f"exported by dflow {manifest.dflow} with JAX {manifest.jax}"]
     for name, signature in manifest.signatures.items():
@@ -84,7 +84,7 @@ def listing(manifest: Manifest) -> str:
     return "\n".join(lines)
 
 
-def _lines_of(name: str, signature: Signature) -> list[str]:
+def _lines_of(name: str, signature: FunctionSignature) -> list[str]:
     lines = [signature_text(name, signature)]
     reads = [variable for variable in signature.variables if variable not in signature.writes]
     for what, names in (("reads", reads), ("writes", signature.writes), ("constants", signature.constants.values())):
@@ -95,7 +95,7 @@ def _lines_of(name: str, signature: Signature) -> list[str]:
     return [*lines, f"  for {and_list(signature.platforms)}{extra}"]
 
 
-def signature_text(name: str, signature: Signature) -> str:
+def signature_text(name: str, signature: FunctionSignature) -> str:
     """Return a signature like Python's, with types: `serve(images: f32[b,784], *, k: i32[]) -> f32[b,10]`."""
     return f"{name}({', '.join(_parameters_text(signature.parameters))}) -> {text(signature.result)}"
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflow.calls.function import jit
 from dflow.calls.static_arguments import static_arguments
-from dflow.exporting.export_manifest import Parameter, Signature
+from dflow.exporting.export_manifest import FunctionSignature, Parameter
 from dflow.lowering.programs.export import Arguments, PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.derivatives.discharge import constants_within
@@ -38,10 +38,10 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Made:
+class TracedExport:
     """A traced function: its signature, its pure form, and its program as an object and as bytes."""
 
-    signature: Signature
+    signature: FunctionSignature
     pure: PureProgram
     program: jax.export.Exported
     content: bytes
@@ -49,7 +49,7 @@ class Made:
     variables: Mapping[str, Variable]
 
 
-def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> Made:
+def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> TracedExport:
     """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError."""
     if not callable(fn):
         raise ExportError(
@@ -76,7 +76,7 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
     returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
-    signature = Signature(
+    signature = FunctionSignature(
         parameters=parameters,
         result=result,
         fixed=fixed,
@@ -87,7 +87,7 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
         vjp_order=options.vjp_order,
         calling_convention_version=program.calling_convention_version,
     )
-    return Made(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
+    return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
 
 
 def _type_of(var: Any) -> ArrayType:

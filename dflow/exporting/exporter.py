@@ -12,8 +12,15 @@ import msgspec
 
 from dflow import __version__
 from dflow.exporting.export_format import FORMAT, write
-from dflow.exporting.export_manifest import Entry, Manifest, Signature, and_list, listing, signature_refusal
-from dflow.exporting.export_trace import Made, Options, make
+from dflow.exporting.export_manifest import (
+    ExportManifest,
+    FunctionSignature,
+    VariableEntry,
+    and_list,
+    listing,
+    signature_refusal,
+)
+from dflow.exporting.export_trace import Options, TracedExport, make
 from dflow.lowering.programs.export import exported
 from dflow.state_backends import by_backend
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
@@ -28,20 +35,21 @@ from dflow.tracing.state.resources import Variable
 class Exported:
     """Functions with their state, ready to be saved. Made by `export`; its `str` lists them."""
 
-    def __init__(self, made: Mapping[str, Made]) -> None:
+    def __init__(self, made: Mapping[str, TracedExport]) -> None:
         self._made = dict(made)
         #: The variables of all functions, by name.
         self.variables: dict[str, Variable] = {}
         self._constants: dict[str, Any] = {}
-        signatures: dict[str, Signature] = {}
+        signatures: dict[str, FunctionSignature] = {}
         for name, one in self._made.items():
             self._add_variables(name, one.variables)
             signatures[name] = msgspec.structs.replace(one.signature, constants=self._add_constants(name, one))
         entries = {
-            name: Entry(str(variable.type.strong), variable.trainable) for name, variable in self.variables.items()
+            name: VariableEntry(str(variable.type.strong), variable.trainable)
+            for name, variable in self.variables.items()
         }
         constants = {name: str(array_type_of(value).strong) for name, value in self._constants.items()}
-        self._manifest = Manifest(FORMAT, __version__, jax.__version__, entries, constants, signatures)
+        self._manifest = ExportManifest(FORMAT, __version__, jax.__version__, entries, constants, signatures)
 
     @property
     def signatures(self) -> tuple[str, ...]:
@@ -89,7 +97,7 @@ class Exported:
                     f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
                 )
 
-    def _add_constants(self, signature: str, one: Made) -> dict[str, str]:
+    def _add_constants(self, signature: str, one: TracedExport) -> dict[str, str]:
         """Return the stored name of each constant of a program. An array used by several functions is stored once."""
         stored = {}
         for name, value in one.pure.constants.items():
@@ -214,7 +222,7 @@ def _checked_name(name: Any) -> str:
     return str(name)
 
 
-def _given(name: str, given: Any, options: Options) -> Made:
+def _given(name: str, given: Any, options: Options) -> TracedExport:
     if isinstance(given, Exported):
         return given._made[chosen(None, given.signatures)]
     fn, *specs = given if isinstance(given, tuple) and given else (given,)

@@ -28,7 +28,14 @@ from dflow.exporting.export_format import (
     read_values,
     write,
 )
-from dflow.exporting.export_manifest import Manifest, Parameter, Signature, and_list, listing, signature_text
+from dflow.exporting.export_manifest import (
+    ExportManifest,
+    FunctionSignature,
+    Parameter,
+    and_list,
+    listing,
+    signature_text,
+)
 from dflow.exporting.exporter import chosen, values_now
 from dflow.lowering.files.atomic_directory import present
 from dflow.lowering.programs.bytecode_reader import bytecode_reader
@@ -53,7 +60,7 @@ class Loaded:
 
     def __init__(
         self,
-        manifest: Manifest,
+        manifest: ExportManifest,
         variables: Mapping[str, Variable],
         constants: Mapping[str, Any],
         functions: Mapping[str, Function[..., Any]],
@@ -150,7 +157,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     return Loaded(manifest, variables, constants, functions, contents, programs)
 
 
-def _check_precision(place: Path, manifest: Manifest) -> None:
+def _check_precision(place: Path, manifest: ExportManifest) -> None:
     """Raise ExportError if the export has 64-bit arrays, which JAX would silently make 32-bit ones here."""
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         return
@@ -166,7 +173,7 @@ def _check_precision(place: Path, manifest: Manifest) -> None:
 
 
 def _program(
-    place: Path, name: str, content: bytes, manifest: Manifest, read: Callable[[bytes], export.Exported]
+    place: Path, name: str, content: bytes, manifest: ExportManifest, read: Callable[[bytes], export.Exported]
 ) -> export.Exported:
     signature = manifest.signatures[name]
     version = signature.calling_convention_version
@@ -205,7 +212,7 @@ def _told(name: str, order: int, program: export.Exported) -> export.Exported:
     often = "more often" if order else "once"
     fields = [field.name for field in dataclasses.fields(export.Exported)]
 
-    class Program(export.Exported):
+    class LoadedProgram(export.Exported):
         def vjp(self) -> export.Exported:
             if self.has_vjp():
                 return made(super().vjp())
@@ -215,14 +222,14 @@ def _told(name: str, order: int, program: export.Exported) -> export.Exported:
             )
 
     def made(one: export.Exported) -> export.Exported:
-        return Program(**{field: getattr(one, field) for field in fields})
+        return LoadedProgram(**{field: getattr(one, field) for field in fields})
 
     return made(program)
 
 
 def _function(
     name: str,
-    signature: Signature,
+    signature: FunctionSignature,
     program: export.Exported,
     variables: Mapping[str, Variable],
     constants: Mapping[str, Any],
@@ -275,7 +282,7 @@ def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
         ) from None
 
 
-def _check_platform(name: str, signature: Signature) -> None:
+def _check_platform(name: str, signature: FunctionSignature) -> None:
     platform = default_name().partition(":")[0]
     if platform == "gpu":  # exports distinguish "cuda" and "rocm"
         platform = export.default_export_platform()
@@ -287,7 +294,7 @@ def _check_platform(name: str, signature: Signature) -> None:
 
 
 def _bound(
-    name: str, signature: Signature, python: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    name: str, signature: FunctionSignature, python: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Return the value of each parameter. Raises SignatureError if the arguments do not match."""
     try:

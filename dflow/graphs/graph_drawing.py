@@ -100,18 +100,18 @@ def _first_reads(graph: Graph) -> dict[Value, Value]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _OpGroup:
     """Consecutive ops that share a box titled `name`; empty for a single op."""
 
     name: str
     nodes: tuple[Node, ...]
 
 
-def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[_Run]:
+def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[_OpGroup]:
     runs = []
     for name, group in itertools.groupby(nodes, key):
         members = tuple(group)
-        runs += [_Run(name, members)] if name and len(members) > 1 else [_Run("", (node,)) for node in members]
+        runs += [_OpGroup(name, members)] if name and len(members) > 1 else [_OpGroup("", (node,)) for node in members]
     return runs
 
 
@@ -123,7 +123,7 @@ def _scope(node: Node) -> str:
 
 
 class _Drawer:
-    def __init__(self, graph: Graph, runs: list[_Run], first_reads: Mapping[Value, Value], note: str) -> None:
+    def __init__(self, graph: Graph, runs: list[_OpGroup], first_reads: Mapping[Value, Value], note: str) -> None:
         self._graph = graph
         self._runs = runs
         self._first_reads = first_reads
@@ -154,7 +154,7 @@ class _Drawer:
             Edge(made[value], target, f"%{value.name}") for value in taken if value in made and value not in self._aside
         ]
 
-    def _box(self, run: _Run) -> Box:
+    def _box(self, run: _OpGroup) -> Box:
         told = [_told(node) for node in run.nodes[:_MOST_TOLD]]
         more = len(run.nodes) - len(told)
         takes = self._names(_taken(run))
@@ -174,17 +174,17 @@ class _Drawer:
         return tuple(dict.fromkeys(f"%{value.name}" for value in named if value in self._aside))
 
 
-def _taken(run: _Run) -> list[Value]:
+def _taken(run: _OpGroup) -> list[Value]:
     """Return the distinct values that a box takes from outside, in order."""
     own = {value for node in run.nodes for value in node.outputs}
     return list(dict.fromkeys(value for node in run.nodes for value in node.values if value not in own))
 
 
-def _made(runs: Sequence[_Run]) -> list[Value]:
+def _made(runs: Sequence[_OpGroup]) -> list[Value]:
     return [value for run in runs for node in run.nodes for value in node.outputs]
 
 
-def _orders(runs: Sequence[_Run], first: int) -> list[Edge]:
+def _orders(runs: Sequence[_OpGroup], first: int) -> list[Edge]:
     """Return edges from each write of a variable to its next reads, and from those to the next write."""
     found: dict[Edge, None] = {}
     written: dict[Value, int] = {}

@@ -26,7 +26,7 @@ from dflow.tracing.state.resources import Variable, read
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundGraph:
     """A graph with the variables and arrays bound to its inputs."""
 
     graph: Graph
@@ -37,7 +37,7 @@ class Bound:
 class Part:
     """The ops that compute the fetched values from the fed ones, compiled once."""
 
-    def __init__(self, bound: Bound, fetches: Sequence[str], feeds: Mapping[str, Any]) -> None:
+    def __init__(self, bound: BoundGraph, fetches: Sequence[str], feeds: Mapping[str, Any]) -> None:
         """Raises GraphNameError for a name that the graph does not have, and GraphTypeError like `__call__`."""
         bound = _with_calls_opened(bound, fetches, "fetched")
         bound = _with_calls_opened(bound, [*feeds], "fed")
@@ -93,17 +93,17 @@ def _showing(part: Graph, outputs: Sequence[Operand]) -> Graph:
     return Graph(part.inputs, (*part.nodes, *reads.values()), tuple(shown))
 
 
-def _named(bound: Bound) -> dict[str, Value]:
+def _named(bound: BoundGraph) -> dict[str, Value]:
     """Return every value by its name in the text; a variable also by its own name."""
     values = [*bound.graph.inputs, *(value for node in bound.graph.nodes for value in node.outputs)]
     return {variable.name: ref for ref, variable in bound.variables.items()} | {value.name: value for value in values}
 
 
-def _value(bound: Bound, name: str) -> Value:
+def _value(bound: BoundGraph, name: str) -> Value:
     return _named(bound)[name.removeprefix("%")]
 
 
-def _with_calls_opened(bound: Bound, names: Sequence[str], use: str) -> Bound:
+def _with_calls_opened(bound: BoundGraph, names: Sequence[str], use: str) -> BoundGraph:
     """Inline the calls whose bodies define these names. Raises GraphNameError for a name that no value has.
 
     `use` is `fetched` or `fed`, for the error message.
@@ -119,7 +119,7 @@ def _with_calls_opened(bound: Bound, names: Sequence[str], use: str) -> Bound:
     return bound
 
 
-def _not_found(bound: Bound, name: str, use: str, holders: Sequence[Node]) -> str:
+def _not_found(bound: BoundGraph, name: str, use: str, holders: Sequence[Node]) -> str:
     if holders:
         node = holders[0]
         return (
@@ -163,7 +163,7 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
     return f"convert it with .astype(jnp.{jnp.dtype(wanted.dtype).name})"
 
 
-def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> tuple[Bound, dict[Value, Variable]]:
+def _on_copies(bound: BoundGraph, fed: Mapping[Value, jax.Array]) -> tuple[BoundGraph, dict[Value, Variable]]:
     """Return the graph on private copies of the fed variables, and the copies by the inputs that they replace."""
     if not fed:
         return bound, {}
@@ -175,4 +175,4 @@ def _on_copies(bound: Bound, fed: Mapping[Value, jax.Array]) -> tuple[Bound, dic
         tuple(node.with_operands(new) for node in bound.graph.nodes),
         bound.graph.outputs,
     )
-    return Bound(graph, {**bound.variables, **{new[ref]: copies[ref] for ref in fed}}, bound.arrays), copies
+    return BoundGraph(graph, {**bound.variables, **{new[ref]: copies[ref] for ref in fed}}, bound.arrays), copies

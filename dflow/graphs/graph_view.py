@@ -10,7 +10,7 @@ import jax
 
 from dflow.calls.function import Function
 from dflow.graphs.graph_drawing import drawing_of
-from dflow.graphs.graph_run import Bound, Part
+from dflow.graphs.graph_run import BoundGraph, Part
 from dflow.graphs.graph_svg import svg
 from dflow.tracing.ir.graph import Graph, Value
 from dflow.tracing.jaxprs.trace import trace
@@ -29,7 +29,7 @@ class GraphView:
         arrays: Mapping[Value, Any] | None = None,
     ) -> None:
         self.graph = graph
-        self._bound = Bound(graph, variables or {}, arrays or {})
+        self._bound = BoundGraph(graph, variables or {}, arrays or {})
         self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Part] = {}
 
     @staticmethod

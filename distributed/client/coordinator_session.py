@@ -141,7 +141,7 @@ class OpenLink:
 
 
 @dataclass(frozen=True)
-class Send:
+class SendRequest:
     """Send a request over the link; its answer must come back as Answered with the same `ask`."""
 
     link: int
@@ -194,7 +194,7 @@ class Warn:
     text: str
 
 
-SessionCommand = OpenLink | Send | Tell | EndLink | Settle | ShowRoster | GaveUp | Warn
+SessionCommand = OpenLink | SendRequest | Tell | EndLink | Settle | ShowRoster | GaveUp | Warn
 
 
 class CoordinatorSession:
@@ -301,7 +301,7 @@ class CoordinatorSession:
         self._link = link
         if self._member is not None:
             self._join_by_s = at_s + self._settings.join_s
-            return [Send(link, self._join_ask, self._joining(self._member))]
+            return [SendRequest(link, self._join_ask, self._joining(self._member))]
         return [*self._up(at_s), *self._send_all()]
 
     def _joining(self, member: Join) -> Join:
@@ -357,7 +357,7 @@ class CoordinatorSession:
 
     def _send_all(self) -> list[SessionCommand]:
         assert self._link is not None
-        return [Send(self._link, ask, message) for ask, message in self._asks.items()]
+        return [SendRequest(self._link, ask, message) for ask, message in self._asks.items()]
 
     def _give_up(self, failure: Failure) -> list[SessionCommand]:
         return [*self._end(failure, failure.text), GaveUp(failure.text)]
@@ -384,7 +384,7 @@ class CoordinatorSession:
             self._join_by_s = at_s + self._settings.join_s
         self._asks[ask] = message
         may_go = self._link is not None and (self._is_in or isinstance(message, Join))
-        return [Send(self._link, ask, message)] if may_go and self._link is not None else []
+        return [SendRequest(self._link, ask, message)] if may_go and self._link is not None else []
 
     def _answered(self, at_s: float, ask: int, message: Message) -> list[SessionCommand]:
         # An answer resets the pauses; a connection alone does not.
@@ -423,7 +423,7 @@ class CoordinatorSession:
         if why.kind == "TaskLost" and self._settings.rejoins_anew:
             self._lives += 1
             self._member = msgspec.structs.replace(member, incarnation=f"{self._incarnation}.{self._lives}")
-            return [Send(self._link, REJOIN, self._joining(self._member))]
+            return [SendRequest(self._link, REJOIN, self._joining(self._member))]
         self._is_in = False
         return self._give_up(Failure(why.kind, f"{self._who} did not take this task back: {why.text}"))
 

@@ -36,7 +36,7 @@ from dflow.distributed.client.coordinator_session import (
     Opened,
     OpenFailed,
     OpenLink,
-    Send,
+    SendRequest,
     SessionCommand,
     SessionEvent,
     SessionSettings,
@@ -333,7 +333,7 @@ class SessionDriver:
         match command:
             case OpenLink():
                 self.open_later()
-            case Send(link, ask, message):
+            case SendRequest(link, ask, message):
                 self._send(link, ask, message)
             case Tell(link, message):
                 if (peer := self._links.get(link)) is not None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dflow.distributed.coordinator.coordinator_events import Reply
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.connection import Failure
@@ -35,7 +35,7 @@ Describe = Callable[[str, float], str]
 
 
 @dataclass(frozen=True)
-class _Arrival:
+class _BarrierArrival:
     """An arrival that waits; `life` distinguishes tasks of the same name, `ask` is the request to answer."""
 
     ask: int
@@ -86,8 +86,8 @@ class _Barrier:
     passed: _Passed = field(default_factory=lambda: _Passed(_NONE, {}))
     until_s: float = 0.0
     job: str = ""
-    here: dict[str, _Arrival] = field(default_factory=dict)
-    late: dict[str, _Arrival] = field(default_factory=dict)
+    here: dict[str, _BarrierArrival] = field(default_factory=dict)
+    late: dict[str, _BarrierArrival] = field(default_factory=dict)
 
     def missing(self) -> tuple[str, ...]:
         """Return the members that have not arrived."""
@@ -111,27 +111,27 @@ class Barriers:
         }
         self._forgotten = next((found for _, found in self._records.load(_FORGOTTEN, _Forgotten)), _Forgotten()).number
 
-    def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[Reply]:
+    def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[SendReply]:
         """Record the arrival of a live task of `job` at a barrier."""
         name, task = request.name, request.task
         barrier = self._barriers.setdefault(name, _Barrier(_Generation(self._forgotten, 0, ())))
         barrier.job = job
         if barrier.passed.arrivals.get(task) == (life, request.number):
-            return [Reply(ask, _answer(barrier.passed.generation))]
+            return [SendReply(ask, _answer(barrier.passed.generation))]
         replies = self._overtake(barrier, task, request)
         until_s = at_s + request.timeout_s
         barrier.until_s = max(barrier.until_s, until_s)
-        arrival = _Arrival(ask, life, request.number, request.timeout_s, until_s, request.fails_on_leave)
+        arrival = _BarrierArrival(ask, life, request.number, request.timeout_s, until_s, request.fails_on_leave)
         if not barrier.generation.members:
             self._open(name, barrier)
         (barrier.here if task in barrier.generation.members else barrier.late)[task] = arrival
         return replies + self._pass_if_complete(name, barrier)
 
-    def leave(self, task: str, why: str) -> list[Reply]:
+    def leave(self, task: str, why: str) -> list[SendReply]:
         """Remove a task that left the cluster; `why` is a sentence for the errors."""
         return [reply for name, barrier in self._barriers.items() for reply in self._leave(name, barrier, task, why)]
 
-    def tick(self, at_s: float) -> list[Reply]:
+    def tick(self, at_s: float) -> list[SendReply]:
         """Fail all arrivals past their deadline, and forget the barriers that are over."""
         replies = [reply for name, barrier in self._barriers.items() for reply in self._expire(name, barrier, at_s)]
         for name in [name for name, barrier in self._barriers.items() if barrier.is_over(at_s)]:
@@ -142,13 +142,13 @@ class Barriers:
         """Return the waiting tasks by the name of the barrier."""
         return {name: (*barrier.here, *barrier.late) for name, barrier in self._barriers.items() if barrier.here}
 
-    def _overtake(self, barrier: _Barrier, task: str, request: AwaitBarrier) -> list[Reply]:
+    def _overtake(self, barrier: _Barrier, task: str, request: AwaitBarrier) -> list[SendReply]:
         """Refuse the task's waiting arrival, since a later one came."""
         waits = barrier.here.pop(task, None) or barrier.late.pop(task, None)
         if waits is None:
             return []
         text = f"{short_task_name(task)} has come to barrier {request.name!r} again"
-        return [Reply(waits.ask, Failure("RemoteError", text))]
+        return [SendReply(waits.ask, Failure("RemoteError", text))]
 
     def _open(self, name: str, barrier: _Barrier) -> None:
         members, version = self._present(barrier.job)
@@ -156,12 +156,12 @@ class Barriers:
         for task in [task for task in barrier.late if task in members]:
             barrier.here[task] = barrier.late.pop(task)
 
-    def _pass_if_complete(self, name: str, barrier: _Barrier) -> list[Reply]:
-        replies: list[Reply] = []
+    def _pass_if_complete(self, name: str, barrier: _Barrier) -> list[SendReply]:
+        replies: list[SendReply] = []
         # A loop, since late arrivals may complete the next generation immediately.
         while barrier.generation.members and len(barrier.here) == len(barrier.generation.members):
             arrivals, barrier.here = barrier.here, {}
-            replies += [Reply(arrival.ask, _answer(barrier.generation)) for arrival in arrivals.values()]
+            replies += [SendReply(arrival.ask, _answer(barrier.generation)) for arrival in arrivals.values()]
             numbers = {task: (arrival.life, arrival.number) for task, arrival in arrivals.items()}
             barrier.passed = _Passed(barrier.generation, numbers)
             self._close(name, barrier)
@@ -173,17 +173,17 @@ class Barriers:
         if barrier.late:
             self._open(name, barrier)
 
-    def _leave(self, name: str, barrier: _Barrier, task: str, why: str) -> list[Reply]:
-        replies: list[Reply] = []
+    def _leave(self, name: str, barrier: _Barrier, task: str, why: str) -> list[SendReply]:
+        replies: list[SendReply] = []
         waits = barrier.here.pop(task, None) or barrier.late.pop(task, None)
         if waits is not None:
-            replies.append(Reply(waits.ask, Failure("TaskLost", why)))
+            replies.append(SendReply(waits.ask, Failure("TaskLost", why)))
         members = barrier.generation.members
         if task not in members:
             return replies
         if any(arrival.fails_on_leave for arrival in barrier.here.values()):
             failure = Failure("TaskLost", f"barrier {name!r} has failed, since a member is lost: {why}")
-            replies += [Reply(arrival.ask, failure) for arrival in barrier.here.values()]
+            replies += [SendReply(arrival.ask, failure) for arrival in barrier.here.values()]
             barrier.here = {}
             self._close(name, barrier)
         else:
@@ -193,7 +193,7 @@ class Barriers:
                 self._open(name, barrier)
         return replies + self._pass_if_complete(name, barrier)
 
-    def _expire(self, name: str, barrier: _Barrier, at_s: float) -> list[Reply]:
+    def _expire(self, name: str, barrier: _Barrier, at_s: float) -> list[SendReply]:
         late = [task for task, arrival in (barrier.here | barrier.late).items() if at_s >= arrival.until_s]
         if not late:
             return []
@@ -210,7 +210,7 @@ class Barriers:
                 f"{short_task_name(task)} waited {arrival.timeout_s:g} s at barrier {name!r}{since} for "
                 f"{len(missing)} of {count} tasks: {who}{more}"
             )
-            replies.append(Reply(arrival.ask, Failure("DeadlineExceeded", text)))
+            replies.append(SendReply(arrival.ask, Failure("DeadlineExceeded", text)))
         if not barrier.here:
             self._close(name, barrier)
         return replies + self._pass_if_complete(name, barrier)

@@ -34,7 +34,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Log,
     PeerClosed,
     Persist,
-    Reply,
+    SendReply,
     Started,
     Ticked,
     Told,
@@ -228,7 +228,7 @@ class Coordinator:
                 raise InternalError("what has to last is written before all else")
             case Log(text):
                 LOGGER.warning("%s", text)
-            case Reply(ask, message):
+            case SendReply(ask, message):
                 with self._numbering:
                     responder = self._asks.pop(ask)
                 responder.reply(*(self._rosters.pack(message) if isinstance(message, Roster) else pack(message)))

@@ -26,7 +26,7 @@ class Started:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request arrived: it needs one `Reply` to `ask`, now or after a later event."""
+    """A request arrived: it needs one `SendReply` to `ask`, now or after a later event."""
 
     at_s: float
     peer: int
@@ -70,7 +70,7 @@ class Persist:
 
 
 @dataclass(frozen=True)
-class Reply:
+class SendReply:
     """Answer the request `ask`; ignored when its connection has ended."""
 
     ask: int
@@ -100,4 +100,4 @@ class Log:
     text: str
 
 
-Command = Persist | Log | Reply | Broadcast | Disconnect
+Command = Persist | Log | SendReply | Broadcast | Disconnect

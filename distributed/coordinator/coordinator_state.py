@@ -28,7 +28,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Log,
     PeerClosed,
     Persist,
-    Reply,
+    SendReply,
     Started,
     Ticked,
     Told,
@@ -92,7 +92,7 @@ class _Result(msgspec.Struct, frozen=True):
 
 
 #: The handlers of the coordinator's messages, called after the checks of membership and speaker. A handler of requests
-#: returns its reply, or commands with the `Reply` now or later.
+#: returns its reply, or commands with the `SendReply` now or later.
 REQUESTS: HandlerTable[CoordinatorState, Asked, Message | list[Command]] = HandlerTable()
 NOTICES: HandlerTable[CoordinatorState, Told, list[Command]] = HandlerTable()
 
@@ -137,7 +137,7 @@ class CoordinatorState:
         return [Persist(changes), *marked] if changes else marked
 
     def _marked(self, command: Command) -> Command:
-        if isinstance(command, (Reply, Broadcast)) and isinstance(command.message, Marked):
+        if isinstance(command, (SendReply, Broadcast)) and isinstance(command.message, Marked):
             return replace(command, message=msgspec.structs.replace(command.message, mark=self._marks.newest))
         return command
 
@@ -162,12 +162,12 @@ class CoordinatorState:
         what = type(event.message).__name__
         handle = REQUESTS.get(type(event.message))
         if handle is None:
-            return [Reply(event.ask, Failure("RemoteError", f"the coordinator answers no {what}; ask a task"))]
+            return [SendReply(event.ask, Failure("RemoteError", f"the coordinator answers no {what}; ask a task"))]
         refusal = self._refusal(event.peer, event.message)
         if refusal:
-            return [Reply(event.ask, Failure("TaskLost", f"{what} {refusal}; join first"))]
+            return [SendReply(event.ask, Failure("TaskLost", f"{what} {refusal}; join first"))]
         decided = handle(self, event.message, event)
-        return [Reply(event.ask, decided)] if isinstance(decided, Message) else decided
+        return [SendReply(event.ask, decided)] if isinstance(decided, Message) else decided
 
     def _refusal(self, peer: int, message: Message) -> str:
         """Why the message is not taken over this connection; empty when it is."""
@@ -277,7 +277,7 @@ class CoordinatorState:
 
     @REQUESTS.handles(Leave)
     def _leave(self, request: Leave, event: Asked) -> list[Command]:
-        return [*self._release(event, request.reason), Reply(event.ask, Ok())]
+        return [*self._release(event, request.reason), SendReply(event.ask, Ok())]
 
     @REQUESTS.handles(Join)
     def _join(self, join: Join, event: Asked) -> Failure | list[Command]:
@@ -296,7 +296,7 @@ class CoordinatorState:
                 return Failure(command.kind, command.text)
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
-        return [Reply(event.ask, change or self._membership.roster()), *self._follow(decided)]
+        return [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
 
     def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
         """Refuse a task that has seen newer state than this coordinator has; log it once."""
@@ -306,7 +306,7 @@ class CoordinatorState:
         )
         commands: list[Command] = [] if self._has_lost_state else [Log(text)]
         self._has_lost_state = True
-        return [*commands, Reply(event.ask, Failure("RemoteError", text))]
+        return [*commands, SendReply(event.ask, Failure("RemoteError", text))]
 
     def _place(self, request: PlaceVariable) -> Placed | Failure:
         members = self._membership

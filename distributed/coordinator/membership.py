@@ -125,7 +125,7 @@ MembershipCommand = RefuseJoin | ReleaseTask | EndConnection | PublishRoster
 
 
 @dataclass(frozen=True)
-class _Live:
+class _LiveTask:
     """A live task: the number of its life, its connection (None while it is away), and its deadline.
 
     It is declared dead at `until_s`, for `reason`.
@@ -144,7 +144,7 @@ class _Identity(msgspec.Struct, frozen=True):
     epoch: int = 0
 
 
-class _Version(msgspec.Struct, frozen=True):
+class _RosterVersion(msgspec.Struct, frozen=True):
     """Number of changes of the roster, and number of tasks that have left."""
 
     version: int = 0
@@ -173,12 +173,12 @@ class Membership:
         self._joined: dict[int, TaskInfo] = {}
         self._next_life = 0
         self._left: deque[int] = deque()
-        self._live: dict[str, _Live] = {}
+        self._live: dict[str, _LiveTask] = {}
         self._names_of: dict[int, str] = {}
         self._lives_of: dict[str, list[int]] = {}
         self._expected = dict.fromkeys(task_name(job, index) for job, count in jobs.items() for index in range(count))
         self._identity = next((found for _, found in self._records.load(_IDENTITY, _Identity)), _Identity())
-        counted = next((found for _, found in self._records.load(_VERSION, _Version)), _Version())
+        counted = next((found for _, found in self._records.load(_VERSION, _RosterVersion)), _RosterVersion())
         self._version = self._published = counted.version
         self._left_in_all = counted.left
         self._ticked_at_s: float | None = None
@@ -354,7 +354,7 @@ class Membership:
         self._names_of.clear()
         for task, live in self._live.items():
             reason = f"it did not come back within {self._timeout_s:.1f} s of the coordinator's restart"
-            self._live[task] = _Live(live.life, None, event.at_s + self._timeout_s, reason)
+            self._live[task] = _LiveTask(live.life, None, event.at_s + self._timeout_s, reason)
         return []
 
     def _join(self, event: Joined) -> list[MembershipCommand]:
@@ -404,11 +404,11 @@ class Membership:
                 return RefuseJoin(text, "TaskLost")
         return None
 
-    def _is_same(self, event: Joined, held: _Live) -> bool:
+    def _is_same(self, event: Joined, held: _LiveTask) -> bool:
         info = self._joined[held.life]
         return (info.incarnation, info.address) == (event.incarnation, event.address)
 
-    def _take_back(self, event: Joined, held: _Live) -> list[MembershipCommand]:
+    def _take_back(self, event: Joined, held: _LiveTask) -> list[MembershipCommand]:
         """Reconnect the same member: the new connection replaces the old one."""
         commands: list[MembershipCommand] = []
         if held.peer is not None:
@@ -434,7 +434,7 @@ class Membership:
         self._lives_of.setdefault(info.task, []).append(life)
         self._expected.pop(info.task, None)
         if info.left_at_s is None:
-            self._live[info.task] = _Live(life, None, info.joined_at_s, "")
+            self._live[info.task] = _LiveTask(life, None, info.joined_at_s, "")
         return life
 
     def _release(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
@@ -481,7 +481,7 @@ class Membership:
         self._changed_at.pop(life, None)
         # Removed and inserted again, so that the dict stays ordered by version.
         self._changed_at[life] = self._version
-        self._records.put(_VERSION, _Version(self._version, self._left_in_all))
+        self._records.put(_VERSION, _RosterVersion(self._version, self._left_in_all))
         self._records.put(f"{_LIFE}{life:012d}", self._joined[life])
 
     def _publish(self) -> PublishRoster:

@@ -31,7 +31,7 @@ class StallEnded:
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _WatchedTask:
     """A task: its newest heartbeat, the time since when it has been busy without progress, and if that is a stall."""
 
     task: str
@@ -48,7 +48,7 @@ class ProgressWatch:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._timeout_s = stall_timeout_s
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _WatchedTask] = {}
 
     def hear(self, life: int, task: str, at_s: float, steps: int, doing: str, is_busy: bool) -> list[StallEnded]:
         """Apply a heartbeat: the steps that the task has ended since its start, and what it works on."""
@@ -56,7 +56,7 @@ class ProgressWatch:
         if seen is not None and seen.is_busy and is_busy and seen.steps == steps:
             self._seen[life] = replace(seen, heard_at_s=at_s, doing=doing)
             return []
-        self._seen[life] = _Seen(task, at_s, steps, doing, is_busy, at_s, False)
+        self._seen[life] = _WatchedTask(task, at_s, steps, doing, is_busy, at_s, False)
         return [StallEnded(task, at_s - seen.since_s)] if seen is not None and seen.is_stalled else []
 
     def leave(self, life: int) -> None:

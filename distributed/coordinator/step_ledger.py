@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from dflow.distributed.coordinator.coordinator_events import Reply
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
 from dflow.distributed.wire.messages.connection import Failure
@@ -70,7 +70,7 @@ class StepLedger:
         self._records = records or DurableRecords()
         self._progress = dict(self._records.load(_PROGRESS, WorkerProgress))
         self._runs = {
-            name: _Run(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
+            name: _LedgerRun(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
             for name, known in self._records.load(_RUN, _RunRecord)
         }
         #: By run of synchronous training: rounds done, and rounds in all. Not kept: workers report them repeatedly.
@@ -82,7 +82,7 @@ class StepLedger:
         for _, found in self._records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
 
-    def leave(self, left: Mapping[str, str]) -> list[Reply]:
+    def leave(self, left: Mapping[str, str]) -> list[SendReply]:
         """Remove workers that left together, with their reasons, so that none gets steps that another one returns."""
         replies = [reply for run in self._runs.values() for one in left.items() for reply in run.leave(*one)]
         replies += [reply for run in self._runs.values() for reply in run.answer_waiting()]
@@ -126,14 +126,14 @@ class StepLedger:
             for task in sorted(self._progress)
         )
 
-    def claim(self, ask: int, claim: ClaimSteps) -> list[Reply]:
+    def claim(self, ask: int, claim: ClaimSteps) -> list[SendReply]:
         """Handle the claim of a live worker, and answer every request that can be answered now."""
         run = self._runs.get(claim.run)
         if run is None:
-            run = _Run(claim.run, self._records, claim.total_steps, 0, [range(max(claim.total_steps, 0))])
+            run = _LedgerRun(claim.run, self._records, claim.total_steps, 0, [range(max(claim.total_steps, 0))])
         refusal = run.refusal(claim)
         if refusal:
-            return [Reply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
+            return [SendReply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
         # Only now, so that a refused claim creates no run.
         self._runs[claim.run] = run
         if run.is_repeated(claim):
@@ -144,7 +144,7 @@ class StepLedger:
         self._announce_end(run)
         return replies
 
-    def _announce_end(self, run: _Run) -> None:
+    def _announce_end(self, run: _LedgerRun) -> None:
         if run.is_abandoned and self._announced.get(run.name) != run.done:
             self._announced[run.name] = run.done
             self._news.append(
@@ -189,7 +189,7 @@ class StepLedger:
 
 
 @dataclass
-class _Run:
+class _LedgerRun:
     """One run: the pool of unclaimed steps, its workers, and the waiting requests by task, in order of arrival."""
 
     name: str
@@ -253,15 +253,15 @@ class _Run:
         worker = self.workers.get(claim.task)
         return worker is not None and worker.number == claim.number
 
-    def repeat(self, task: str, ask: int) -> list[Reply]:
+    def repeat(self, task: str, ask: int) -> list[SendReply]:
         """Answer as the first time; a waiting request of the same claim is refused and replaced."""
         worker = self.workers[task]
         if worker.answered:
-            return [Reply(ask, Claimed(worker.first, worker.held))]
+            return [SendReply(ask, Claimed(worker.first, worker.held))]
         replies = []
         if task in self.waiting:
             text = f"{short_task_name(task)} has sent this claim again"
-            replies = [Reply(self.waiting[task], Failure("RemoteError", text))]
+            replies = [SendReply(self.waiting[task], Failure("RemoteError", text))]
         self.waiting[task] = ask
         return replies + self.answer_waiting()
 
@@ -280,29 +280,29 @@ class _Run:
         self._save(msgspec.structs.replace(worker, held=0))
         return done
 
-    def ask(self, claim: ClaimSteps, ask: int) -> list[Reply]:
+    def ask(self, claim: ClaimSteps, ask: int) -> list[SendReply]:
         """Queue the worker's request for steps, or end its part if `more` is false; answer all that can be answered."""
         replies = self._replace(claim.task)
         self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
         if claim.more:
             self.waiting[claim.task] = ask
         else:
-            replies.append(Reply(ask, Claimed(0, 0)))
+            replies.append(SendReply(ask, Claimed(0, 0)))
         return replies + self.answer_waiting()
 
-    def _replace(self, task: str) -> list[Reply]:
+    def _replace(self, task: str) -> list[SendReply]:
         """Refuse the worker's waiting request, since a later one came."""
         if task not in self.waiting:
             return []
         text = f"a later claim of {short_task_name(task)} has taken the place of this one"
-        return [Reply(self.waiting.pop(task), Failure("RemoteError", text))]
+        return [SendReply(self.waiting.pop(task), Failure("RemoteError", text))]
 
-    def leave(self, task: str, reason: str) -> list[Reply]:
+    def leave(self, task: str, reason: str) -> list[SendReply]:
         """Return the worker's unreported steps to the pool. Callers waiting for them are answered later."""
         replies = []
         if task in self.waiting:
             text = f"{short_task_name(task)} has left: {reason}"
-            replies.append(Reply(self.waiting.pop(task), Failure("TaskLost", text)))
+            replies.append(SendReply(self.waiting.pop(task), Failure("TaskLost", text)))
         worker = self.workers.pop(task, None)
         if worker is not None:
             self.holding.discard(task)
@@ -312,7 +312,7 @@ class _Run:
             self._save()
         return replies
 
-    def answer_waiting(self) -> list[Reply]:
+    def answer_waiting(self) -> list[SendReply]:
         """Answer all waiting requests that can be answered now."""
         replies = []
         for task, ask in list(self.waiting.items()):
@@ -322,7 +322,7 @@ class _Run:
             steps = self._take()
             del self.waiting[task]
             self._save(msgspec.structs.replace(self.workers[task], first=steps.start, held=len(steps), answered=True))
-            replies.append(Reply(ask, Claimed(steps.start, len(steps))))
+            replies.append(SendReply(ask, Claimed(steps.start, len(steps))))
         return replies
 
     def _take(self) -> range:

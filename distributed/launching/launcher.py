@@ -26,7 +26,7 @@ from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan
-from dflow.distributed.launching.place import Place, Running
+from dflow.distributed.launching.place import LaunchPlace, Running
 from dflow.distributed.launching.restarts import Restarts
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
@@ -72,7 +72,7 @@ class LaunchView(Protocol):
         ...
 
 
-def launch(stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, transport: Transport) -> int:
+def launch(stop: StopSignal, plan: LaunchPlan, place: LaunchPlace, view: LaunchView, transport: Transport) -> int:
     """Run the plan to its end, or until `stop`, and return the exit status; closes the place."""
     launched = _Launch(stop, plan, place, view, transport)
     try:
@@ -116,7 +116,7 @@ class _Task:
 
 class _Launch:
     def __init__(
-        self, stop: StopSignal, plan: LaunchPlan, place: Place, view: LaunchView, transport: Transport
+        self, stop: StopSignal, plan: LaunchPlan, place: LaunchPlace, view: LaunchView, transport: Transport
     ) -> None:
         self._plan = plan
         self._place = place

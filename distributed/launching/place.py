@@ -44,7 +44,7 @@ class Running(Protocol):
         ...
 
 
-class Place(Protocol):
+class LaunchPlace(Protocol):
     """A place where programs are started."""
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:

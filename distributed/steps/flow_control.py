@@ -113,7 +113,7 @@ class Answer:
 Reaction = GiveCredit | Answer
 
 
-class _Held(NamedTuple):
+class _HeldBack(NamedTuple):
     source: str
     cost_bytes: int
 
@@ -124,7 +124,7 @@ class Inflow:
     def __init__(self, window_bytes: int) -> None:
         self._batch = max(1, window_bytes // CREDITED_PART)
         self._owed: dict[str, int] = {}
-        self._held: dict[StepId, dict[str, _Held]] = {}
+        self._held: dict[StepId, dict[str, _HeldBack]] = {}
         self._offered: dict[StepId, dict[str, str]] = {}
 
     @property
@@ -142,7 +142,7 @@ class Inflow:
         cost = size_bytes + COST_BYTES
         if not is_held:
             return self._owe(source, cost)
-        self._held.setdefault(step, {})[edge] = _Held(source, cost)
+        self._held.setdefault(step, {})[edge] = _HeldBack(source, cost)
         return []
 
     def taken(self, step: StepId, edge: str) -> list[Reaction]:

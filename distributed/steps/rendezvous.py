@@ -93,7 +93,7 @@ class _Step(Generic[Waiter, Value]):
 
 
 @dataclass
-class _Ended:
+class _EndedSteps:
     """The ended steps of one origin: all below `low`, and those in `above`."""
 
     low: int = 0
@@ -118,7 +118,7 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def __init__(self) -> None:
         self._steps: dict[StepId, _Step[Waiter, Value]] = {}
-        self._ended: dict[str, _Ended] = {}
+        self._ended: dict[str, _EndedSteps] = {}
         self._lost: dict[str, DflowError] = {}
         self._delivered = 0
         self._dropped = 0
@@ -132,7 +132,7 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def count_from(self, origin: str, number: int) -> None:
         """Treat steps of `origin` below `number` as ended, since earlier lives started them; drop their values."""
-        ended = self._ended.setdefault(origin, _Ended())
+        ended = self._ended.setdefault(origin, _EndedSteps())
         ended.low = max(ended.low, number)
         ended.above = {above for above in ended.above if above >= ended.low}
 
@@ -201,7 +201,7 @@ class Rendezvous(Generic[Waiter, Value]):
         """Abort the step: its waits end with `error`; its values are dropped, including later ones."""
         ended = self._ended.get(step.origin)
         if ended is None:
-            ended = self._ended[step.origin] = _Ended()
+            ended = self._ended[step.origin] = _EndedSteps()
         ended.add(step.number)
         commands: list[EndWait[Waiter, Value]] = []
         opened = self._steps.pop(step, None)

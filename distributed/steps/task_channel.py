@@ -56,7 +56,7 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class _OfferedValue:
     """An offered value, ready to be sent."""
 
     message: Tensor
@@ -99,7 +99,7 @@ class TaskChannel:
         self._deadlines: Deadlines[_Wait] = Deadlines(wait_timeout_s, self._expire, self._clock)
         self._traffic: dict[tuple[str, str], _Total] = {}
         self._taken_in: dict[str, _Total] = {}
-        self._outflow: Outflow[_Kept] = Outflow(window_bytes)
+        self._outflow: Outflow[_OfferedValue] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
         self._offers: Deadlines[Offered] = Deadlines(wait_timeout_s, self._expire_offer, self._clock)
         # The connection over which the newest value or offer of a task came.
@@ -122,7 +122,7 @@ class TaskChannel:
             is_pushed = self._outflow.pushes(destination, size_bytes)
             if not is_pushed:
                 offer = Offered(destination, step, edge)
-                self._outflow.keep(offer, _Kept(message, payload))
+                self._outflow.keep(offer, _OfferedValue(message, payload))
                 self._offers.add(offer)
         if not is_pushed:
             peer.notify(Offer(step.origin, step.number, edge, size_bytes))

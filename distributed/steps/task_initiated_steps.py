@@ -20,7 +20,7 @@ from dflow.tracing.errors import DflowError
 OnEnd = Callable[[BaseException | None], None]
 
 
-class Server(Protocol):
+class StepStarter(Protocol):
     """The part of a task server that is used here."""
 
     name: str
@@ -41,7 +41,7 @@ class Server(Protocol):
 class TaskInitiatedSteps:
     """The steps that `server` initiates."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: StepStarter) -> None:
         self._server = server
         self._numbers = itertools.count(first_of_a_life() + 1)
 

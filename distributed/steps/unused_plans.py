@@ -17,7 +17,7 @@ from dflow.distributed.wire.messages.plans import ReleasePlan
 from dflow.tracing.errors import DflowError
 
 
-class Server(Protocol):
+class PlanHolder(Protocol):
     """The part of a task server that is used here."""
 
     name: str
@@ -41,7 +41,7 @@ class UnusedPlans:
         """Record the plans when `step` is garbage-collected."""
         weakref.finalize(step, self._noted.append, handles).atexit = False
 
-    def release(self, server: Server, tasks: Collection[str]) -> None:
+    def release(self, server: PlanHolder, tasks: Collection[str]) -> None:
         """Release the recorded plans, on `server` and on its peers among the live `tasks`."""
         while self._noted:
             for task, handle in self._noted.popleft().items():

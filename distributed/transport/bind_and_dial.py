@@ -22,7 +22,7 @@ _FOLDER, _SOCKET = "dflow-task-", "socket"
 _LEFT_AFTER_S = 60.0
 
 
-class Bound(NamedTuple):
+class BoundSocket(NamedTuple):
     """A listening socket, its address, and a function to call after closing it."""
 
     sock: socket.socket
@@ -30,7 +30,7 @@ class Bound(NamedTuple):
     clean_up: Callable[[], None]
 
 
-def bind(address: Address) -> Bound:
+def bind(address: Address) -> BoundSocket:
     """Listen at `address`.
 
     raises  OSError if the address is taken
@@ -50,12 +50,12 @@ def dial(address: Address, timeout_s: float) -> socket.socket:
     return sock
 
 
-def _bind_tcp(address: TcpAddress) -> Bound:
+def _bind_tcp(address: TcpAddress) -> BoundSocket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
     _send_immediately(sock)  # accepted sockets inherit this
     host, port = sock.getsockname()[:2]
-    return Bound(sock, TcpAddress(host, port), lambda: None)
+    return BoundSocket(sock, TcpAddress(host, port), lambda: None)
 
 
 def _send_immediately(sock: socket.socket) -> None:
@@ -63,7 +63,7 @@ def _send_immediately(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _bind_unix(address: UnixAddress) -> Bound:
+def _bind_unix(address: UnixAddress) -> BoundSocket:
     folder = "" if address.path else _new_folder()
     path = address.path or os.path.join(folder, _SOCKET)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -81,7 +81,7 @@ def _bind_unix(address: UnixAddress) -> Bound:
         if folder:
             os.rmdir(folder)
 
-    return Bound(sock, UnixAddress(path), clean_up)
+    return BoundSocket(sock, UnixAddress(path), clean_up)
 
 
 def _new_folder() -> str:

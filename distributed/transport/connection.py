@@ -47,7 +47,7 @@ _CLOSED = "the other side closed the connection"
 Recover = Callable[["Connection", Stream, str], str]
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _RetainedFrame(msgspec.Struct, frozen=True):
     """A retained frame, which may have to be resent."""
 
     parts: Parts
@@ -67,7 +67,7 @@ class Connection:
         self._lock = threading.Lock()
         #: Notified when frames are acknowledged, and when the connection breaks, is resumed or closed.
         self._changed = threading.Condition(self._lock)
-        self._session: Session[_Kept] = Session()
+        self._session: Session[_RetainedFrame] = Session()
         self._is_closed = False
         self._is_broken = False
 
@@ -175,7 +175,7 @@ class Connection:
                 sequence = 0
                 size_bytes = len(frame.meta) + len(frame.payload)
                 if frame.kind <= Kind.NOTIFY:
-                    sequence = self._session.send(_Kept(parts, frame.on_released), size_bytes)
+                    sequence = self._session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
                 header = pack_header(frame, sequence=sequence, acknowledged=self._session.say_received())
                 if size_bytes <= _JOINED_BYTES:
                     parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
@@ -318,7 +318,7 @@ class Connection:
             self._on_end(reason)
 
 
-def _release(kept: Iterable[_Kept]) -> None:
+def _release(kept: Iterable[_RetainedFrame]) -> None:
     for one in kept:
         if one.on_released is not None:
             one.on_released()

@@ -53,7 +53,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     is_shared: bool = False
 
 
-class Link(Protocol):
+class FrameLink(Protocol):
     """Carries frames to the other side, in order."""
 
     def send(self, frame: Frame) -> None:
@@ -88,7 +88,7 @@ def on_reader_thread() -> bool:
 class Exchange:
     """One end of a connection: a `Peer` to its users, driven by the link's reader thread."""
 
-    def __init__(self, link: Link, *, local: str, remote: str, handler: Handler, limits: Limits) -> None:
+    def __init__(self, link: FrameLink, *, local: str, remote: str, handler: Handler, limits: Limits) -> None:
         self._link = link
         self._local = local
         self._remote = remote

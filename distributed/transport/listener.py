@@ -17,7 +17,7 @@ from functools import partial
 
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
 from dflow.distributed.transport.base import Handler, Limits
-from dflow.distributed.transport.bind_and_dial import Bound
+from dflow.distributed.transport.bind_and_dial import BoundSocket
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.descriptor_limit import raise_descriptor_limit
@@ -57,7 +57,7 @@ _OTHER_FILES = 64
 
 
 @dataclass(frozen=True, eq=False)
-class _Arrival:
+class _Accepted:
     """A connection that was accepted `at` one of the listener's addresses, from an IP `host`."""
 
     sock: socket.socket
@@ -71,7 +71,7 @@ class SocketListener:
 
     def __init__(
         self,
-        bounds: Sequence[Bound],
+        bounds: Sequence[BoundSocket],
         own: str,
         handler: Handler,
         limits: Limits,
@@ -87,7 +87,7 @@ class SocketListener:
         self._lock = threading.Lock()
         self._is_closed = False
         room, self._is_full = _room(limits)
-        self._admission: Admission[_Arrival] = Admission(
+        self._admission: Admission[_Accepted] = Admission(
             connections=room, unauthenticated=limits.max_unauthenticated, per_source=limits.max_from_source
         )
         self._throttle = Throttle()
@@ -119,7 +119,7 @@ class SocketListener:
         for session in sessions:
             session.exchange.close(f"{self._name} stopped listening")
 
-    def _accept_all(self, bound: Bound) -> None:
+    def _accept_all(self, bound: BoundSocket) -> None:
         while True:
             try:
                 sock, source = bound.sock.accept()
@@ -129,9 +129,9 @@ class SocketListener:
                 self._warn("a connection could not be accepted: %s", error)
                 time.sleep(_AFTER_FAULT_S)
                 continue
-            self._admit(_Arrival(sock, bound.address, source[0] if source else "", str(source or bound.address)))
+            self._admit(_Accepted(sock, bound.address, source[0] if source else "", str(source or bound.address)))
 
-    def _admit(self, arrival: _Arrival) -> None:
+    def _admit(self, arrival: _Accepted) -> None:
         """Serve a connection on a new thread; another unauthenticated one may be evicted for it."""
         with self._lock:
             evicted = self._admission.arrive(arrival, arrival.host)
@@ -152,7 +152,7 @@ class SocketListener:
         if more is not None:
             LOGGER.warning("%s: %s%s", self._name, on_one_line(text % values), more)
 
-    def _serve(self, arrival: _Arrival) -> None:
+    def _serve(self, arrival: _Accepted) -> None:
         session: _Session | None = None
         try:
             deadline = Deadline.after(self._limits.hello_timeout_s)
@@ -188,7 +188,7 @@ class SocketListener:
             raise WireError(f"{hello.name} names no session")
         return hello
 
-    def _believe(self, arrival: _Arrival, secured: Secured, deadline: Deadline) -> None:
+    def _believe(self, arrival: _Accepted, secured: Secured, deadline: Deadline) -> None:
         """Count the connection as a peer; raises TransportClosed if it was evicted, or there is no room."""
         with self._lock:
             belief = self._admission.believe(arrival)
@@ -219,7 +219,7 @@ class SocketListener:
                 other.exchange.close(f"another process has come as {hello.name}")
         return session
 
-    def _answer(self, arrival: _Arrival, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
+    def _answer(self, arrival: _Accepted, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
         """Answer the first `Hello` of a session, and agree on shared memory if both sides can."""
         shares = hello.shares and may_share(arrival.at, self._limits)
         answer = Hello(self._name, session=hello.session, process=process_identity(), shares=shares)
@@ -228,11 +228,11 @@ class SocketListener:
         secured.stream.set_timeout(self._limits.stall_timeout_s)
         return memory
 
-    def _ended(self, arrival: _Arrival, session: _Session, reason: str) -> None:
+    def _ended(self, arrival: _Accepted, session: _Session, reason: str) -> None:
         session.exchange.close(reason)
         self._forget(arrival, session)
 
-    def _forget(self, arrival: _Arrival, session: _Session | None = None) -> None:
+    def _forget(self, arrival: _Accepted, session: _Session | None = None) -> None:
         with self._lock:
             self._admission.leave(arrival)
             if session is not None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from dflow.distributed.transport.addresses import Address, Endpoints, parse_endpoints
 from dflow.distributed.transport.base import Handler, Limits, always_wanted
-from dflow.distributed.transport.bind_and_dial import Bound, bind
+from dflow.distributed.transport.bind_and_dial import BoundSocket, bind
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
@@ -44,7 +44,7 @@ class SocketTransport:
         places = [ways.main] if ways.near is None else [ways.main, ways.near]
         for place in places:
             self._security.may_listen(place)
-        bounds: list[Bound] = []
+        bounds: list[BoundSocket] = []
         try:
             for place in places:
                 bounds.append(bind(place))

@@ -27,7 +27,7 @@ from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoi
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_of_resource
-from dflow.distributed.worker.variable_batch import CreatingTasks, Wanted, create, created_together, settle
+from dflow.distributed.worker.variable_batch import CreatingTasks, PendingVariable, create, created_together, settle
 from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
@@ -94,7 +94,7 @@ class ClusterHome(ClusterResources):
                 "hold jax.random.key_data(key), and wrap what you read with wrap_key_data",
                 at=variable.loc,
             )
-        create(self._cluster, Wanted(variable, self._job, near, _first_value(variable, initial)))
+        create(self._cluster, PendingVariable(variable, self._job, near, _first_value(variable, initial)))
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         is_ready = isinstance(initial, TypedInitial) or not callable(initial)

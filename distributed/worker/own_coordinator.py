@@ -8,7 +8,7 @@ import threading
 from typing import cast
 
 from dflow.distributed.client.request_numbers import RequestNumbers
-from dflow.distributed.coordinator.coordinator_events import Asked, Event, Log, Reply, Started, Told
+from dflow.distributed.coordinator.coordinator_events import Asked, Event, Log, SendReply, Started, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.wire.failures import error_from
 from dflow.distributed.wire.messages.connection import Failure
@@ -52,7 +52,7 @@ class OwnCoordinator:
         answers = {}
         for command in self._state.handle(event):
             match command:
-                case Reply(ask, message):
+                case SendReply(ask, message):
                     answers[ask] = message
                 case Log(text):
                     LOGGER.warning("%s", text)

@@ -59,7 +59,7 @@ class CreatingTasks(Protocol):
         ...
 
 
-class Wanted:
+class PendingVariable:
     """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value."""
 
     def __init__(
@@ -113,11 +113,11 @@ class VariableBatch:
     def __init__(self, tasks: CreatingTasks) -> None:
         self.tasks = tasks
         self._lock = threading.RLock()
-        self._wanted: list[Wanted] = []
+        self._wanted: list[PendingVariable] = []
         self._size_bytes = 0
-        self._failed: dict[Variable, Wanted] = {}
+        self._failed: dict[Variable, PendingVariable] = {}
 
-    def add(self, wanted: Wanted) -> None:
+    def add(self, wanted: PendingVariable) -> None:
         """Add a variable; create the whole batch now if it is full."""
         with self._lock:
             self._wanted.append(wanted)
@@ -163,7 +163,7 @@ def created_together(tasks: CreatingTasks) -> Iterator[None]:
     batch.create()
 
 
-def create(tasks: CreatingTasks, wanted: Wanted) -> None:
+def create(tasks: CreatingTasks, wanted: PendingVariable) -> None:
     """Create a variable, together with the batch that is open in this context, if any."""
     batch = _batch_of(tasks)
     if wanted.near is not None and _batches[wanted.near] is not batch:
@@ -194,7 +194,7 @@ class _Creation:
         self._computed: dict[int, npt.NDArray[Any]] = {}
         self._failed: dict[Variable, DflowError] = {}
 
-    def create(self, wanted: Sequence[Wanted]) -> dict[Variable, DflowError]:
+    def create(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
         """Create all of these; return the errors by failed variable."""
         placed = self._placed(wanted)
         questions = [
@@ -206,7 +206,7 @@ class _Creation:
         self._send([parcel for task, there in _by_task(missing).items() for parcel in self._parcels(task, there)])
         return self._failed
 
-    def _placed(self, wanted: Sequence[Wanted]) -> dict[str, list[Wanted]]:
+    def _placed(self, wanted: Sequence[PendingVariable]) -> dict[str, list[PendingVariable]]:
         """Ask the coordinator for the task of each variable; return them by task."""
         answers = self._tasks.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
@@ -216,7 +216,7 @@ class _Creation:
                 each.placed = answer
         return _by_task(each for each in wanted if each.variable not in self._failed)
 
-    def _parcels(self, task: str, missing: Sequence[Wanted]) -> Iterator[_Parcel]:
+    def _parcels(self, task: str, missing: Sequence[PendingVariable]) -> Iterator[_Parcel]:
         """Yield messages that create variables: one each for those made there, which may take long, else many each."""
         for part in _parts([each for each in missing if not each.is_made_there]):
             values = [each.value(self._computed) for each in part]
@@ -227,7 +227,7 @@ class _Creation:
             if each.is_made_there:
                 yield self._recipe(task, each)
 
-    def _recipe(self, task: str, wanted: Wanted) -> _Parcel:
+    def _recipe(self, task: str, wanted: PendingVariable) -> _Parcel:
         recipe = wanted.recipe(self._exports)
         arrays, payload = encode_arrays(recipe.arrays)
         used = list(dict.fromkeys(program for program, _ in recipe.calls))
@@ -237,9 +237,9 @@ class _Creation:
         message = CreateVariables((variable,), arrays, tuple(map(len, blobs)))
         return _Parcel(task, message, [wanted], b"".join((payload, *blobs)))
 
-    def _send(self, parcels: Sequence[_Parcel]) -> list[Wanted]:
+    def _send(self, parcels: Sequence[_Parcel]) -> list[PendingVariable]:
         """Send all messages; return the variables that the tasks lack and got no initial value for."""
-        missing: list[Wanted] = []
+        missing: list[PendingVariable] = []
         answers = self._tasks.request_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
         for parcel, answer in zip(parcels, answers, strict=True):
             if isinstance(answer, DflowError):
@@ -248,7 +248,7 @@ class _Creation:
                 missing += self._take(parcel, answer.message)
         return missing
 
-    def _take(self, parcel: _Parcel, answer: VariablesCreated) -> list[Wanted]:
+    def _take(self, parcel: _Parcel, answer: VariablesCreated) -> list[PendingVariable]:
         for place, each in enumerate(parcel.wanted):
             if place in answer.failures:
                 self._failed[each.variable] = error_of(answer.failures[place], parcel.task)
@@ -263,20 +263,20 @@ class _Parcel:
 
     task: str
     message: CreateVariables
-    wanted: Sequence[Wanted]
+    wanted: Sequence[PendingVariable]
     payload: Payload = b""
 
 
-def _by_task(wanted: Iterable[Wanted]) -> dict[str, list[Wanted]]:
-    found: dict[str, list[Wanted]] = defaultdict(list)
+def _by_task(wanted: Iterable[PendingVariable]) -> dict[str, list[PendingVariable]]:
+    found: dict[str, list[PendingVariable]] = defaultdict(list)
     for each in wanted:
         found[each.placed.task].append(each)
     return found
 
 
-def _parts(wanted: Sequence[Wanted]) -> Iterator[Sequence[Wanted]]:
+def _parts(wanted: Sequence[PendingVariable]) -> Iterator[Sequence[PendingVariable]]:
     """Split into groups that each fit one message."""
-    part: list[Wanted] = []
+    part: list[PendingVariable] = []
     size_bytes = 0
     for each in wanted:
         size_bytes += each.size_bytes

@@ -27,7 +27,7 @@ import numpy as np
 import tensorstore
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.files.array_manifest import MANIFEST, Entry, manifest_text, read_manifest
+from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, write_file
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
@@ -82,7 +82,7 @@ def write_manifest(
 ) -> None:
     """Write the manifest of a folder, after all its arrays."""
     _write(folder / "_METADATA", _orbax_metadata(types, places))
-    entries = {name: Entry(places[name], str(type)) for name, type in types.items()}
+    entries = {name: ArrayEntry(places[name], str(type)) for name, type in types.items()}
     write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
 
 

@@ -27,27 +27,27 @@ VERSION = 1
 _MOST_BYTES = 256 << 20
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ArrayEntry(msgspec.Struct, frozen=True):
     """An array: its folder, relative to that of the manifest, and the text of its type."""
 
     path: str
     type: str
 
 
-class _Version(msgspec.Struct, frozen=True):
+class _FormatVersion(msgspec.Struct, frozen=True):
     """The part that every version of the format has."""
 
     version: int
 
 
-class _Content(_Version, frozen=True):
+class _Content(_FormatVersion, frozen=True):
     id: str
-    arrays: dict[str, Entry]
+    arrays: dict[str, ArrayEntry]
     metadata: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ArrayManifest:
     """The content of a manifest: the type and the path of each array, by name, and the user's metadata."""
 
     #: Differs between any two folders that were ever written.
@@ -57,7 +57,7 @@ class Manifest:
     metadata: Mapping[str, Any]
 
 
-def manifest_text(id: str, arrays: Mapping[str, Entry], metadata: Mapping[str, Any]) -> str:
+def manifest_text(id: str, arrays: Mapping[str, ArrayEntry], metadata: Mapping[str, Any]) -> str:
     """Return the text of a manifest, with a checksum."""
     content = {
         "format": "dflow arrays",
@@ -69,7 +69,7 @@ def manifest_text(id: str, arrays: Mapping[str, Entry], metadata: Mapping[str, A
     return json.dumps({"crc32": _checksum(content), "content": content}, sort_keys=True)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> ArrayManifest:
     """Return the manifest of the folder.
 
     Raises CheckpointError if it is malformed or was written by a newer dflow; FileNotFoundError or NotADirectoryError
@@ -84,7 +84,7 @@ def read_manifest(folder: Path) -> Manifest:
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(folder, str(error)) from error
     paths = {name: entry.path for name, entry in content.arrays.items()}
-    return Manifest(content.id, types, paths, content.metadata)
+    return ArrayManifest(content.id, types, paths, content.metadata)
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
@@ -105,7 +105,7 @@ def _content(folder: Path, whole: Any) -> _Content:
         raise ValueError("it has no content and checksum")
     if _checksum(whole["content"]) != whole["crc32"]:
         raise ValueError("its checksum is that of another content")
-    version = msgspec.convert(whole["content"], _Version).version
+    version = msgspec.convert(whole["content"], _FormatVersion).version
     if version > VERSION:
         raise CheckpointError(
             f"{folder} has version {version} of the format, and this dflow reads up to {VERSION}",
@@ -119,7 +119,7 @@ def is_inside(path: str) -> bool:
     return {"", ".", ".."}.isdisjoint(path.split("/")) and path.isprintable()
 
 
-def _array_type(name: str, entry: Entry) -> ArrayType:
+def _array_type(name: str, entry: ArrayEntry) -> ArrayType:
     """Return the type of an array. Raises ValueError if it is no array type, or the path leads out of the folder."""
     if not is_inside(entry.path):
         raise ValueError(f"array {name!r} lies at {entry.path!r}, which is no path inside the folder")

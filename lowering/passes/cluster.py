@@ -28,7 +28,7 @@ from dflow.tracing.ir.types import HANDLES, TokenType
 
 
 @dataclass(frozen=True)
-class Cluster:
+class FormClusters:
     """Make an `xla.call` of the nodes of each device and stage; transfers and host nodes stay as they are."""
 
     name: ClassVar[str] = "cluster"
@@ -36,7 +36,7 @@ class Cluster:
     def __call__(self, graph: Graph) -> Graph:
         is_whole = len({node.device for node in graph.nodes}) == 1 and not any(map(_stands_alone, graph.nodes))
         stages = dict.fromkeys(map(id, graph.nodes), _NO_STAGE) if is_whole else _stages(graph)
-        groups: dict[tuple[_Stage, str | None], list[Node]] = {}
+        groups: dict[tuple[_ClusterStage, str | None], list[Node]] = {}
         for node in graph.nodes:
             if not _stands_alone(node):
                 groups.setdefault((stages[id(node)], node.device), []).append(node)
@@ -64,13 +64,13 @@ class Cluster:
 class _Part(NamedTuple):
     """The nodes of one call, which runs after the call of the nodes `follows`, of the same stage and device."""
 
-    stage: _Stage
+    stage: _ClusterStage
     device: str | None
     nodes: list[Node]
     follows: list[Node]
 
 
-def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node], is_split: bool) -> list[_Part]:
+def _parts(graph: Graph, stage: _ClusterStage, device: str | None, nodes: list[Node], is_split: bool) -> list[_Part]:
     """Return the nodes of a stage and device as one part, or as two: the nodes that other devices need, and the rest.
 
     Only a graph with copies from device to device (`is_split`) has stages of two parts.
@@ -83,7 +83,7 @@ def _parts(graph: Graph, stage: _Stage, device: str | None, nodes: list[Node], i
     return [_Part(stage, device, first, []), _Part(stage, device, rest, first)]
 
 
-class _Stage(NamedTuple):
+class _ClusterStage(NamedTuple):
     """`hosts` are the host nodes before it, one bit each. Within a level, stages with more of them come later."""
 
     level: int
@@ -93,7 +93,7 @@ class _Stage(NamedTuple):
 #: The order within a stage.
 _FIRST, _REST, _LAST = 1, 3, 4
 _PLACES = {ops.net_recv: 0, ops.dev_copy: 2}
-_NO_STAGE = _Stage(0, 0)
+_NO_STAGE = _ClusterStage(0, 0)
 _HOST_OPS = frozenset(ops.HOST_OPS)
 _ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy}
 
@@ -102,17 +102,17 @@ def _stands_alone(node: Node) -> bool:
     return node.op in _ALONE
 
 
-def _stages(graph: Graph) -> dict[int, _Stage]:
+def _stages(graph: Graph) -> dict[int, _ClusterStage]:
     bits = {id(node): 1 << index for index, node in enumerate(node for node in graph.nodes if node.op in _HOST_OPS)}
     earliest = _earliest_stages(graph, bits)
     return _sink_reads(graph, earliest, bits)
 
 
-def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Stage]:
-    stages: dict[int, _Stage] = {}
+def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _ClusterStage]:
+    stages: dict[int, _ClusterStage] = {}
     #: For each node, the stage of a user that depends on this node alone.
-    following: dict[int, _Stage] = {}
-    sent: dict[tuple[object, object], _Stage] = {}
+    following: dict[int, _ClusterStage] = {}
+    sent: dict[tuple[object, object], _ClusterStage] = {}
     producers = graph.producers
     for node in graph.nodes:
         stage = _NO_STAGE
@@ -120,27 +120,27 @@ def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Stage]
             producer = producers.get(value)
             if producer is not None:
                 after = following[id(producer)]
-                crossed = _Stage(after.level + 1, after.hosts) if _crosses(producer, node) else after
+                crossed = _ClusterStage(after.level + 1, after.hosts) if _crosses(producer, node) else after
                 stage = _later(stage, crossed)
         if node.op is ops.net_send:
             sent[node.attributes["edge"], node.attributes["destination"]] = stage
         if node.op is ops.net_recv:
             source = sent[node.attributes["edge"], node.device]
-            stage = _Stage(source.level + 1, source.hosts)
+            stage = _ClusterStage(source.level + 1, source.hosts)
         stages[id(node)] = stage
         bit = bits.get(id(node), 0)
         ends_stage = bit or node.op is ops.dev_copy
-        following[id(node)] = _Stage(stage.level + 1, stage.hosts | bit) if ends_stage else stage
+        following[id(node)] = _ClusterStage(stage.level + 1, stage.hosts | bit) if ends_stage else stage
     return stages
 
 
-def _later(one: _Stage, other: _Stage) -> _Stage:
+def _later(one: _ClusterStage, other: _ClusterStage) -> _ClusterStage:
     """Return the stage of a node that depends on both. It is one of the two, if possible: their bits take memory."""
     if other.level <= one.level and other.hosts | one.hosts == one.hosts:
         return one
     if one.level <= other.level and one.hosts | other.hosts == other.hosts:
         return other
-    return _Stage(max(one.level, other.level), one.hosts | other.hosts)
+    return _ClusterStage(max(one.level, other.level), one.hosts | other.hosts)
 
 
 def _crosses(node: Node, next: Node) -> bool:
@@ -148,7 +148,7 @@ def _crosses(node: Node, next: Node) -> bool:
     return node.device != next.device and not (_stands_alone(node) or _stands_alone(next))
 
 
-def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]) -> dict[int, _Stage]:
+def _sink_reads(graph: Graph, stages: dict[int, _ClusterStage], bits: Mapping[int, int]) -> dict[int, _ClusterStage]:
     """Move nodes that depend on reads alone to the stage of their first user, or of the first node ordered after them.
 
     A node made of reads whose results only go to the caller does not count as a user: it stays in the reads' stage.
@@ -165,7 +165,7 @@ def _sink_reads(graph: Graph, stages: dict[int, _Stage], bits: Mapping[int, int]
     for node in reversed(graph.nodes):
         if id(node) in floating or id(node) in stateful:
             limits = [
-                _Stage(stages[id(n)].level - 1, stages[id(n)].hosts) if _crosses(node, n) else stages[id(n)]
+                _ClusterStage(stages[id(n)].level - 1, stages[id(n)].hosts) if _crosses(node, n) else stages[id(n)]
                 for n in followers.get(id(node), ())
                 if id(n) not in last
             ]
@@ -208,12 +208,12 @@ class _Ends(dict[int, int]):
         return level
 
 
-def _first(later: Sequence[_Stage], own: _Stage, ends: _Ends) -> _Stage:
+def _first(later: Sequence[_ClusterStage], own: _ClusterStage, ends: _Ends) -> _ClusterStage:
     """Return the latest stage that is not after any of `later`."""
     hosts = reduce(and_, (stage.hosts for stage in later))
     if any(stage.hosts == hosts for stage in later):
-        return _Stage(min(stage.level for stage in later), hosts)
-    return _Stage(max(own.level, ends[hosts]), hosts)
+        return _ClusterStage(min(stage.level for stage in later), hosts)
+    return _ClusterStage(max(own.level, ends[hosts]), hosts)
 
 
 def _used_outside(graph: Graph, groups: Iterable[list[Node]]) -> set[Value]:

@@ -61,7 +61,7 @@ def _is_wish(node: Node) -> bool:
     return node.op.primitive is wire_p
 
 
-class _Way(NamedTuple):
+class _EdgeValue(NamedTuple):
     """A value as its users take it: the value itself, its codec, and the name of its edge."""
 
     value: Value
@@ -87,7 +87,7 @@ class _Cut:
         self._device = dict(where)
         #: The input that replaces an input of `divided` on a task.
         self._inputs: dict[tuple[Value, str], Value] = {}
-        self._ways: dict[Value, _Way] = {}
+        self._ways: dict[Value, _EdgeValue] = {}
         #: Literals with a codec, which are never sent.
         self._numbers: dict[Value, Operand] = {}
         self._copies: dict[tuple[Value, str, str], Value] = {}
@@ -188,10 +188,10 @@ class _Cut:
             return
         before = self._way(operand)
         name = before.name if wished.name.isdigit() else wished.name
-        self._ways[wished] = _Way(before.value, node.attributes["codec"], name)
+        self._ways[wished] = _EdgeValue(before.value, node.attributes["codec"], name)
 
-    def _way(self, value: Value) -> _Way:
-        return self._ways.get(value) or _Way(value, "none", value.name)
+    def _way(self, value: Value) -> _EdgeValue:
+        return self._ways.get(value) or _EdgeValue(value, "none", value.name)
 
     def at(self, operand: Operand, device: str) -> Operand:
         """Return the operand on `device`, moved there if it is elsewhere."""
@@ -201,7 +201,7 @@ class _Cut:
             return operand
         return self._brought(self._way(operand), device)
 
-    def _brought(self, way: _Way, device: str) -> Value:
+    def _brought(self, way: _EdgeValue, device: str) -> Value:
         task = task_of(device)
         value = self._standing(way.value, task)
         here, way = self._device[value], way._replace(value=value)
@@ -218,7 +218,7 @@ class _Cut:
                 self._copies[key] = self._transfer(way._replace(codec=codec), here, device)
             else:
                 arrived = self._brought(way, task)
-                self._copies[key] = self._brought(_Way(arrived, "none", arrived.name), device)
+                self._copies[key] = self._brought(_EdgeValue(arrived, "none", arrived.name), device)
         return self._copies[key]
 
     def _standing(self, value: Value, task: str) -> Value:
@@ -231,7 +231,7 @@ class _Cut:
         self._moved(Node(ops.dev_copy, (value,), (copy,), {"source": source}, (), device, (), self._origin(value)))
         return copy
 
-    def _transfer(self, way: _Way, source: str, destination: str) -> Value:
+    def _transfer(self, way: _EdgeValue, source: str, destination: str) -> Value:
         value, codec = way.value, way.codec
         assert isinstance(value.type, ArrayType)
         origin = self._origin(value)
@@ -275,7 +275,7 @@ class _Cut:
         producer = self._graph.producers.get(value)
         return producer.origin if producer is not None else None
 
-    def _edge(self, way: _Way) -> str:
+    def _edge(self, way: _EdgeValue) -> str:
         value, producer = way.value, self._graph.producers.get(way.value)
         if (value, way.codec) not in self._edges:
             if producer is not None and producer.op is ops.var_read:

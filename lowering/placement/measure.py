@@ -19,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.placement.costs import Rates, analysed
 from dflow.lowering.placement.instance import Price, runs_alone
-from dflow.lowering.placement.problem import Link, Machine
+from dflow.lowering.placement.problem import DeviceLink, Machine
 from dflow.lowering.placement.work import Work, runs_how_long, work_of
 from dflow.lowering.programs.discharge import discharge
 from dflow.lowering.values.devices import device_named
@@ -49,7 +49,7 @@ class Meter:
         self._deadline_s, self._clock = deadline_s, clock
         self._until = float("inf")
         self._rates: dict[str, Rates] = {}
-        self._links: dict[tuple[str, str, bool], Link] = {}
+        self._links: dict[tuple[str, str, bool], DeviceLink] = {}
         self._speeds: dict[tuple[str, int], tuple[float, ...]] = {}
         self._units: dict[_Key, UnitCost] = {}
 
@@ -89,7 +89,7 @@ class Meter:
             )
         return self._rates[kind]
 
-    def _link(self, one: str, other: str) -> Link:
+    def _link(self, one: str, other: str) -> DeviceLink:
         source, target = device_named(one), device_named(other)
         key = _kind(source), _kind(target), one == other
         if key not in self._links:
@@ -99,7 +99,7 @@ class Meter:
                 for size in (_SMALL, _MIDDLE, _LARGE)
             )
             # On a busy machine a smaller transfer may take longer. Then half of the time is attributed to the bytes.
-            self._links[key] = Link(
+            self._links[key] = DeviceLink(
                 small,
                 _MIDDLE / max(middle - small, middle / 2),
                 _MIDDLE,

@@ -15,7 +15,7 @@ Assignment = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class DeviceLink:
     """The connection from one device to another. It carries one value at a time; their latencies overlap.
 
     The bytes of a value beyond `knee_bytes` move at the rate `beyond_bytes_per_s`: allocating much memory may be slow.
@@ -49,7 +49,7 @@ class Machine:
     """
 
     names: tuple[str, ...]
-    links: tuple[tuple[Link, ...], ...]
+    links: tuple[tuple[DeviceLink, ...], ...]
     launch_s: tuple[float, ...]
     limits: tuple[int | None, ...]
     pools: tuple[int, ...]

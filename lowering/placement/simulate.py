@@ -52,7 +52,7 @@ class Prediction(NamedTuple):
 
 def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool = True) -> Prediction:
     """Return the predicted step of `assignment`; without memory, `peak_bytes` is all 0."""
-    run = _Run(problem, assignment)
+    run = _SimulatedStep(problem, assignment)
     run.to_the_end()
     peak = _peaks(problem, assignment, run) if with_memory else (0,) * len(problem.machine.names)
     return Prediction(
@@ -65,7 +65,7 @@ def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool =
     )
 
 
-class _Run:
+class _SimulatedStep:
     """The state of a simulation.
 
     Events are `(time, unit, turn)` for the end of a unit and `(time, -1 - index of the transfer, 0)` for that of a
@@ -176,7 +176,7 @@ class _Run:
         heapq.heappush(self._ready[self.assignment[number]], (-self.problem.ranks[number], number))
 
 
-def _peaks(problem: Problem, assignment: Sequence[int], run: _Run) -> tuple[int, ...]:
+def _peaks(problem: Problem, assignment: Sequence[int], run: _SimulatedStep) -> tuple[int, ...]:
     count = len(problem.machine.names)
     always = [0] * count
     changes: list[list[tuple[float, int]]] = [[] for _ in range(count)]
@@ -200,7 +200,7 @@ def _peaks(problem: Problem, assignment: Sequence[int], run: _Run) -> tuple[int,
     return tuple(base + most_held(sorted(change)) for base, change in zip(always, changes, strict=True))
 
 
-def _last_uses(problem: Problem, assignment: Sequence[int], run: _Run) -> dict[tuple[int, int], float]:
+def _last_uses(problem: Problem, assignment: Sequence[int], run: _SimulatedStep) -> dict[tuple[int, int], float]:
     last = {(value, device): time for value, times in enumerate(run.there) for device, time in times.items()}
     for number, unit in enumerate(problem.units):
         for value in unit.takes:

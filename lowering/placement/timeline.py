@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from dflow.lowering.placement.costs import Rates
-from dflow.lowering.placement.problem import Link
+from dflow.lowering.placement.problem import DeviceLink
 from dflow.lowering.placement.simulate import most_held
 from dflow.lowering.placement.work import Work, work_of
 from dflow.lowering.values.snapshots import snapshots
@@ -26,7 +26,7 @@ from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.types import ArrayType, RefType
 
 #: A device that starts a program in 10 us, and a link that is slow in comparison, so that transfers start early.
-RATES, LINK = Rates(1e12, 1e11, 1e-5), Link(2e-5, 1e10)
+RATES, LINK = Rates(1e12, 1e11, 1e-5), DeviceLink(2e-5, 1e10)
 
 _TRANSFERS = (ops.dev_copy, ops.net_send)
 _NS = 1e9

@@ -42,7 +42,7 @@ ANYTHING = ""
 MOST_QUICK_KEYS = 64
 
 
-class Role(Enum):
+class ItemRole(Enum):
     """An effect of an item on the order of queues and variables."""
 
     USES = "reads or writes a variable"
@@ -52,7 +52,7 @@ class Role(Enum):
 
 
 #: Two items with these roles keep their order in the program.
-_IN_ORDER = ((Role.WRITES, Role.RELEASES), (Role.ACQUIRES, Role.USES))
+_IN_ORDER = ((ItemRole.WRITES, ItemRole.RELEASES), (ItemRole.ACQUIRES, ItemRole.USES))
 
 
 class Executable:
@@ -171,7 +171,7 @@ class Executable:
                 for index, _ in line[: changing[0] + 1]:
                     found.setdefault(index, set()).add(last)
                 found[first].update(index for index, _ in line[changing[-1] :])
-        doing: dict[Role, list[int]] = {role: [] for role in Role}
+        doing: dict[ItemRole, list[int]] = {role: [] for role in ItemRole}
         for index, item in enumerate(self.plan.items):
             for role in self._roles_of(item):
                 doing[role].append(index)
@@ -181,9 +181,9 @@ class Executable:
         return {index: frozenset(before) for index, before in found.items()}
 
     @cached_property
-    def roles(self) -> frozenset[Role]:
+    def roles(self) -> frozenset[ItemRole]:
         """The roles of the plan's items."""
-        return frozenset[Role]().union(*map(self._roles_of, self.plan.items))
+        return frozenset[ItemRole]().union(*map(self._roles_of, self.plan.items))
 
     @cached_property
     def followed(self) -> Mapping[int, tuple[int, ...]]:
@@ -194,17 +194,17 @@ class Executable:
                 found.setdefault(other, []).append(index)
         return {index: tuple(later) for index, later in found.items()}
 
-    def _roles_of(self, item: Item) -> frozenset[Role]:
+    def _roles_of(self, item: Item) -> frozenset[ItemRole]:
         match item:
             case Call():
-                used = (Role.USES, bool(item.reads or item.writes)), (Role.WRITES, bool(item.writes))
+                used = (ItemRole.USES, bool(item.reads or item.writes)), (ItemRole.WRITES, bool(item.writes))
                 return frozenset(role for role, is_so in used if is_so)
             case Read():
-                return frozenset({Role.USES})
+                return frozenset({ItemRole.USES})
             case UseResource():
-                return frozenset({Role.RELEASES if ops.RESOURCE_OPS[item.op.name].releases else Role.ACQUIRES})
+                return frozenset({ItemRole.RELEASES if ops.RESOURCE_OPS[item.op.name].releases else ItemRole.ACQUIRES})
             case Branch() | While() | Scan():
-                return frozenset[Role]().union(*(self.bodies[body].roles for body in bodies_of(item)))
+                return frozenset[ItemRole]().union(*(self.bodies[body].roles for body in bodies_of(item)))
         return frozenset()
 
     def _touched_by(self, item: Item) -> dict[str, bool]:

@@ -16,7 +16,7 @@ import pytest
 
 from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
-from dflow.distributed.coordinator.coordinator_events import Disconnect, Reply
+from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
 from dflow.distributed.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from dflow.distributed.simulation.faults import parse_faults
 from dflow.distributed.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
@@ -110,7 +110,7 @@ def _count_one_less(run: Any, held: range, done: int) -> None:
 
 def _say_complete_too_early(original: Any) -> Any:
     def answer_waiting(run: Any) -> Any:
-        early = [Reply(run.waiting.pop(task), Claimed(0, 0)) for task in list(run.waiting) if not run.pool]
+        early = [SendReply(run.waiting.pop(task), Claimed(0, 0)) for task in list(run.waiting) if not run.pool]
         return [*early, *original(run)]
 
     return answer_waiting
@@ -139,7 +139,7 @@ def _pass_early(original: Any) -> Any:
     def pass_if_complete(self: Any, name: str, barrier: Any) -> Any:
         if 1 < len(barrier.here) < len(barrier.generation.members):
             arrivals, barrier.here = barrier.here, {}
-            return [Reply(arrival.ask, barriers._answer(barrier.generation)) for arrival in arrivals.values()]
+            return [SendReply(arrival.ask, barriers._answer(barrier.generation)) for arrival in arrivals.values()]
         return original(self, name, barrier)
 
     return pass_if_complete
@@ -282,7 +282,7 @@ _SESSION = coordinator_session.CoordinatorSession
 _QUEUE, _ACCUMULATOR, _ROUNDS = queue_machine.QueueMachine, accumulator_machine.AccumulatorMachine, rounds.Rounds
 _HELD = accumulators.HeldAccumulator
 _LINK = transport_session.Session
-_RUN, _MEETING, _MEMBERS = step_ledger._Run, rendezvous.Rendezvous, membership.Membership
+_RUN, _MEETING, _MEMBERS = step_ledger._LedgerRun, rendezvous.Rendezvous, membership.Membership
 
 MUTATIONS = (
     Mutation("steps of a worker that left are lost", _RUN, "leave", _forget_the_claim, "none lost"),
@@ -311,7 +311,7 @@ MUTATIONS = (
     Mutation("a barrier passes before all have come", _BARRIERS, "_pass_if_complete", _pass_early, "one view"),
     Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
     Mutation("whoever asks is elected", elections.Elections, "elect", _giving(True), "one in office"),
-    Mutation("ended steps are forgotten", rendezvous._Ended, "__contains__", _giving(False), "nothing left"),
+    Mutation("ended steps are forgotten", rendezvous._EndedSteps, "__contains__", _giving(False), "nothing left"),
     Mutation(
         "a task's gate hears of no members", member_gate.MemberGate, "roster_changed", _doing_nothing, "none lost"
     ),

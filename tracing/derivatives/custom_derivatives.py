@@ -58,7 +58,7 @@ class CustomCall:
 
     def _along(self, values: _Values, operands: _Values, moved_values: _Values, moved: _Values) -> Any:
         self._refuse_moved(values, operands, [_moves(t, v) for t, v in zip(moved_values, values, strict=True)])
-        live = _Live([_moves(t, operand) for t, operand in zip(moved, operands, strict=True)])
+        live = _Participants([_moves(t, operand) for t, operand in zip(moved, operands, strict=True)])
         directions = live.pick(moved)
 
         def tangents(*args: Any) -> _Values:
@@ -67,7 +67,7 @@ class CustomCall:
             return [*out, *out_along, *rest]
 
         results = self.body(values, operands)[0]
-        floating = _Live([_is_floating(result) for result in results])
+        floating = _Participants([_is_floating(result) for result in results])
         if directions:
             flat = self.run(tangents, [*operands, *directions], values)
             count = len(floating.places)
@@ -81,7 +81,7 @@ class CustomCall:
     def _written_along(self, values: _Values, operands: _Values, moved_values: _Values, moved: _Values) -> Any:
         count = len(values)
         whole, along = [*values, *operands], [*moved_values, *moved]
-        live = _Live([_moves(t, value) for t, value in zip(along, whole, strict=True)])
+        live = _Participants([_moves(t, value) for t, value in zip(along, whole, strict=True)])
 
         def written(*given: Any) -> _Values:
             filled = live.fill(whole, given)
@@ -89,7 +89,7 @@ class CustomCall:
 
         return jax.jvp(written, live.pick(whole), live.pick(along))
 
-    def _parts(self, live: _Live, operands: Sequence[Any], *given: Any) -> tuple[_Values, _Values]:
+    def _parts(self, live: _Participants, operands: Sequence[Any], *given: Any) -> tuple[_Values, _Values]:
         """The floating results as a function of the live operands; and the others."""
         results = self.original(live.fill(operands, given))
         return [r for r in results if _is_floating(r)], [r for r in results if not _is_floating(r)]
@@ -97,7 +97,7 @@ class CustomCall:
     def _forward(self, values: Any, operands: Any) -> Any:
         self._refuse_moved(_plain(values), _plain(operands), [v.perturbed and _is_floating(v.value) for v in values])
         values, operands = _plain(values), _plain(operands)
-        live, trees = _Live([_is_floating(operand) for operand in operands]), list[Any]()
+        live, trees = _Participants([_is_floating(operand) for operand in operands]), list[Any]()
 
         def with_pull(*given: Any) -> _Values:
             out, pull, rest = jax.vjp(partial(self._parts, live, given), *live.pick(given), has_aux=True)
@@ -108,7 +108,7 @@ class CustomCall:
         flat = self.run(with_pull, operands, values)
         count, others, tree = trees[-1]
         results = self.body(values, operands)[0]
-        floating = _Live([_is_floating(result) for result in results])
+        floating = _Participants([_is_floating(result) for result in results])
         results = floating.fill(floating.others(flat[count : count + others], results), flat[:count])
         pull = jax.tree_util.tree_unflatten(tree, flat[count + others :])
         written, written_pull = self._written_pull(values, operands)
@@ -116,7 +116,7 @@ class CustomCall:
 
     def _written_pull(self, values: _Values, operands: _Values) -> tuple[_Values, Any]:
         whole, count = [*values, *operands], len(values)
-        live = _Live([_is_floating(value) for value in whole])
+        live = _Participants([_is_floating(value) for value in whole])
 
         def written(*given: Any) -> tuple[_Values, _Values]:
             filled = live.fill(whole, given)
@@ -130,7 +130,7 @@ class CustomCall:
         pull, written_pull, values, operands = residuals
         by_result, by_written = cotangents
         count = len(values)
-        live = _Live([_is_floating(value) for value in (*values, *operands)])
+        live = _Participants([_is_floating(value) for value in (*values, *operands)])
         total: _Values = [None] * (count + len(operands))
         incoming = [_instantiated(ct) for ct in by_result if _is_floating(ct)]
         _refuse_state(pull, incoming)
@@ -159,7 +159,7 @@ class CustomCall:
             )
 
 
-class _Live:
+class _Participants:
     """Which places of a list take part."""
 
     def __init__(self, is_live: Sequence[bool]) -> None:

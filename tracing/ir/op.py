@@ -60,7 +60,7 @@ class OpDef:
 OPS: dict[str, OpDef] = {}
 
 
-class Signature(NamedTuple):
+class BodySignature(NamedTuple):
     """What a body takes and what it gives."""
 
     takes: tuple[Type, ...]

@@ -12,7 +12,7 @@ import numpy as np
 
 from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.effects import Effect
-from dflow.tracing.ir.op import OPS, OpDef, Signature, op
+from dflow.tracing.ir.op import OPS, BodySignature, OpDef, op
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
 from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
@@ -117,7 +117,7 @@ def dev_copy(value: ArrayType, /, *, source: str) -> tuple[Type, ...]:
 
 @op("xla.call")
 def xla_call(
-    *operands: Type, donate: tuple[int, ...] = (), bodies: tuple[Signature, ...] = ()
+    *operands: Type, donate: tuple[int, ...] = (), bodies: tuple[BodySignature, ...] = ()
 ) -> tuple[Type, ...] | None:
     """Run the body as one XLA computation; its results are the body's.
 
@@ -129,9 +129,9 @@ def xla_call(
     return None
 
 
-def _check_taken(body: Signature, given: Sequence[Type]) -> None:
+def _check_taken(body: BodySignature, given: Sequence[Type]) -> None:
     if [*map(strong, given)] != [*map(strong, body.takes)]:
-        raise GraphTypeError(f"its body takes {body} and was given {Signature(tuple(given), ())}")
+        raise GraphTypeError(f"its body takes {body} and was given {BodySignature(tuple(given), ())}")
 
 
 def _check_given(what: str, given: Sequence[Type], wanted: Sequence[Type]) -> None:
@@ -155,7 +155,7 @@ def ctrl_cond(
     homes: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
     picks: tuple[int, ...] = (),
-    bodies: tuple[Signature, ...],
+    bodies: tuple[BodySignature, ...],
 ) -> tuple[Type, ...]:
     """Run the body whose number is `index`: the first for less than 0, the last for more than there are.
 
@@ -175,7 +175,7 @@ def ctrl_while(
     parallel: int = DEFAULT_PARALLEL_ITERATIONS,
     homes: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
-    bodies: tuple[Signature, ...],
+    bodies: tuple[BodySignature, ...],
 ) -> tuple[Type, ...]:
     """Run the second body as long as the first gives true. Its results replace the last `carry` operands.
 
@@ -201,7 +201,7 @@ def ctrl_scan(
     parallel: int = DEFAULT_PARALLEL_ITERATIONS,
     homes: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
-    bodies: tuple[Signature, ...],
+    bodies: tuple[BodySignature, ...],
 ) -> tuple[Type, ...]:
     """Run the body `length` times: the results are the last carry, and the stacked other results of each iteration.
 

@@ -29,8 +29,8 @@ from dflow.tracing.ir.types import HOST_HANDLES, ArrayType, RefType, TokenType, 
 from dflow.tracing.ir.wire_codecs import wire_p
 from dflow.tracing.jax_frontend import (
     Equation,
+    EquationOrigin,
     Jaxpr,
-    Origin,
     accesses,
     closed_parts,
     has_other_effects,
@@ -179,7 +179,7 @@ class _Builder:
         self,
         jaxpr: Jaxpr,
         operands: Sequence[Operand],
-        origin: Origin | None = None,
+        origin: EquationOrigin | None = None,
         names: Sequence[str | None] = (),
     ) -> list[Operand]:
         """Add the nodes of `jaxpr` applied to `operands`; its outputs.
@@ -204,7 +204,7 @@ class _Builder:
         return [operand(atom) for atom in jaxpr.outvars]
 
     def _add(
-        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
     ) -> Sequence[Operand]:
         primitive, params = equation.primitive, equation.params
         if primitive in (name_p, split_p):
@@ -244,7 +244,7 @@ class _Builder:
         return self._node(op, inputs, outputs, params, origin, next(iter(scopes), origin_of(equation).device))
 
     def _use_resource(
-        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
     ) -> list[Value]:
         attributes = dict(equation.params)
         ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")
@@ -255,7 +255,7 @@ class _Builder:
         return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
 
     def _control(
-        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
     ) -> list[Value]:
         """Control flow that may wait: a node whose bodies are graphs over the same state."""
         kind = equation.primitive.name
@@ -286,7 +286,7 @@ class _Builder:
         return self._node(control.op, operands, outputs, attributes, origin, None, bodies)
 
     def _discharged(
-        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: Origin
+        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
     ) -> list[Operand]:
         """Control flow with state: its variables read before it, a pure node, and updates after it."""
         border = _border(equation)
@@ -313,7 +313,7 @@ class _Builder:
             self._node(update, (self.refs[variable], value), [], {}, origin, None)
         return results[:count]
 
-    def _read(self, variable: Any, origin: Origin) -> Value:
+    def _read(self, variable: Any, origin: EquationOrigin) -> Value:
         ref = self.refs[variable]
         value = Value(self._fresh(ref.name), variable.type)
         self._node(ops.var_read, (ref,), [value], {}, origin, None)
@@ -325,7 +325,7 @@ class _Builder:
         inputs: Sequence[Operand],
         outputs: list[Value],
         attributes: Mapping[str, Any],
-        origin: Origin,
+        origin: EquationOrigin,
         device: str | None,
         bodies: tuple[Graph, ...] = (),
     ) -> list[Value]:

@@ -44,7 +44,7 @@ class _Watch(threading.local):
     names: dict[str, str] | None = None
 
 
-class _Ended:
+class _EndedWatches:
     """What was traced in watches that have ended while those of other threads had not.
 
     Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
@@ -73,7 +73,7 @@ class _Ended:
 
 
 _watch = _Watch()
-_ended = _Ended()
+_ended = _EndedWatches()
 _living = LivingTraces()
 #: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()

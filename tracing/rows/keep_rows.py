@@ -47,8 +47,8 @@ from dflow.tracing.rows.row_sums import carried_sums, of_rows, summed_over
 from dflow.tracing.rows.row_values import (
     Fill,
     Index,
-    Made,
     NotOfRowsError,
+    RowResult,
     Rowwise,
     Stored,
     computed_now,
@@ -214,7 +214,7 @@ class _Pass:
             return None
         if 0 in equation.params["broadcast_dimensions"]:
             return None
-        rest = Fill(operands[0]) if np.shape(operands[0]) == () else Made(equation, (operands[0],))
+        rest = Fill(operands[0]) if np.shape(operands[0]) == () else RowResult(equation, (operands[0],))
         return [Rowwise(equation, operands, rest)]
 
     def _update(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:

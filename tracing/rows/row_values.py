@@ -60,14 +60,14 @@ class Whole:
 
 
 @dataclass(frozen=True, eq=False)
-class Made:
+class RowResult:
     """The result of an equation for other rests; an operand without rows is an array."""
 
     equation: Equation
     operands: tuple[Any, ...]
 
 
-Rest: TypeAlias = Fill | Stored | Whole | Made
+Rest: TypeAlias = Fill | Stored | Whole | RowResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,10 +208,10 @@ def _key(rest: Rest, aval: Any) -> tuple[int, Any, Any]:
 
 def _rests_in(rest: Rest) -> list[tuple[Rest, Any]]:
     """The rests that one is made of, with the types of the arrays that hold them."""
-    if not isinstance(rest, Made):
+    if not isinstance(rest, RowResult):
         return []
     operands = zip(rest.operands, rest.equation.invars, strict=True)
-    return [(each, atom.aval) for each, atom in operands if isinstance(each, Fill | Stored | Whole | Made)]
+    return [(each, atom.aval) for each, atom in operands if isinstance(each, Fill | Stored | Whole | RowResult)]
 
 
 def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
@@ -223,10 +223,10 @@ def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
             return gather_p.bind(index.places, handle=variable.handle)
         case Whole(array):
             return jnp.asarray(array).at[index.places].get(mode="clip")
-        case Made(equation, operands):
+        case RowResult(equation, operands):
             inner = [
                 index.memo[_key(operand, atom.aval)][1]
-                if isinstance(operand, Fill | Stored | Whole | Made)
+                if isinstance(operand, Fill | Stored | Whole | RowResult)
                 else operand
                 for operand, atom in zip(operands, equation.invars, strict=True)
             ]
@@ -251,7 +251,9 @@ def made(equation: Equation, rests: Sequence[Any]) -> Rest:
     found = simple(equation, rests) if simple is not None else None
     if found is not None:
         return found
-    return _filled(equation, rests) if all(isinstance(rest, Fill) for rest in rests) else Made(equation, tuple(rests))
+    return (
+        _filled(equation, rests) if all(isinstance(rest, Fill) for rest in rests) else RowResult(equation, tuple(rests))
+    )
 
 
 def _filled(equation: Equation, rests: Sequence[Fill]) -> Fill:
@@ -317,7 +319,7 @@ def _convert(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     """A value that was made wider and is made what it was again."""
     (rest,) = rests
     dtype = equation.params["new_dtype"]
-    if not isinstance(rest, Made) or rest.equation.primitive.name != "convert_element_type":
+    if not isinstance(rest, RowResult) or rest.equation.primitive.name != "convert_element_type":
         return None
     was, between = rest.equation.invars[0].aval.dtype, rest.equation.outvars[0].aval.dtype
     is_wider = jnp.promote_types(was, between) == between and any(

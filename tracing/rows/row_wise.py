@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.jax_frontend import Equation
-from dflow.tracing.rows.row_values import Fill, Index, Made, Rowwise, Whole, is_zero, made, on_rows
+from dflow.tracing.rows.row_values import Fill, Index, RowResult, Rowwise, Whole, is_zero, made, on_rows
 
 #: JAX's ops that compute each element of the result from the elements at its place.
 ELEMENTWISE = frozenset(
@@ -176,7 +176,7 @@ def _reshaped(equation: Equation, operand: Rowwise) -> Rowwise:
 
 def _of_rows(equation: Equation, operand: Rowwise, keeps_rest: bool) -> Rowwise:
     """The result of an equation for each row, whose rest is the operand's if it keeps that."""
-    rest = operand.rest if keeps_rest else Made(equation, (operand.rest,))
+    rest = operand.rest if keeps_rest else RowResult(equation, (operand.rest,))
     rows = None if operand.index is None else on_rows(equation, [operand.rows], operand.rows.shape[0])
     return Rowwise(equation, [operand], rest, operand.index, rows)
 

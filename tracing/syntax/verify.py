@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from dflow.tracing.errors import DflowError, VerifyError
 from dflow.tracing.ir.graph import Graph, Node, Value
-from dflow.tracing.ir.op import Signature
+from dflow.tracing.ir.op import BodySignature
 from dflow.tracing.ir.types import ArrayType, TokenType, Type, array_type_of, strong
 from dflow.tracing.jax_frontend import make_jaxpr
 from dflow.tracing.jaxprs.attributes import bind_node, has_body_rule, opaque_attribute
@@ -25,7 +25,7 @@ from dflow.tracing.syntax.text import marked
 
 def verify(graph: Graph) -> None:
     """Return if `graph` keeps the rules above; else raise VerifyError, which names the node and quotes the graph."""
-    seen = _Seen(graph)
+    seen = _DefinedValues(graph)
     for node in graph.nodes:
         seen.check(node)
     for output in graph.outputs:
@@ -35,7 +35,7 @@ def verify(graph: Graph) -> None:
             raise VerifyError(f"the graph gives %{output.name}, which nothing defines")
 
 
-class _Seen:
+class _DefinedValues:
     """The values defined above the current node, and the checks of that node."""
 
     def __init__(self, graph: Graph) -> None:
@@ -103,12 +103,12 @@ def _result_types(node: Node) -> Sequence[Type] | None:
     return inferred if inferred is None or inferred else (TokenType(),)
 
 
-def _signatures(node: Node) -> Mapping[str, tuple[Signature, ...]]:
+def _signatures(node: Node) -> Mapping[str, tuple[BodySignature, ...]]:
     """The types of a node's bodies, which must be well formed, as the op's rule is given them."""
     for body in node.bodies:
         verify(body)
     given = tuple(
-        Signature(tuple(value.type for value in body.inputs), tuple(output.type for output in body.outputs))
+        BodySignature(tuple(value.type for value in body.inputs), tuple(output.type for output in body.outputs))
         for body in node.bodies
     )
     return {"bodies": given} if given else {}

@@ -11,7 +11,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dflow.distributed.coordinator.coordinator import FEW
-from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, Reply, Started, Ticked, Told
+from dflow.distributed.coordinator.coordinator_events import (
+    Asked,
+    Broadcast,
+    Command,
+    SendReply,
+    Started,
+    Ticked,
+    Told,
+)
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.large_message import RosterPacker, pack
@@ -110,7 +118,7 @@ class _Stream:
     def _send(self, commands: Iterable[Command]) -> None:
         for command in commands:
             match command:
-                case Reply(_, reply):
+                case SendReply(_, reply):
                     self._count(1, *(self._rosters.pack(reply) if isinstance(reply, Roster) else pack(reply)))
                 case Broadcast(peers, news):
                     self._count(len(peers), *pack(news, goes_to_many=len(peers) > FEW))

@@ -31,16 +31,16 @@ MIN_SECRET_BYTES = 32
 _LABEL = b"dflow shared secret, 1"
 
 
-class Role(enum.Enum):
+class Side(enum.Enum):
     """A side of the connection."""
 
     CONNECTOR = b"connector"
     LISTENER = b"listener"
 
     @property
-    def other(self) -> Role:
+    def other(self) -> Side:
         """The other side."""
-        return Role.LISTENER if self is Role.CONNECTOR else Role.CONNECTOR
+        return Side.LISTENER if self is Side.CONNECTOR else Side.CONNECTOR
 
 
 class Challenge:
@@ -51,7 +51,7 @@ class Challenge:
     raises     SecurityError when the secret is too short
     """
 
-    def __init__(self, role: Role, *, secret: bytes, nonce: bytes, binding: bytes) -> None:
+    def __init__(self, role: Side, *, secret: bytes, nonce: bytes, binding: bytes) -> None:
         require_long(secret)
         if len(nonce) != MESSAGE_BYTES:
             raise InternalError(f"a nonce of {len(nonce)} bytes where {MESSAGE_BYTES} are due")
@@ -64,7 +64,7 @@ class Challenge:
 
     def begin(self) -> list[bytes]:
         """Return the messages to send first: the nonce for the connector, none for the listener."""
-        return [self._nonces[self._role]] if self._role is Role.CONNECTOR else []
+        return [self._nonces[self._role]] if self._role is Side.CONNECTOR else []
 
     def receive(self, message: bytes) -> list[bytes]:
         """Take the other side's next message and return the messages to send; raises SecurityError if it is invalid."""
@@ -81,7 +81,7 @@ class Challenge:
         if nonce == self._nonces[self._role]:
             raise SecurityError("the other side sent this side's own nonce back")
         self._nonces[self._role.other] = nonce
-        return [self._nonces[self._role] if self._role is Role.LISTENER else self._proof(self._role)]
+        return [self._nonces[self._role] if self._role is Side.LISTENER else self._proof(self._role)]
 
     def _proved(self, proof: bytes) -> list[bytes]:
         if not hmac.compare_digest(proof, self._proof(self._role.other)):
@@ -90,10 +90,10 @@ class Challenge:
                 "give both the same file as DFLOW_SECRET_FILE"
             )
         self.done = True
-        return [self._proof(self._role)] if self._role is Role.LISTENER else []
+        return [self._proof(self._role)] if self._role is Side.LISTENER else []
 
-    def _proof(self, prover: Role) -> bytes:
-        nonces = (self._nonces[Role.CONNECTOR], self._nonces[Role.LISTENER])
+    def _proof(self, prover: Side) -> bytes:
+        nonces = (self._nonces[Side.CONNECTOR], self._nonces[Side.LISTENER])
         text = covered([_LABEL, prover.value, self._binding, *nonces])
         return hmac.new(self._secret, text, hashlib.sha256).digest()
 

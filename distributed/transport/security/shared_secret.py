@@ -19,7 +19,7 @@ from pathlib import Path
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
 from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.security.certificates import self_signed
-from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, Challenge, Role, require_long
+from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, Challenge, Side, require_long
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.private_files import read_private
 from dflow.distributed.transport.security.tls_stream import TlsStream, tls_context
@@ -65,7 +65,7 @@ class SharedSecret(SecurityPolicy):
         stream.shake_hands(deadline)
         certificate = self._server_certificate if is_server else stream.certificate()
         machine = Challenge(
-            Role.LISTENER if is_server else Role.CONNECTOR,
+            Side.LISTENER if is_server else Side.CONNECTOR,
             secret=self._secret,
             nonce=secrets.token_bytes(MESSAGE_BYTES),
             binding=hashlib.sha256(certificate).digest(),

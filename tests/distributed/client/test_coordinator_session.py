@@ -23,7 +23,7 @@ from dflow.distributed.client.coordinator_session import (
     Opened,
     OpenFailed,
     OpenLink,
-    Send,
+    SendRequest,
     SessionCommand,
     SessionEvent,
     SessionSettings,
@@ -42,7 +42,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Event,
     PeerClosed,
     Persist,
-    Reply,
+    SendReply,
     Started,
     Ticked,
     Told,
@@ -75,7 +75,7 @@ def joined(**rest: object) -> CoordinatorSession:
     """A session that is a task over the link 1."""
     made = session(**rest)
     made.handle(Opened(0.0, 1))
-    assert made.handle(Asking(0.0, 1, Join(WORKER0, "h:0"))) == [Send(1, 1, JOIN)]
+    assert made.handle(Asking(0.0, 1, Join(WORKER0, "h:0"))) == [SendRequest(1, 1, JOIN)]
     assert made.handle(Answered(0.0, 1, 1, ROSTER)) == [ShowRoster(ROSTER), Settle(1, ROSTER)]
     return made
 
@@ -83,14 +83,14 @@ def joined(**rest: object) -> CoordinatorSession:
 def test_asks_wait_for_a_link_and_for_the_join() -> None:
     made = session()
     assert made.handle(Asking(0.0, 1, GetStatus())) == []
-    assert made.handle(Opened(0.0, 1)) == [Send(1, 1, GetStatus())]
-    assert made.handle(Asking(0.0, 2, Join(WORKER0, "h:0"))) == [Send(1, 2, JOIN)]
+    assert made.handle(Opened(0.0, 1)) == [SendRequest(1, 1, GetStatus())]
+    assert made.handle(Asking(0.0, 2, Join(WORKER0, "h:0"))) == [SendRequest(1, 2, JOIN)]
     assert made.handle(Asking(0.0, 3, ElectOnce("init", WORKER0))) == []
     assert made.handle(Answered(0.0, 1, 2, ROSTER)) == [
         ShowRoster(ROSTER),
         Settle(2, ROSTER),
-        Send(1, 1, GetStatus()),
-        Send(1, 3, ElectOnce("init", WORKER0)),
+        SendRequest(1, 1, GetStatus()),
+        SendRequest(1, 3, ElectOnce("init", WORKER0)),
     ]
 
 
@@ -103,11 +103,11 @@ def test_after_a_loss_the_task_comes_back_first_and_then_asks_again_in_order() -
     assert made.handle(Asking(1.0, 4, GetStatus())) == []
     assert made.wake_at_s is not None
     assert made.handle(Woke(made.wake_at_s)) == [OpenLink()]
-    assert made.handle(Opened(2.0, 2)) == [Send(2, REJOIN, Join(WORKER0, "h:0", "life", "blue", 1))]
+    assert made.handle(Opened(2.0, 2)) == [SendRequest(2, REJOIN, Join(WORKER0, "h:0", "life", "blue", 1))]
     assert made.handle(Answered(2.0, 2, REJOIN, ROSTER)) == [
         Warn("the connection to the coordinator at c:1 is back after 1.0 s"),
-        Send(2, 3, ElectOnce("b", WORKER0)),
-        Send(2, 4, GetStatus()),
+        SendRequest(2, 3, ElectOnce("b", WORKER0)),
+        SendRequest(2, 4, GetStatus()),
     ]
     assert made.handle(Answered(2.0, 1, 3, Elected(False))) == [], "an answer over a link that has ended"
     assert made.handle(Answered(2.0, 2, 3, Elected(False))) == [Settle(3, Elected(False))]
@@ -119,7 +119,7 @@ def test_a_join_that_was_not_answered_is_asked_again_as_the_same() -> None:
     made.handle(Asking(0.0, 1, Join(WORKER0, "h:0")))
     made.handle(LinkEnded(0.0, 1, "reset"))
     made.handle(Woke(1.0))
-    assert made.handle(Opened(1.0, 2)) == [Send(2, 1, JOIN)]
+    assert made.handle(Opened(1.0, 2)) == [SendRequest(2, 1, JOIN)]
     assert Settle(1, ROSTER) in made.handle(Answered(1.0, 2, 1, ROSTER))
 
 
@@ -131,7 +131,7 @@ def test_a_link_over_which_a_join_is_not_answered_is_dead() -> None:
     assert made.handle(Woke(10.9)) == []
     assert made.handle(Woke(11.0)) == [EndLink(1, "a Join was not answered")]
     assert made.handle(Woke(12.0)) == [OpenLink()]
-    assert made.handle(Opened(12.0, 2)) == [Send(2, 1, JOIN)]
+    assert made.handle(Opened(12.0, 2)) == [SendRequest(2, 1, JOIN)]
     assert made.wake_at_s == 22.0
     made.handle(Answered(13.0, 2, 1, ROSTER))
     assert made.wake_at_s is None
@@ -140,25 +140,25 @@ def test_a_link_over_which_a_join_is_not_answered_is_dead() -> None:
 def test_a_claim_has_its_number_and_that_of_the_last_one_whose_answer_was_seen() -> None:
     made = joined()
     claim = ClaimSteps("run", WORKER0, 9, 0)
-    assert made.handle(Asking(0.0, 2, claim)) == [Send(1, 2, ClaimSteps("run", WORKER0, 9, 2, 0))]
+    assert made.handle(Asking(0.0, 2, claim)) == [SendRequest(1, 2, ClaimSteps("run", WORKER0, 9, 2, 0))]
     made.handle(Answered(0.0, 1, 2, Claimed(0, 2)))
-    assert made.handle(Asking(0.0, 5, claim)) == [Send(1, 5, ClaimSteps("run", WORKER0, 9, 5, 2))]
+    assert made.handle(Asking(0.0, 5, claim)) == [SendRequest(1, 5, ClaimSteps("run", WORKER0, 9, 5, 2))]
     made.handle(Withdrawn(0.0, 5))
     assert made.handle(Answered(0.0, 1, 5, Claimed(2, 2))) == []
-    assert made.handle(Asking(0.0, 6, claim)) == [Send(1, 6, ClaimSteps("run", WORKER0, 9, 6, 2))]
+    assert made.handle(Asking(0.0, 6, claim)) == [SendRequest(1, 6, ClaimSteps("run", WORKER0, 9, 6, 2))]
     assert made.handle(Asking(0.0, 7, ClaimSteps("other", WORKER0, 9, 0))) == [
-        Send(1, 7, ClaimSteps("other", WORKER0, 9, 7, 0))
+        SendRequest(1, 7, ClaimSteps("other", WORKER0, 9, 7, 0))
     ]
 
 
 def test_an_arrival_at_a_barrier_keeps_its_number_when_it_is_asked_again() -> None:
     made = joined()
     arrival = AwaitBarrier("b", WORKER0, 7, 5.0)
-    assert made.handle(Asking(0.0, 7, AwaitBarrier("b", WORKER0, 0, 5.0))) == [Send(1, 7, arrival)]
+    assert made.handle(Asking(0.0, 7, AwaitBarrier("b", WORKER0, 0, 5.0))) == [SendRequest(1, 7, arrival)]
     made.handle(LinkEnded(0.0, 1, "reset"))
     made.handle(Woke(1.0))
     made.handle(Opened(1.0, 2))
-    assert made.handle(Answered(1.0, 2, REJOIN, ROSTER))[1:] == [Send(2, 7, arrival)]
+    assert made.handle(Answered(1.0, 2, REJOIN, ROSTER))[1:] == [SendRequest(2, 7, arrival)]
 
 
 def test_pauses_grow_to_the_longest_differ_by_incarnation_and_begin_anew_after_an_answer() -> None:
@@ -230,7 +230,7 @@ def test_one_that_holds_variables_joins_anew_when_it_was_given_up_but_in_no_othe
     made.handle(Woke(1.0))
     made.handle(Opened(1.0, 2))
     assert made.handle(Answered(1.0, 2, REJOIN, Failure("TaskLost", "it left"))) == [
-        Send(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue", 1))
+        SendRequest(2, REJOIN, Join(WORKER0, "h:0", "life.2", "blue", 1))
     ]
     [*_, gave_up] = made.handle(Answered(1.0, 2, REJOIN, Failure("ConfigError", "another cluster")))
     assert isinstance(gave_up, GaveUp)
@@ -266,7 +266,7 @@ def test_a_refused_join_is_the_programs_and_the_link_stays() -> None:
     made.handle(Asking(0.0, 1, Join(WORKER0, "h:0")))
     refusal = Failure("RemoteError", "already live")
     assert made.handle(Answered(0.0, 1, 1, refusal)) == [Settle(1, refusal)]
-    assert made.handle(Asking(0.0, 2, GetStatus())) == [Send(1, 2, GetStatus())]
+    assert made.handle(Asking(0.0, 2, GetStatus())) == [SendRequest(1, 2, GetStatus())]
 
 
 def test_the_end_says_leave_and_settles_what_is_open() -> None:
@@ -369,7 +369,7 @@ class LossyWorld:
 
     def carry_out(self, command: Command) -> None:
         match command:
-            case Reply(ask, message):
+            case SendReply(ask, message):
                 wire, number = self.asks.pop(ask)
                 if self.wires[wire].is_open:
                     self.wires[wire].down.append((number, message))
@@ -391,7 +391,7 @@ class LossyWorld:
         match command:
             case OpenLink():
                 self.opening.append(index)
-            case Send(link, ask, message):
+            case SendRequest(link, ask, message):
                 self.wires[link].up.append((ask, message))
             case Tell(link, message):
                 self.wires[link].up.append((-1, message))

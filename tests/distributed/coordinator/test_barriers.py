@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_events import Reply
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
@@ -46,12 +46,12 @@ class Room:
         apply_changes(self.rows, self.records.take_changes())
         self.make()
 
-    def arrive(self, ask: int, task: str, at_s: float = 0.0, life: int = 0, **rest: object) -> list[Reply]:
+    def arrive(self, ask: int, task: str, at_s: float = 0.0, life: int = 0, **rest: object) -> list[SendReply]:
         request = AwaitBarrier("b", task, ask, 10.0, **rest)  # type: ignore[arg-type]
         return self.barriers.arrive(at_s, ask, life, request, "worker")
 
 
-def text(reply: Reply) -> str:
+def text(reply: SendReply) -> str:
     assert isinstance(reply.message, Failure)
     return f"{reply.message.kind}: {reply.message.text}"
 
@@ -61,12 +61,12 @@ def test_all_go_when_the_last_has_come_and_are_told_the_same() -> None:
     assert room.arrive(1, B) == []
     assert room.arrive(2, A) == []
     passed = BarrierPassed(1, 7, (A, B, C))
-    assert room.arrive(3, C) == [Reply(1, passed), Reply(2, passed), Reply(3, passed)]
+    assert room.arrive(3, C) == [SendReply(1, passed), SendReply(2, passed), SendReply(3, passed)]
     assert room.barriers.waiting() == {}
     room.version = 8
     assert room.arrive(4, A) == []
     assert room.arrive(5, B) == []
-    assert room.arrive(6, C)[0] == Reply(4, BarrierPassed(2, 8, (A, B, C)))
+    assert room.arrive(6, C)[0] == SendReply(4, BarrierPassed(2, 8, (A, B, C)))
 
 
 def test_one_that_leaves_is_waited_for_no_longer() -> None:
@@ -74,8 +74,8 @@ def test_one_that_leaves_is_waited_for_no_longer() -> None:
     room.arrive(1, A)
     room.arrive(2, B)
     assert room.barriers.leave(C, "worker:2 has left: killed") == [
-        Reply(1, BarrierPassed(1, 7, (A, B))),
-        Reply(2, BarrierPassed(1, 7, (A, B))),
+        SendReply(1, BarrierPassed(1, 7, (A, B))),
+        SendReply(2, BarrierPassed(1, 7, (A, B))),
     ]
 
 
@@ -85,7 +85,10 @@ def test_one_that_waits_and_leaves_is_answered_and_the_others_wait_on() -> None:
     room.arrive(2, B)
     [gone] = room.barriers.leave(A, "worker:0 has left: killed")
     assert (gone.ask, text(gone)) == (1, "TaskLost: worker:0 has left: killed")
-    assert room.arrive(3, C) == [Reply(2, BarrierPassed(1, 7, (B, C))), Reply(3, BarrierPassed(1, 7, (B, C)))]
+    assert room.arrive(3, C) == [
+        SendReply(2, BarrierPassed(1, 7, (B, C))),
+        SendReply(3, BarrierPassed(1, 7, (B, C))),
+    ]
 
 
 def test_one_that_leaves_fails_the_barrier_when_an_arrival_asked_for_that() -> None:
@@ -97,7 +100,7 @@ def test_one_that_leaves_fails_the_barrier_when_an_arrival_asked_for_that() -> N
     assert text(failed[0]) == "TaskLost: barrier 'b' has failed, since a member is lost: worker:2 has left: killed"
     room.tasks = [A, B]
     room.arrive(3, A)
-    assert room.arrive(4, B)[1] == Reply(4, BarrierPassed(2, 7, (A, B)))
+    assert room.arrive(4, B)[1] == SendReply(4, BarrierPassed(2, 7, (A, B)))
 
 
 def test_a_barrier_is_forgotten_when_nobody_can_ask_again_about_an_arrival() -> None:
@@ -111,7 +114,7 @@ def test_a_barrier_is_forgotten_when_nobody_can_ask_again_about_an_arrival() -> 
     assert [key for key in room.rows if key.startswith("barrier/")] == []
     room.make()
     room.arrive(3, A, at_s=100.0)
-    assert room.arrive(4, B, at_s=100.0)[0] == Reply(3, BarrierPassed(2, 7, (A, B)))
+    assert room.arrive(4, B, at_s=100.0)[0] == SendReply(3, BarrierPassed(2, 7, (A, B)))
 
 
 def test_a_barrier_at_which_somebody_waits_is_not_forgotten() -> None:
@@ -124,7 +127,7 @@ def test_a_barrier_at_which_somebody_waits_is_not_forgotten() -> None:
     room.restart()
     room.barriers.tick(75.0 + ASKED_AGAIN_S)
     assert room.arrive(3, A, at_s=75.0 + ASKED_AGAIN_S) == []
-    assert room.arrive(4, B, at_s=75.0 + ASKED_AGAIN_S)[0] == Reply(3, BarrierPassed(2, 7, (A, B)))
+    assert room.arrive(4, B, at_s=75.0 + ASKED_AGAIN_S)[0] == SendReply(3, BarrierPassed(2, 7, (A, B)))
 
 
 def test_one_that_joins_meanwhile_waits_for_the_next_time() -> None:
@@ -132,9 +135,12 @@ def test_one_that_joins_meanwhile_waits_for_the_next_time() -> None:
     room.arrive(1, A)
     room.tasks, room.version = [A, B, C], 8
     assert room.arrive(2, C) == []
-    assert room.arrive(3, B) == [Reply(1, BarrierPassed(1, 7, (A, B))), Reply(3, BarrierPassed(1, 7, (A, B)))]
+    assert room.arrive(3, B) == [
+        SendReply(1, BarrierPassed(1, 7, (A, B))),
+        SendReply(3, BarrierPassed(1, 7, (A, B))),
+    ]
     assert room.arrive(4, A) == []
-    assert room.arrive(5, B)[-1] == Reply(5, BarrierPassed(2, 8, (A, B, C)))
+    assert room.arrive(5, B)[-1] == SendReply(5, BarrierPassed(2, 8, (A, B, C)))
 
 
 def test_a_task_started_anew_is_another_than_the_member_that_left() -> None:
@@ -158,7 +164,7 @@ def test_one_that_waited_for_too_long_is_told_who_is_missing() -> None:
     assert [reply.ask for reply in room.barriers.tick(15.0)] == [2]
     assert [reply.ask for reply in room.barriers.tick(21.0)] == [3]
     room.tasks = [A]
-    assert room.arrive(4, A) == [Reply(4, BarrierPassed(2, 7, (A,)))], "nobody waited in the first generation"
+    assert room.arrive(4, A) == [SendReply(4, BarrierPassed(2, 7, (A,)))], "nobody waited in the first generation"
 
 
 def test_one_that_came_too_late_is_told_so_when_it_waited_in_vain() -> None:
@@ -184,10 +190,10 @@ def test_an_arrival_asked_again_takes_the_place_of_the_first_or_is_told_that_it_
     [overtaken] = room.arrive(1, A)
     assert text(overtaken) == "RemoteError: worker:0 has come to barrier 'b' again"
     passed = BarrierPassed(1, 7, (A, B))
-    assert room.arrive(2, B) == [Reply(1, passed), Reply(2, passed)]
-    assert room.arrive(1, A) == [Reply(1, passed)]
+    assert room.arrive(2, B) == [SendReply(1, passed), SendReply(2, passed)]
+    assert room.arrive(1, A) == [SendReply(1, passed)]
     assert room.arrive(3, A) == []
-    assert room.arrive(2, B) == [Reply(2, passed)], "the other has come again, and not this one"
+    assert room.arrive(2, B) == [SendReply(2, passed)], "the other has come again, and not this one"
 
 
 def test_a_barrier_outlives_the_coordinator_with_the_members_it_began_with() -> None:
@@ -197,9 +203,9 @@ def test_a_barrier_outlives_the_coordinator_with_the_members_it_began_with() -> 
     room.restart()
     assert room.arrive(2, B) == []
     passed = BarrierPassed(1, 7, (A, B))
-    assert room.arrive(1, A) == [Reply(2, passed), Reply(1, passed)]
+    assert room.arrive(1, A) == [SendReply(2, passed), SendReply(1, passed)]
     room.restart()
-    assert room.arrive(1, A) == [Reply(1, passed)]
+    assert room.arrive(1, A) == [SendReply(1, passed)]
 
 
 class RandomRoom(RuleBasedStateMachine):
@@ -216,7 +222,7 @@ class RandomRoom(RuleBasedStateMachine):
         self.told: dict[int, BarrierPassed] = {}
         self.passed: set[tuple[str, int]] = set()
 
-    def take(self, replies: list[Reply]) -> None:
+    def take(self, replies: list[SendReply]) -> None:
         for reply in replies:
             task, _, until_s = self.open.pop(reply.ask)
             if isinstance(reply.message, BarrierPassed):

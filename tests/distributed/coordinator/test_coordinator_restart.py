@@ -14,7 +14,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Event,
     PeerClosed,
     Persist,
-    Reply,
+    SendReply,
     Started,
     Ticked,
     Told,
@@ -78,12 +78,12 @@ class World:
                 assert command is commands[0]
                 if death != BEFORE_WRITE:
                     apply_changes(self.rows, command.changes)
-            elif isinstance(command, Reply) and death not in (BEFORE_WRITE, AFTER_WRITE):
+            elif isinstance(command, SendReply) and death not in (BEFORE_WRITE, AFTER_WRITE):
                 self.answered(command)
         if death != STAYS:
             self.restart()
 
-    def answered(self, reply: Reply) -> None:
+    def answered(self, reply: SendReply) -> None:
         for client in self.clients.values():
             if reply.ask in client.open:
                 asked = client.open.pop(reply.ask)

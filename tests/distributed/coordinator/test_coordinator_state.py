@@ -13,7 +13,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Log,
     PeerClosed,
     Persist,
-    Reply,
+    SendReply,
     Ticked,
     Told,
 )
@@ -40,12 +40,12 @@ def cluster() -> CoordinatorState:
     return state
 
 
-def replies(commands: Iterable[Command]) -> list[Reply]:
-    return [command for command in commands if isinstance(command, Reply)]
+def replies(commands: Iterable[Command]) -> list[SendReply]:
+    return [command for command in commands if isinstance(command, SendReply)]
 
 
 def answer(commands: Iterable[Command], ask: int) -> Message:
-    [message] = [command.message for command in commands if isinstance(command, Reply) and command.ask == ask]
+    [message] = [command.message for command in commands if isinstance(command, SendReply) and command.ask == ask]
     return message
 
 
@@ -67,7 +67,7 @@ def test_a_join_is_answered_by_the_roster_and_told_to_all() -> None:
 def test_a_join_that_is_refused_is_told_to_nobody() -> None:
     state = cluster()
     [reply] = state.handle(Asked(1.0, 12, 2, Join(WORKER0, "h:9")))
-    assert isinstance(reply, Reply)
+    assert isinstance(reply, SendReply)
     assert isinstance(reply.message, Failure)
     assert "already live at h:0" in reply.message.text
     refusal = answer(state.handle(Asked(1.0, 12, 3, Join("worker0", "h:9"))), 3)
@@ -162,7 +162,7 @@ def test_one_that_closes_says_so_without_waiting_for_an_answer() -> None:
 def test_what_has_to_last_comes_before_all_that_follows_from_it() -> None:
     state = CoordinatorState({"worker": 2})
     commands = state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
-    assert [type(command) for command in commands] == [Persist, Reply, Broadcast]
+    assert [type(command) for command in commands] == [Persist, SendReply, Broadcast]
 
 
 def test_nothing_is_written_for_heartbeats_traffic_ticks_and_questions() -> None:
@@ -294,7 +294,7 @@ def test_each_ask_is_answered_once_and_none_is_left_when_all_have_gone(
     state = CoordinatorState({"ps": 1, "worker": 2})
     script = [*events(happenings), Ticked(1000.0)]
     commands = [command for event in script for command in state.handle(event)]
-    answered = sorted(command.ask for command in commands if isinstance(command, Reply))
+    answered = sorted(command.ask for command in commands if isinstance(command, SendReply))
     assert answered == [event.ask for event in script if isinstance(event, Asked)]
 
 

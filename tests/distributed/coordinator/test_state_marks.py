@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_events import Asked, Command, Log, Persist, Reply, Started
+from dflow.distributed.coordinator.coordinator_events import Asked, Command, Log, Persist, SendReply, Started
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, DurableRecords, apply_changes
@@ -81,7 +81,7 @@ class Disk:
 
     def ask(self, peer: int, message: Message) -> Message:
         [answer] = [
-            command.message for command in self.handle(Asked(0.0, peer, 1, message)) if isinstance(command, Reply)
+            command.message for command in self.handle(Asked(0.0, peer, 1, message)) if isinstance(command, SendReply)
         ]
         return answer
 

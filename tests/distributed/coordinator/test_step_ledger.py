@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dflow.distributed.coordinator.coordinator_events import Reply
+from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure
@@ -25,18 +25,18 @@ class Numbered:
         self.open: dict[int, tuple[str, int]] = {}
         self.seen: dict[str, int] = {}
 
-    def claim(self, ask: int, claim: ClaimSteps) -> list[Reply]:
+    def claim(self, ask: int, claim: ClaimSteps) -> list[SendReply]:
         self.number += 1
         self.open[ask] = claim.task, self.number
         numbered = msgspec.structs.replace(claim, number=self.number, last=self.seen.get(claim.task, 0))
         return self.noted(self.ledger.claim(ask, numbered))
 
-    def leave(self, left: dict[str, str]) -> list[Reply]:
+    def leave(self, left: dict[str, str]) -> list[SendReply]:
         for task in left:
             self.seen.pop(task, None)
         return self.noted(self.ledger.leave(left))
 
-    def noted(self, replies: list[Reply]) -> list[Reply]:
+    def noted(self, replies: list[SendReply]) -> list[SendReply]:
         for reply in replies:
             task, number = self.open.pop(reply.ask)
             if isinstance(reply.message, Claimed):
@@ -61,9 +61,9 @@ def test_one_worker_gets_the_steps_in_order() -> None:
 
 def test_claims_are_smaller_with_more_workers() -> None:
     ledger = Numbered()
-    assert ledger.claim(*asked(1, A)) == [Reply(1, Claimed(0, 16))]
-    assert ledger.claim(*asked(2, B)) == [Reply(2, Claimed(16, 84 // 8))]
-    assert ledger.claim(*asked(3, C)) == [Reply(3, Claimed(26, 74 // 12))]
+    assert ledger.claim(*asked(1, A)) == [SendReply(1, Claimed(0, 16))]
+    assert ledger.claim(*asked(2, B)) == [SendReply(2, Claimed(16, 84 // 8))]
+    assert ledger.claim(*asked(3, C)) == [SendReply(3, Claimed(26, 74 // 12))]
 
 
 def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
@@ -71,20 +71,20 @@ def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
     ledger.claim(*asked(1, A))
     ledger.claim(*asked(2, B))
     ledger.leave({A: "killed"})
-    assert ledger.claim(*asked(3, B, done=10)) == [Reply(3, Claimed(0, 16))]
+    assert ledger.claim(*asked(3, B, done=10)) == [SendReply(3, Claimed(0, 16))]
 
 
 def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
-    assert ledger.claim(*asked(2, A, done=5)) == [Reply(2, Claimed(5, 16))]
+    assert ledger.claim(*asked(2, A, done=5)) == [SendReply(2, Claimed(5, 16))]
 
 
 def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A, total=1))
     assert ledger.claim(*asked(2, B, total=1)) == []
-    assert ledger.leave({A: "killed"}) == [Reply(2, Claimed(0, 1))]
+    assert ledger.leave({A: "killed"}) == [SendReply(2, Claimed(0, 1))]
 
 
 def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
@@ -93,14 +93,14 @@ def test_all_who_wait_are_told_when_the_run_is_complete() -> None:
     ledger.claim(*asked(2, B, total=1))
     ledger.claim(*asked(3, C, total=1))
     replies = ledger.claim(*asked(4, A, done=1, total=1))
-    assert replies == [Reply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
+    assert replies == [SendReply(ask, Claimed(1, 0)) for ask in (2, 3, 4)]
 
 
 def test_a_worker_that_leaves_while_it_waits_is_answered() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A, total=1))
     ledger.claim(*asked(2, B, total=1))
-    assert ledger.leave({B: "reset"}) == [Reply(2, Failure("TaskLost", "worker:1 has left: reset"))]
+    assert ledger.leave({B: "reset"}) == [SendReply(2, Failure("TaskLost", "worker:1 has left: reset"))]
 
 
 def test_of_those_that_leave_together_none_is_given_what_another_gives_back() -> None:
@@ -109,7 +109,10 @@ def test_of_those_that_leave_together_none_is_given_what_another_gives_back() ->
     ledger.claim(*asked(2, B, total=1))
     ledger.claim(*asked(3, C, total=1))
     replies = ledger.ledger.leave({A: "killed", B: "killed"})
-    assert replies == [Reply(2, Failure("TaskLost", "worker:1 has left: killed")), Reply(3, Claimed(0, 1))]
+    assert replies == [
+        SendReply(2, Failure("TaskLost", "worker:1 has left: killed")),
+        SendReply(3, Claimed(0, 1)),
+    ]
 
 
 def numbered(
@@ -125,8 +128,8 @@ def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_ba
     ledger.leave({A: "killed"})
     again = ledger.claim(*numbered(3, B, 1))
     assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
-    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [Reply(4, Claimed(0, 16))]
-    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [Reply(5, Claimed(0, 16))]
+    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 16))]
+    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 16))]
     assert ledger.steps_done == ledger.workers()[1].steps == 10
 
 
@@ -137,14 +140,14 @@ def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_firs
     [first] = ledger.claim(*numbered(3, B, 1, total=1))
     assert isinstance(first.message, Failure)
     assert (first.ask, first.message.text) == (2, "worker:1 has sent this claim again")
-    assert ledger.leave({A: "killed"}) == [Reply(3, Claimed(0, 1))]
+    assert ledger.leave({A: "killed"}) == [SendReply(3, Claimed(0, 1))]
 
 
 def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
     ledger = StepLedger()
     ledger.claim(*numbered(1, A, 1))
     ledger.claim(*numbered(2, A, 2, 1, 16))
-    assert ledger.claim(*numbered(3, A, 3, 1, 16)) == [Reply(3, Claimed(16, 16))]
+    assert ledger.claim(*numbered(3, A, 3, 1, 16)) == [SendReply(3, Claimed(16, 16))]
     assert ledger.steps_done == 16
 
 
@@ -193,10 +196,10 @@ def test_a_worker_that_wants_no_more_is_answered_at_once_and_the_others_get_its_
     ledger = Numbered()
     ledger.claim(*asked(1, A, total=3))
     ledger.claim(*asked(2, B, total=3))
-    assert ledger.claim(*asked(3, C, total=3)) == [Reply(3, Claimed(2, 1))]
+    assert ledger.claim(*asked(3, C, total=3)) == [SendReply(3, Claimed(2, 1))]
     assert ledger.claim(*asked(4, C, total=3, done=1)) == []
     replies = ledger.claim(*asked(5, A, total=3, more=False))
-    assert replies == [Reply(5, Claimed(0, 0)), Reply(4, Claimed(0, 1))]
+    assert replies == [SendReply(5, Claimed(0, 0)), SendReply(4, Claimed(0, 1))]
     assert ledger.ledger.steps_done == 1
 
 
@@ -204,10 +207,10 @@ def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_sha
     ledger = Numbered()
     ledger.claim(*asked(1, A))
     ledger.claim(*asked(2, B))
-    assert ledger.claim(*asked(3, A, done=5, more=False)) == [Reply(3, Claimed(0, 0))]
+    assert ledger.claim(*asked(3, A, done=5, more=False)) == [SendReply(3, Claimed(0, 0))]
     assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
-    assert ledger.claim(*asked(4, B, done=10)) == [Reply(4, Claimed(5, 11))]
-    assert ledger.claim(*asked(5, B, done=11)) == [Reply(5, Claimed(26, 16))]
+    assert ledger.claim(*asked(4, B, done=10)) == [SendReply(4, Claimed(5, 11))]
+    assert ledger.claim(*asked(5, B, done=11)) == [SendReply(5, Claimed(26, 16))]
 
 
 def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
@@ -217,9 +220,9 @@ def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
     [refused, stopped] = ledger.claim(*asked(3, B, total=1, more=False))
     assert refused.ask == 2
     assert isinstance(refused.message, Failure)
-    assert stopped == Reply(3, Claimed(0, 0))
-    assert ledger.claim(*asked(4, A, total=1, more=False)) == [Reply(4, Claimed(0, 0))]
-    assert ledger.claim(*asked(5, B, total=1)) == [Reply(5, Claimed(0, 1))]
+    assert stopped == SendReply(3, Claimed(0, 0))
+    assert ledger.claim(*asked(4, A, total=1, more=False)) == [SendReply(4, Claimed(0, 0))]
+    assert ledger.claim(*asked(5, B, total=1)) == [SendReply(5, Claimed(0, 1))]
 
 
 def test_progress_keeps_the_newest_of_each_worker() -> None:
@@ -244,7 +247,7 @@ class RandomRun(RuleBasedStateMachine):
         self.done: list[int] = []
         self.next_ask = 0
 
-    def take(self, replies: list[Reply]) -> None:
+    def take(self, replies: list[SendReply]) -> None:
         for reply in replies:
             assert reply.ask not in self.answered
             self.answered.add(reply.ask)

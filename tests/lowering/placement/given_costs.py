@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from dflow.lowering.placement.costs import Rates
 from dflow.lowering.placement.instance import Price
-from dflow.lowering.placement.problem import Link, Machine
+from dflow.lowering.placement.problem import DeviceLink, Machine
 from dflow.lowering.placement.work import Work, work_of
 from dflow.tracing.ir.graph import Graph, Node
 
-RATES, LINK = Rates(1e9, 1e10, 1e-5), Link(2e-5, 1e9)
+RATES, LINK = Rates(1e9, 1e10, 1e-5), DeviceLink(2e-5, 1e9)
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class GivenCosts:
     """Equal devices with these rates and separate processors; a unit costs the estimate of its nodes."""
 
     rates: Rates = RATES
-    link: Link = LINK
+    link: DeviceLink = LINK
     limits: tuple[int | None, ...] = ()
 
     def machine(self, names: Sequence[str]) -> Machine:

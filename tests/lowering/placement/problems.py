@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from dflow.lowering.placement.problem import Link, Machine, Moved, Problem, Unit
+from dflow.lowering.placement.problem import DeviceLink, Machine, Moved, Problem, Unit
 
 
 def machine(
     count: int, latency_s: float = 1.0, bytes_per_s: float = 1.0, launch_s: float = 0.0, speeds: tuple[float, ...] = ()
 ) -> Machine:
     """A machine with `count` equal devices."""
-    link = Link(latency_s, bytes_per_s)
+    link = DeviceLink(latency_s, bytes_per_s)
     return Machine(
         tuple(f"cpu:{number}" for number in range(count)),
         tuple((link,) * count for _ in range(count)),
@@ -36,7 +36,7 @@ def problems(
     numbers = st.integers(0, 9)
     count = draw(st.integers(1, most_devices))
     links = [
-        [Link(draw(numbers) / 2, draw(st.sampled_from([0.25, 0.5, 1.0, 2.0]))) for _ in range(count)]
+        [DeviceLink(draw(numbers) / 2, draw(st.sampled_from([0.25, 0.5, 1.0, 2.0]))) for _ in range(count)]
         for _ in range(count)
     ]
     sizes = draw(st.integers(least_units, most_units))

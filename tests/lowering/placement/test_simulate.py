@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.placement.problem import Link, Problem
+from dflow.lowering.placement.problem import DeviceLink, Problem
 from dflow.lowering.placement.simulate import simulate
 from tests.effort import examples
 from tests.lowering.placement.problems import assignments, machine, problem, problems
@@ -64,10 +64,10 @@ def test_two_branches_on_two_devices_run_at_once_and_one_result_travels() -> Non
 
 
 def test_what_a_value_has_over_the_knee_of_a_link_goes_at_the_rate_beyond() -> None:
-    link = Link(1.0, 4.0, 8.0, 0.5)
+    link = DeviceLink(1.0, 4.0, 8.0, 0.5)
     assert [link.occupied_s(size) for size in (0, 4, 8, 9, 12)] == [0.0, 1.0, 2.0, 4.0, 10.0]
     assert link.seconds(12) == 11.0
-    assert Link(1.0, 4.0).occupied_s(1 << 40) == 2.0**38
+    assert DeviceLink(1.0, 4.0).occupied_s(1 << 40) == 2.0**38
 
 
 def test_what_arrives_at_once_is_there_before_any_unit_starts() -> None:
