@@ -43,7 +43,7 @@ from dflow.tracing.jax_frontend import closed_parts
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.rows.keep_rows import noted_rows
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
-from dflow.tracing.rows.rows_to_dense import dense_to_rows, note_gradients
+from dflow.tracing.rows.rows_to_dense import dense_to_rows, note_gradients, times_noted
 from dflow.tracing.state.accumulators import ConditionalAccumulator
 from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable
@@ -201,12 +201,15 @@ class _Found:
 
     def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
         """Return the step's only optimizer, and its gradients' types; raises StrategyError for none or several."""
-        if len(self._seen) != 1:
+        # A function that is called several times, or a loop, is traced once.
+        times = times_noted(jaxpr) if len(self._seen) == 1 else len(self._seen)
+        if times != 1:
             names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
             raise StrategyError(
-                f"{getattr(step, '__name__', 'the step')} gives gradients {len(self._seen)} times (to {names}), and a "
+                f"{getattr(step, '__name__', 'the step')} gives gradients {times} times (to {names}), and a "
                 f"synchronous step gives them once",
-                "call apply of one dflow.Optimizer, once; in it optax.multi_transform treats variables differently",
+                "call apply of one dflow.Optimizer, once, outside of loops: add up the gradients of microbatches "
+                "before; optax.multi_transform treats variables differently",
             )
         [(optimizer, spec)], noted = self._seen, noted_rows(jaxpr, consts)
         tree: Any

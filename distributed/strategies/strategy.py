@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -36,13 +37,20 @@ class Strategy(ABC):
         raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
                  that are not on tasks, so that no other worker sees them; the errors that the class lists
         """
-        if steps < 0:
+        try:
+            count = operator.index(steps)
+        except TypeError:
+            raise StrategyError(
+                f"run: expected an integer for steps, got {steps!r}",
+                "write int(...) around it",
+            ) from None
+        if count < 0:
             raise StrategyError(
                 f"steps={steps} of a run is negative",
                 "give 0 or more, of all workers together",
             )
         run = name or f"{self.run_prefix}_{next(self._numbers)}"
-        yield from self._results(run, step, iter(batches), steps)
+        yield from self._results(run, step, iter(batches), count)
 
     @abstractmethod
     def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
-from dflow.tracing.jax_frontend import NoteEffect
+from dflow.tracing.jax_frontend import Equation, Jaxpr, NoteEffect, inner_parts
 from dflow.tracing.source import Loc, at, caller
 
 #: A dense gradient is reported when it has this many bytes or more, and more than this many times those of its rows.
@@ -91,6 +91,22 @@ def dense_to_rows(dense: Any) -> tuple[jax.Array, jax.Array]:
 def note_gradients(gradients: Sequence[Any]) -> None:
     """Mark arrays in a trace, for `keep_rows.noted_rows` to tell which of them are made of rows."""
     note_p.bind(*gradients)
+
+
+def times_noted(jaxpr: Jaxpr) -> int:
+    """Return how often a program marks gradients: a `while` loop counts twice, a `cond` as its longest branch."""
+    return sum(map(_times_noted_by, jaxpr.eqns))
+
+
+def _times_noted_by(equation: Equation) -> int:
+    name = equation.primitive.name
+    if name == note_p.name:
+        return 1
+    inner = [times_noted(part) for part, _ in inner_parts(equation.params)]
+    if name == "cond":
+        return max(inner, default=0)
+    iterations: int = equation.params["length"] if name == "scan" else 2 if name == "while" else 1
+    return iterations * sum(inner)
 
 
 def _all_rows(dense: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dflow
@@ -43,6 +44,12 @@ def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     first, second = (int(run.removeprefix("twice_")) for run in one.runs)
     assert second == first + 1
     assert other.runs == ["twice_0"]
+
+
+def test_a_number_of_steps_that_is_no_integer_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"expected an integer for steps, got 100\.0\n  at .*\n  write int"):
+        list(Twice().run(lambda a: a, [1], steps=1e2))  # type: ignore[arg-type]  # the mistake
+    assert len(list(Twice().run(lambda a: a, [1, 2], steps=np.int64(2)))) == 2  # type: ignore[arg-type]  # NumPy's
 
 
 @pytest.mark.parametrize("strategy", [dflow.distributed.Async(Alone()), dflow.distributed.Sync(Alone()), Twice()])

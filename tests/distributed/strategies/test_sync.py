@@ -165,7 +165,18 @@ def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
     near = dflow.Variable(0.0, name="near")
     own = dflow.Optimizer(optax.sgd(1.0), [near], name="own")
     twice = dflow.jit(lambda x: [optimizer.apply([x]), optimizer.apply([x])] and x)
+    inner = dflow.jit(lambda x: optimizer.apply([x]))
+    scanned = dflow.jit(lambda x: jax.lax.scan(lambda c, _: (optimizer.apply([c]) or c, c), x, None, 3)[0])
+    looped = dflow.jit(lambda x: jax.lax.fori_loop(0, jnp.int32(x), lambda _, c: optimizer.apply([c]) or c, x))
+    nested = dflow.jit(lambda x: [inner(x), inner(x)] and x)
     cases: list[tuple[Any, type[DflowError], str]] = [
+        (
+            scanned,
+            StrategyError,
+            r"gives gradients 3 times \(to opt\).*\n  at .*\n  call apply .* outside of loops",
+        ),
+        (looped, StrategyError, r"gives gradients 2 times \(to opt\)"),
+        (nested, StrategyError, r"gives gradients 2 times \(to opt\)"),
         (dflow.jit(lambda x: x), StrategyError, r"gives gradients 0 times \(to none\)"),
         (twice, StrategyError, r"gives gradients 2 times \(to opt, opt\)"),
         (dflow.jit(lambda x: own.apply([x])), VariableError, "'near' of 'own' lives in this process"),
