@@ -23,9 +23,8 @@ from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.distributed.worker.standalone import Alone
 from dflow.lowering.queues.timers import TIMERS
-from dflow.state_backends import LOCAL
+from dflow.state_backends import join_cluster, standalone_cluster
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.environment import read
 
@@ -45,8 +44,8 @@ def connect(
     settings: ClusterSettings | None = None,
     security: SecurityPolicy | None = None,
     metrics_port: int | str | None = None,
-) -> Cluster | Alone:
-    """Join a cluster as a worker, or run standalone; return the `Cluster` or `Alone`.
+) -> Cluster:
+    """Join a cluster as a worker, or run standalone; return the `Cluster`.
 
     Arguments that are omitted come from the first of these sources that is present: the cluster file that
     DFLOW_CLUSTER names; DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX, which `dflow launch` sets; Slurm; Kubernetes; a
@@ -72,18 +71,17 @@ def connect(
     """
     spec = _spec(coordinator, job, index, cluster)
     if spec is None:
-        return Alone()
+        return standalone_cluster()
     parent_watch.watch()
     transport = SocketTransport(security=security or _security(spec))
     sidecars = _attend(spec)
     listens = listening_address(address or spec.listens, spec.coordinator)
     with _told_while_it_takes_long(spec):
-        joined = Cluster(
+        joined = join_cluster(
             spec.coordinator,
             transport,
             job=spec.job,
             index=spec.index,
-            store=LOCAL.store,
             address=listens,
             settings=settings or ClusterSettings(),
         )

@@ -20,6 +20,8 @@ from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import wait
+from dflow.lowering.queues.queue_producer import HeldQueueProducer
+from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.state_files import read_variables, write_variables
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
@@ -48,6 +50,7 @@ from dflow.tracing.source import at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial
+from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
 #: What the devices of this process cost; they are measured when a function first asks for a choice among them.
@@ -61,6 +64,7 @@ class LocalHome:
     """
 
     shares_names = False
+    is_local = True
 
     def __init__(self, placement_s: float = BUDGET_S) -> None:
         self.store = Store()
@@ -185,6 +189,12 @@ class LocalHome:
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         held = self.store.resource(resource.key)
         return on_device(wait(lambda done: held.start(op, operands, done)))
+
+    def producer(self, queue: Queue, where: str) -> HeldQueueProducer:
+        """Return the producing side of a queue."""
+        held = self.store.resource(queue.key)
+        assert isinstance(held, HeldQueue)
+        return HeldQueueProducer(held, where)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""

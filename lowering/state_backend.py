@@ -14,9 +14,10 @@ import jax
 
 from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
+from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.state.context import Home
-from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
@@ -26,11 +27,20 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 class LoweredStep(NamedTuple):
     """The programs of a step, lowered to StableHLO; `compile`, given compiler options, returns what runs the step.
 
-    That is the step's runner, and the compiled programs.
+    That is the step's runner, and the compiled programs: None if each of several tasks compiles its own. On a cluster
+    `programs` are the parts of the tasks.
     """
 
-    programs: Sequence[jax.stages.Lowered]
-    compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled]]]
+    programs: Sequence[Any]
+    compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled] | None]]
+
+
+class Plannable(Protocol):
+    """A function that has been through the passes."""
+
+    def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
+        """Lower the programs, for `platforms` if not None, else for this process's devices."""
+        ...
 
 
 class StateBackend(Home[Variable, HostResource], Protocol):
@@ -40,8 +50,19 @@ class StateBackend(Home[Variable, HostResource], Protocol):
     task; the moments of two tasks may have steps between them.
     """
 
+    #: Whether all that lives here is in this process.
+    is_local: bool
+
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Plannable:
+        """Take a traced function whose variables live here, or in this process, through the passes."""
+        ...
+
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Lower and compile a traced function whose variables live here, or in this process."""
+        ...
+
+    def producer(self, queue: Queue, where: str) -> QueueProducer:
+        """Return the producing side of a queue that lives here; `where` is the user's line that feeds it."""
         ...
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:

@@ -33,7 +33,7 @@ from dflow.calls.trace_log import captured_types, described
 from dflow.config import CONFIG
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.state_backends import LOCAL, home_of
-from dflow.tracing.errors import InternalError, PlainJitError
+from dflow.tracing.errors import InternalError
 from dflow.tracing.jax_frontend import (
     Handle,
     ShardingTypeError,
@@ -146,18 +146,11 @@ class Planner:
         return plan, leaves
 
     def lowered(self, stage: Any, args: Any, kwargs: Any, platforms: tuple[str, ...] | None) -> LoweredStep:
-        """Return the lowered programs that a call runs, for `platforms` if not None, else for this process's devices.
-
-        Raises PlainJitError for a function whose variables are on a cluster.
-        """
+        """Return the lowered programs of a call, for `platforms` if not None, else for this process's devices."""
         traced = self.traced(stage, args, kwargs)
-        if home_of(traced) is not LOCAL:
-            raise PlainJitError(
-                f"{self.shared.log.name} has variables on a cluster, so it has programs for several places",
-                f"print(dflow.graph({self.shared.log.name}, ...)) shows what it does",
-            )
-        if platforms is not None:
-            return LOCAL.lower(traced, check=CONFIG.check, observe=None).lower(platforms)
+        home = home_of(traced)
+        if platforms is not None or not home.is_local:
+            return home.lower(traced, check=CONFIG.check, observe=None).lower(platforms)
         key, _ = self.shared.key_of(args, kwargs)
         with self.shared.one_thread():
             plan = self._plan_of(stage, traced, args, kwargs)
@@ -207,7 +200,7 @@ class Planner:
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
         home, observe = home_of(traced), dumper(self.shared.log.name)
         plan = functools.partial(CallPlan, traced, kept, weakref.ref(jaxpr))
-        if home is not LOCAL:
+        if not home.is_local:
             runner = home.runner(traced, check=CONFIG.check, observe=observe)
             return plan(_on_leaves(lambda: runner, traced.out_tree))
         step = LOCAL.lower(traced, check=CONFIG.check, observe=observe)

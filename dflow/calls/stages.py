@@ -68,8 +68,9 @@ class TracedFunction(_Stage):
 class LoweredFunction(_Stage):
     """Result of `fn.lower(...)` for a function with state.
 
-    It is one program, or several if a queue op separates them. The inputs of a program are the values of the variables
-    that it writes, of those it only reads, and its operands. Its first outputs are the new values.
+    It is one program, or several if a queue op separates them or if its variables are on several tasks. The inputs of a
+    program are the values of the variables that it writes, of those it only reads, and its operands. Its first outputs
+    are the new values.
     """
 
     def __init__(self, looked: Any, step: LoweredStep) -> None:
@@ -77,7 +78,7 @@ class LoweredFunction(_Stage):
         self._step = step
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """Return the StableHLO of all programs, one after the other."""
+        """Return the StableHLO of all programs, one after the other; on a cluster by task, each with its plan."""
         return "\n".join(program.as_text(dialect, debug_info=debug_info) for program in self._step.programs)
 
     def cost_analysis(self) -> Mapping[str, float]:
@@ -85,16 +86,25 @@ class LoweredFunction(_Stage):
         return _sum(program.cost_analysis() for program in self._step.programs)
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> CompiledFunction:
-        """Compile the programs. Calls of the result read and write the variables like calls of the function."""
+        """Compile the programs, on their tasks. Calls of the result use the variables like calls of the function."""
         return CompiledFunction(self._looked, *self._step.compile(compiler_options))
 
 
 class CompiledFunction(_Stage):
     """A function with state, compiled for one set of argument types."""
 
-    def __init__(self, looked: Any, run: Runner, programs: Sequence[jax.stages.Compiled]) -> None:
+    def __init__(self, looked: Any, run: Runner, programs: Sequence[jax.stages.Compiled] | None) -> None:
         super().__init__(looked)
-        self._run, self._programs = run, programs
+        self._run, self._compiled = run, programs
+
+    @property
+    def _programs(self) -> Sequence[jax.stages.Compiled]:
+        if self._compiled is None:
+            raise PlainJitError(
+                f"{self._looked.fun_name} runs on several tasks, and each compiles its programs itself{at(caller())}\n"
+                "  lower(...) gives the text and the cost of the programs before compilation"
+            )
+        return self._compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
@@ -113,12 +123,13 @@ class CompiledFunction(_Stage):
 
     def memory_analysis(self) -> Any:
         """Return XLA's sizes in bytes, such as `temp_size_in_bytes`. Raises PlainJitError for several programs."""
-        if len(self._programs) != 1:
+        programs = self._programs
+        if len(programs) != 1:
             raise PlainJitError(
-                f"{self._looked.fun_name} is {len(self._programs)} programs, which are not all in memory at once",
-                "lower its parts as functions of their own",
+                f"{self._looked.fun_name} is {len(programs)} programs, which are not all in memory at once"
+                f"{at(caller())}\n  lower its parts as functions of their own"
             )
-        return self._programs[0].memory_analysis()
+        return programs[0].memory_analysis()
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given: Any = jax.tree_util.tree_structure((args, kwargs))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.config import CONFIG
-from dflow.state_backends import LOCAL, home_of
+from dflow.state_backends import home_of
 from dflow.tracing.errors import GraphNameError, GraphTypeError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Operand, Value
@@ -21,7 +21,7 @@ from dflow.tracing.ir.types import ArrayType, RefType, TokenType, array_type_of
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.part import body_names, is_call, opened, part_of
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.context import home
+from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable, read
 
 
@@ -168,7 +168,7 @@ def _on_copies(bound: BoundGraph, fed: Mapping[Value, jax.Array]) -> tuple[Bound
     if not fed:
         return bound, {}
     new = {ref: Value(ref.name, ref.type) for ref in fed}
-    with home(LOCAL):
+    with home(default_home()):
         copies = {ref: Variable(array) for ref, array in fed.items()}
     graph = Graph(
         tuple(new.get(value, value) for value in bound.graph.inputs),

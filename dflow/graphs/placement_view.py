@@ -13,6 +13,7 @@ import jax
 
 from dflow.calls.function import Function
 from dflow.calls.planner import Planner
+from dflow.config import CONFIG
 from dflow.lowering.local import METER
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.choose import Choose, Decision, settled
@@ -36,7 +37,7 @@ from dflow.tracing.jax_frontend import runs_plainly
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.near_names import keywords_of, refuse_keywords
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.context import home
+from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable
 
 #: One measurement is a row of calls that takes about `ROW_S` seconds, of at most `ROW` calls.
@@ -153,13 +154,13 @@ def explain_placement(
         raise TypeError(f"explain_placement was given {fn!r}, which is no function{at(caller())}")
     refuse_keywords("explain_placement", kwargs, [*_OPTIONS, *keywords_of(fn, kwargs)], _OPTIONS)
     with jax.disable_jit(False):  # also within `dflow.eager()`, explain the compiled function
-        return _explained(fn, args, kwargs, rounds, LOCAL.placement_s if budget_s is None else budget_s)
+        return _explained(fn, args, kwargs, rounds, CONFIG.placement_s if budget_s is None else budget_s)
 
 
 def _explained(fn: Callable[..., Any], args: Any, kwargs: Any, rounds: int, budget_s: float) -> Placement:
     rehearsed = _Rehearsed(fn.fn, fn._options) if isinstance(fn, Function) else _Rehearsed(fn, {})
     traced = rehearsed.bound(args, kwargs)
-    if home_of(traced) is not LOCAL:
+    if not home_of(traced).is_local:
         raise DeviceError(
             f"{traced.name} has variables on a cluster, and costs are of the devices of one process",
             "print(dflow.graph(fn, ...)) shows the task of each op",
@@ -291,7 +292,7 @@ class _Rehearsed(Function[..., Any]):
 
     def follow(self, traced: Traced, graph: Graph) -> None:
         """From now on run `graph`, the trace's graph with all devices settled, on copies of the current values."""
-        with home(LOCAL):
+        with home(default_home()):
             self._copies = tuple(map(_copy, traced.variables))
         self._rehearsal.followed = replace(traced, graph=graph, variables=self._copies)
 

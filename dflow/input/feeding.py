@@ -15,23 +15,17 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cache
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 
-from dflow.lowering.queues.queues import HeldQueue
-from dflow.state_backends import LOCAL
+from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
-from dflow.tracing.ir import ops
-from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import Loc, at, caller
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable, is_variable
-
-#: Timeout of an enqueue that waits for room, in s: in effect until the feed is stopped.
-_FOREVER_S = 1e8
 
 #: Leaf types passed to the queue unchanged; all others are converted to NumPy arrays.
 _TAKEN = (jax.Array, np.ndarray, np.generic, Variable, bool, int, float, complex)
@@ -65,7 +59,7 @@ def feed(
     threads   number of threads, at least 1. Only one calls the iterable at any moment, so it need not be thread-safe.
               With one thread, the order is kept
     map       function from an element to the element to enqueue; the threads call it concurrently
-    device    device or sharding to put the arrays on; None means JAX's default
+    device    device or sharding to put the arrays on; None means JAX's default. For a queue of this process
     close     whether to close the queue at the end of the data; pass False when other producers use the queue too
 
     The arrays are on the device before they are dequeued. The threads work ahead up to the queue's capacity and wait
@@ -73,17 +67,20 @@ def feed(
     queue: consumers get the elements enqueued before it and then FeedError, with the error as its cause. The feed stops
     when the queue is closed or collected.
 
-    Raises InputError if `iterable` is not iterable, `queue` is not a queue of this process, or `threads` is not an
-    integer of at least 1.
+    The threads may also feed a queue of a cluster, from any of its workers. The arrays travel to the queue's task, and
+    FeedError has the text of the error, not its object, in the processes that dequeue.
+
+    Raises InputError if `iterable` is not iterable, `queue` is not a queue, `threads` is not an integer of at least 1,
+    or `device` is passed for a queue of a cluster.
     """
     loc = caller()
     given: Any = queue
-    if not isinstance(given, Queue) or given.home is not LOCAL:
-        what = f"{given!r}, which lives on {given.device}" if isinstance(given, Queue) else f"a {type(given).__name__}"
+    if not isinstance(given, Queue):
+        raise InputError(f"feed was given a {type(given).__name__}{at(loc)}\n  give it a queue, after the iterable")
+    if device is not None and not _backend(queue).is_local:
         raise InputError(
-            f"feed was given {what}",
-            "give it a queue of this process, after the iterable",
-            at=loc,
+            f"feed was given device={device!r} and {queue.title}, whose elements are sent to its task{at(loc)}\n"
+            "  leave device out"
         )
     count: Any = threads
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -117,11 +114,9 @@ class Feed:
         loc: Loc | None,
     ) -> None:
         self._elements, self._map, self._device, self._close = elements, map, device, close
-        held = LOCAL.store.resource(queue.key)
-        assert isinstance(held, HeldQueue)
-        self._held, self._queue = held, weakref.ref(queue)
-        self._tree = jax.tree_util.tree_structure(queue.spec)
         self._title, self._where = queue.title, at(loc)
+        self._producer, self._queue = _backend(queue).producer(queue, self._where), weakref.ref(queue)
+        self._tree = jax.tree_util.tree_structure(queue.spec)
         #: Held while a thread takes the next element from the iterable.
         self._turn = threading.Lock()
         self._lock = threading.Lock()
@@ -230,8 +225,7 @@ class Feed:
             return False
         # `SimpleQueue.put` is atomic, even when the consumer that frees room is interrupted while calling it.
         done: SimpleQueue[Any] = SimpleQueue()
-        op = ResourceOp(ops.queue_enqueue.name, timeout_s=_FOREVER_S, line=self._where)
-        cancel = self._held.start(op, arrays, done.put)
+        cancel = self._producer.enqueue(arrays, done.put)
         with self._lock:
             self._waiting.add(cancel)
             is_stopped = self._is_stopped
@@ -257,11 +251,11 @@ class Feed:
         self._close_elements()
         try:
             if self._error is not None:
-                self._held.fail(self._error, self._where)
+                self._producer.fail(self._error)
             elif self._close:
-                self._held.close()
+                self._producer.close()
         except DflowError:
-            # The queue's container was reset; users of the queue get that error themselves.
+            # The queue's container was reset, or its task is lost; users of the queue get that error themselves.
             LOGGER.debug("%s was gone before its feed ended", self._title)
 
     def _close_elements(self) -> None:
@@ -271,6 +265,10 @@ class Feed:
                 self._elements.close()
             except BaseException as error:
                 self._error = self._error or error
+
+
+def _backend(queue: Queue) -> StateBackend:
+    return cast(StateBackend, queue.home)
 
 
 def _in_structure(element: Any, wanted: Any) -> Any:

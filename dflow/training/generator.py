@@ -7,12 +7,15 @@ import math
 import operator
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflow.calls.function import Function, jit
+from dflow.tracing.devices.device import device_scope
+from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.primitives.state_primitives import split_p
@@ -81,10 +84,13 @@ class Generator:
 
 
 def _advance(state: Variable, impl: str, shape: tuple[int, ...]) -> jax.Array:
-    data = split_p.bind(state.read(), generator=state.name)
-    keys = jax.random.split(jax.random.wrap_key_data(data, impl=impl), math.prod(shape) + 1)
-    state.assign(jax.random.key_data(keys[0]))
-    return keys[1:].reshape(shape)
+    # On the task of the state these ops are one program, so that two workers never get the same key.
+    task = state.device
+    with device_scope(task) if task is not None and is_on_task(task) else nullcontext():
+        data = split_p.bind(state.read(), generator=state.name)
+        keys = jax.random.split(jax.random.wrap_key_data(data, impl=impl), math.prod(shape) + 1)
+        state.assign(jax.random.key_data(keys[0]))
+        return keys[1:].reshape(shape)
 
 
 jax.tree_util.register_static(Generator)

@@ -85,6 +85,13 @@ class TaskResources:
             raise DflowError(f"{name!r} is no accumulator that {self._task} holds for others")
         return held.held
 
+    def fail_queue(self, name: str, failure: str, fed: str) -> None:
+        """Close a queue because its feed failed; see `SharedQueue.fail`. Raises DflowError if it is not held here."""
+        held = self._store.resource(name)
+        if not isinstance(held, _Checked) or not isinstance(held.held, HeldQueue):
+            raise DflowError(f"{name!r} is no queue that {self._task} holds for others")
+        held.held.fail(failure, fed)
+
     def depths(self) -> tuple[ResourceDepth, ...]:
         """Size and capacity of each resource, sorted by name."""
         with self._lock:

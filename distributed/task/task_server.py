@@ -59,7 +59,7 @@ from dflow.distributed.wire.messages.observing import (
     TaskState,
 )
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleasePlan, RunPlan, Wanted
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
@@ -418,6 +418,12 @@ class TaskServer:
     def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> Handled:
         self._refuse_for_another_process(message.name, message.process)
         self._resources.create(message)
+        return Ok()
+
+    @REQUESTS.handles(FailQueue)
+    @in_pool
+    def _fail_queue(self, message: FailQueue, arrival: RequestArrival) -> Handled:
+        self._resources.fail_queue(message.key, message.failure, message.fed)
         return Ok()
 
     @REQUESTS.handles(CallResource)

@@ -12,15 +12,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import jax
+from jax.sharding import Sharding
+
+from dflow.distributed.task.variable_layout import on_devices
 from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import parse_dtype
+from dflow.distributed.wire.codec import KEYS, parse_dtype
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import Program
 from dflow.lowering.state.store import Store
+from dflow.lowering.values.kept_shardings import is_spread
 from dflow.tracing.errors import DflowError, VariableError, WireError
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.ir.types import parse_dtype as parse_key_dtype
 
 
 class VariableCreation:
@@ -57,7 +63,20 @@ class VariableCreation:
         return VariablesCreated(tuple(missing), failures)
 
     def _create(self, variable: CreateVariable, make: Callable[[], Any]) -> None:
-        self._store.create(variable.name, ArrayType(parse_dtype(variable.dtype), variable.shape), make)
+        dtype = parse_key_dtype(variable.dtype) if variable.dtype in KEYS else parse_dtype(variable.dtype)
+        place = self._place(variable)
+        self._store.create(
+            variable.name,
+            ArrayType(dtype, variable.shape),
+            make if place is None else lambda: jax.device_put(make(), place),
+        )
+
+    def _place(self, variable: CreateVariable) -> Sharding | None:
+        if variable.layout is not None:
+            return on_devices(variable.layout, variable.name)
+        place = self._store.place(variable.near) if variable.near in self._store else None
+        is_alike = is_spread(place) and self._store.buffer(variable.near).shape == variable.shape
+        return place if is_alike else None
 
     def _first_value(self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[memoryview]) -> Any:
         values = list(arrays)
@@ -65,7 +84,9 @@ class VariableCreation:
             for call in variable.calls:
                 operands = [_numbered(values, number, "value") for number in call.takes]
                 values += self._compiled(_numbered(programs, call.program, "program"))(*operands)
-            return _numbered(values, variable.result, "value")
+            result = _numbered(values, variable.result, "value")
+            is_data = variable.dtype in KEYS and result.dtype.name not in KEYS  # as the ops of an initialiser give it
+            return jax.random.wrap_key_data(result, impl=KEYS[variable.dtype][0]) if is_data else result
         except DflowError:
             raise
         except Exception as error:

@@ -22,13 +22,17 @@ from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 #: Interval in seconds between calls of `is_wanted` while connecting.
 _LOOK_S = 0.02
+_CLOSED = "the other side closed the connection"
 
 
 class MemoryNetwork:
-    """A network of named addresses in this process; listening at "" takes a free address."""
+    """A network of named addresses in this process; listening at "" takes a free address.
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    `is_threaded`  whether each end of a connection has a reader thread; otherwise the sending thread delivers a message
+    """
+
+    def __init__(self, limits: Limits | None = None, *, is_threaded: bool = True) -> None:
+        self._limits, self.is_threaded = limits or Limits(), is_threaded
         self._changed = threading.Condition()
         self._listeners: dict[str, MemoryListener] = {}
         self._last_free = 0
@@ -96,7 +100,10 @@ class MemoryListener:
         with self._lock:
             self._accepted = [*(peer for peer in self._accepted if not peer.closed), ours]
         for exchange, pipe in ((ours, outbound), (theirs, inbound)):
-            threading.Thread(target=_read, args=(exchange, pipe), name=f"dflow read {name}", daemon=True).start()
+            if self._network.is_threaded:
+                threading.Thread(target=_read, args=(exchange, pipe), name=f"dflow read {name}", daemon=True).start()
+            else:
+                pipe.reader = exchange
         return theirs
 
     def close(self) -> None:
@@ -109,15 +116,24 @@ class MemoryListener:
 
 
 class _Pipe:
-    """One direction of a connection: frames, then the end."""
+    """One direction of a connection: frames, then the end. The sender delivers to `reader`, if that is set."""
 
     def __init__(self) -> None:
         self.frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
         self.is_closed = False
+        self.reader: Exchange | None = None
+
+    def put(self, frame: Frame) -> None:
+        if self.reader is None:
+            self.frames.put(frame)
+        else:
+            self.reader.arrived(frame)
 
     def close(self) -> None:
         self.is_closed = True
         self.frames.put(None)
+        if self.reader is not None:
+            self.reader.close(_CLOSED)
 
 
 class _MemoryLink:
@@ -129,11 +145,11 @@ class _MemoryLink:
 
     def send(self, frame: Frame) -> None:
         if self._outbound.is_closed:
-            raise TransportClosed("the other side closed the connection")
+            raise TransportClosed(_CLOSED)
         size_bytes = len(frame.payload)
         payload = RECEIVED.take(size_bytes) if size_bytes >= MIN_ALIGNED_BYTES else memoryview(bytearray(size_bytes))
         payload[:] = frame.payload
-        self._outbound.frames.put(msgspec.structs.replace(frame, payload=payload, on_released=None))
+        self._outbound.put(msgspec.structs.replace(frame, payload=payload, on_released=None))
         if frame.on_released is not None:
             frame.on_released()
 
@@ -144,7 +160,7 @@ class _MemoryLink:
 
 def _read(exchange: Exchange, pipe: _Pipe) -> None:
     become_reader()
-    reason = "the other side closed the connection"
+    reason = _CLOSED
     with contextlib.closing(pipe):
         while (frame := pipe.frames.get()) is not None:
             try:

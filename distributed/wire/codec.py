@@ -4,7 +4,7 @@ Why: everything that crosses a process border passes here, so this one file deci
 
 Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `all_messages`,
 checked against its types. An array is its elements in row-major order, little-endian, without a header: the message
-has its dtype and shape, and the payload's size must match both.
+has its dtype and shape, and the payload's size must match both. A PRNG key is its 32-bit words.
 """
 
 from __future__ import annotations
@@ -54,6 +54,11 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
     | {name: np.dtype(getattr(ml_dtypes, name)) for name in _ML_DTYPES}
 )
 
+#: The algorithm and the number of words of the keys that can be sent, by dtype.
+KEYS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"key<fry>": ("threefry2x32", 2), "key<rbg>": ("rbg", 4), "key<urbg>": ("unsafe_rbg", 4)}
+)
+
 #: Up to this many bytes, a copy takes less time than making a view.
 _COPIED_BYTES = 1 << 10
 
@@ -91,33 +96,40 @@ def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
 
     Waits until a `jax.Array` is computed.
 
-    raises  WireError for PRNG key arrays, for dtypes that cannot be sent, and for arrays spread over processes
+    raises  WireError for dtypes that cannot be sent, and for arrays spread over processes
     """
     if type(value) is np.ndarray and value.nbytes <= _COPIED_BYTES and value.dtype in _AS_THEY_ARE:
         return memoryview(value.tobytes())
     if value.dtype in _AS_THEY_ARE and getattr(value, "is_fully_addressable", True):
         host = np.asarray(value, order="C")
     else:
-        host = np.ascontiguousarray(_host_array(value), dtype=parse_dtype(value.dtype.name))
+        host = _host_array(value)
+        host = np.ascontiguousarray(host, dtype=parse_dtype(host.dtype.name))
     return host.reshape(-1).view(np.uint8).data
 
 
-def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> npt.NDArray[Any]:
-    """Return the array with the elements `payload`, without a copy.
+def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> Any:
+    """Return the NumPy array with the elements `payload`, without a copy, or the `jax.Array` of keys.
 
     raises  WireError if `dtype` cannot be sent, or if the size of `payload` does not match dtype and shape
     """
-    known = parse_dtype(dtype)
     shape = tuple(shape)
     wanted = array_bytes(dtype, shape)
     if len(payload) != wanted:
         raise WireError(f"{dtype}{list(shape)} takes {wanted} bytes but the payload has {len(payload)}")
-    return np.frombuffer(payload, dtype=known).reshape(shape)
+    if dtype in KEYS:
+        from jax import random
+
+        algorithm, words = KEYS[dtype]
+        return random.wrap_key_data(decode_array("uint32", (*shape, words), payload), impl=algorithm)
+    return np.frombuffer(payload, dtype=parse_dtype(dtype)).reshape(shape)
 
 
 @lru_cache(maxsize=4096)
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Size of an array in bytes, at bounded cost for any shape a peer sends; raises WireError for an invalid type."""
+    if dtype in KEYS:
+        return array_bytes("uint32", (*shape, KEYS[dtype][1]))
     if len(shape) > MAX_RANK:
         raise WireError(f"a shape of {len(shape)} extents; at most {MAX_RANK} are taken")
     if any(extent < 0 for extent in shape):
@@ -140,15 +152,15 @@ def parse_dtype(name: str) -> np.dtype[Any]:
     try:
         return DTYPES[name]
     except KeyError:
-        raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted(DTYPES))}") from None
+        raise WireError(f"dtype {name!r} does not travel; these do: {', '.join(sorted([*DTYPES, *KEYS]))}") from None
 
 
 def _host_array(value: jax.Array | npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if str(value.dtype).startswith("key<"):
-        raise WireError(
-            f"an array of PRNG keys ({value.dtype}) cannot be sent; send `jax.random.key_data(keys)` and call "
-            "`jax.random.wrap_key_data` on the other side"
-        )
+    if value.dtype.name in KEYS:
+        from jax import random
+
+        value = random.key_data(value)
+    parse_dtype(value.dtype.name)
     if not getattr(value, "is_fully_addressable", True):
         raise WireError(
             f"an array of shape {value.shape} is spread over several processes; send the shards of each process"

@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -24,7 +24,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import msgspec
-from jax.sharding import AbstractMesh, Mesh
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
@@ -41,24 +40,29 @@ from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
-from dflow.distributed.transport.base import Peer, PendingReply, Reply, Transport
+from dflow.distributed.transport.base import OnReply, Peer, PendingReply, Reply, Transport
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.plans import RunPlan
 from dflow.distributed.wire.messages.roster import EdgeTraffic
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster_home import ClusterHome
+from dflow.distributed.worker.cluster_step import PartitionedStep, no_options
 from dflow.distributed.worker.coordination import Coordinated
 from dflow.distributed.worker.used_state import UsedState
 from dflow.lowering.passes.base import Observer, run_passes
-from dflow.lowering.pipeline import pipeline
+from dflow.lowering.pipeline import ALONE, pipeline
+from dflow.lowering.programs.program import LoweredProgram
 from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
 from dflow.lowering.steps.execute import Fetches
-from dflow.lowering.steps.local_step import fetched, lower_programs
+from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.lowered import Lowered, literals, make_plans
 from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, Recorder, described_end
 from dflow.lowering.steps.spread_variables import refuse_spread
@@ -75,6 +79,9 @@ from dflow.tracing.errors import (
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at
 from dflow.tracing.state.context import home
+
+#: The job of a process that is in no cluster.
+LOCAL_JOB = split_task_name(ALONE)[0]
 
 #: Time for the report of a step's end or error to travel from task to task, in s.
 WORD_S = 5.0
@@ -113,8 +120,10 @@ class ClusterSettings:
 class Cluster(Coordinated):
     """This process as the task `/job:<job>/task:<index>` of the cluster whose coordinator is at `coordinator`.
 
-    store    holds the variables of this task
-    address  address that this task listens at
+    store          holds the variables of this task
+    address        address that this task listens at
+    is_standalone  whether this is the only task for good, so that variables live in this process
+    clock          makes the calls of the session with the coordinator; None means a thread
     raises   DeadlineExceeded when the coordinator or a parameter task does not answer: it names the role, the address
              and the time waited
     """
@@ -131,15 +140,20 @@ class Cluster(Coordinated):
         store: Store,
         address: str = LOCAL_ADDRESS,
         settings: ClusterSettings = ClusterSettings(),
+        is_standalone: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         self.task = task_name(job, index)
         self.index = index
+        self._is_standalone = is_standalone
         self._settings = settings
         self._endpoints: list[MetricsEndpoint] = []
         first = first_of_a_life()
         self._steps = itertools.count(first + 1)
         name = self.task
-        self.coordinator = CoordinatorClient(transport, coordinator, name=name, timeout_s=settings.join_timeout_s)
+        self.coordinator = CoordinatorClient(
+            transport, coordinator, name=name, timeout_s=settings.join_timeout_s, clock=clock
+        )
         self._unused_plans = UnusedPlans()
         self._used = UsedState(name, lambda: self.coordinator.session.roster)
         waits = TaskSettings(wait_timeout_s=settings.step_timeout_s)
@@ -166,7 +180,8 @@ class Cluster(Coordinated):
             self._server.close()
             self.coordinator.close("could not join")
             raise
-        _joined.add(self)
+        if not is_standalone:
+            _joined.add(self)
 
     def _join(self) -> None:
         self.coordinator.session.call_on_roster(self._server.roster_changed)
@@ -215,17 +230,23 @@ class Cluster(Coordinated):
         are created together when the block ends, or earlier when one of them is used. An error names the line on
         which its variable was made.
         """
+        if self._is_standalone:
+            yield
+            return
         variables = ClusterHome(self, job)
         with home(variables), variables.together():
             yield
 
     def shared_step(self) -> AbstractContextManager[None]:
-        """Run a step inside that other workers run too; see `applying.shared_step`."""
-        return shared_step()
+        """Run a step inside that other workers, if there can be any, run too; see `applying.shared_step`."""
+        return nullcontext() if self._is_standalone else shared_step()
 
-    def take_part(self, run: str, job: str) -> RoundPart:
-        """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`."""
-        return RoundPart(self, run, job)
+    def take_part(self, run: str, job: str) -> RoundPart | None:
+        """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`.
+
+        None in a standalone process, where each step is a round of one worker.
+        """
+        return None if self._is_standalone else RoundPart(self, run, job)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""
@@ -234,6 +255,11 @@ class Cluster(Coordinated):
         coming = {task for task in roster.expected if split_task_name(task)[0] == job}
         live = {task for task, info in here.items() if info.left_at_s is None}
         return tuple(sorted(live | coming)), len({*here} | coming)
+
+    @property
+    def results(self) -> Mapping[str, float]:
+        """The results that tasks have reported, by name."""
+        return self.coordinator.ask(GetStatus()).results
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -348,46 +374,82 @@ class Cluster(Coordinated):
 
         raises  the error that the step ended with; TaskLost when the task left
         """
-        step = StepId(self.task, next(self._steps))
         with self._used.explained([task]):
-            peer = self._server.peer(task)
+            started, cancel = self._begun(task, message, payload)
             try:
                 # The step's own deadline on that task ends it first.
-                left_s = min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX)
-                return peer.start(message(step), payload).wait(left_s)
+                return started.wait(min(timeout_s + self._settings.request_timeout_s, threading.TIMEOUT_MAX))
             except BaseException as error:
-                self._cancel(step, [peer], error)
+                cancel(error)
                 raise
+
+    def start_step(
+        self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, on_reply: OnReply[Answer]
+    ) -> Cancel:
+        """Like `request_step`, but call `on_reply` in place of waiting; the returned function cancels the step.
+
+        If this raises, `on_reply` may have been called too.
+        """
+
+        def explained(reply: Outcome[Reply[Answer]]) -> None:
+            try:
+                with self._used.explained([task]):
+                    if isinstance(reply, BaseException):
+                        raise reply
+            except BaseException as error:
+                reply = error
+            on_reply(reply)
+
+        with self._used.explained([task]):
+            return self._begun(task, message, payload, explained)[1]
+
+    def _begun(
+        self,
+        task: str,
+        message: Callable[[StepId], Request[Answer]],
+        payload: Payload,
+        on_reply: OnReply[Answer] | None = None,
+    ) -> tuple[PendingReply[Answer], Cancel]:
+        """Send a request that runs as a step; return it with the function that cancels the step."""
+        step = StepId(self.task, next(self._steps))
+        peer = self._server.peer(task)
+        cancel = partial(self._cancel, step, [peer])
+        try:
+            return peer.start(message(step), payload, on_reply), cancel
+        except BaseException as error:
+            cancel(error)
+            raise
 
     # Steps.
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, partition and register a traced function; calling the result runs one step of it."""
+        step = self.lower(traced, check=check, observe=observe)
+        return self._register(step, step.own())
+
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
+        """Place and partition a traced function."""
         _refuse_two_handles(traced.variables)
         if traced.compiler_options:
-            raise DflowError(
-                f"{traced.name} has variables on other tasks, which compile for themselves, so it takes no "
-                f"compiler_options",
-                "set XLA_FLAGS where the tasks are started",
-            )
+            raise no_options(traced.name)
         passes = pipeline(self.task, self.tasks, devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         refuse_spread(graph, traced, self._server.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
-        lowered = make_plans(graph, self.task, keys)
-        given_up = [len(traced.constants) + leaf for leaf in traced.donated]
-        handles = self._register(lowered, given_up, traced.meshes)
-        step = ClusterStep(self, handles, traced.constants, literals(graph))
-        self._unused_plans.release_after(step, handles)
-        return step
+        return PartitionedStep(
+            traced, make_plans(graph, self.task, keys), literals(graph), self._server.store, self._register
+        )
 
-    def _register(
-        self, lowered: Mapping[str, Lowered], given_up: Sequence[int], meshes: Mapping[AbstractMesh, Mesh]
-    ) -> Mapping[str, int]:
+    def _register(self, step: PartitionedStep, own: Sequence[LoweredProgram]) -> Runner:
+        handles = self._registered(step.plans, own)
+        registered = ClusterStep(self, handles, step.traced.constants, step.literals)
+        self._unused_plans.release_after(registered, handles)
+        return registered
+
+    def _registered(self, plans: Mapping[str, Lowered], uncompiled: Sequence[LoweredProgram]) -> Mapping[str, int]:
         self._unused_plans.release(self._server, self.tasks)
-        own = lowered[self.task]
-        others = {task: part for task, part in lowered.items() if part is not own}
-        uncompiled = lower_programs(own, self._server.store, given_up, meshes=meshes)
+        own = plans[self.task]
+        others = {task: part for task, part in plans.items() if part is not own}
         # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
         compiling = ThreadPoolExecutor(1, "dflow-compile")
         try:

@@ -17,27 +17,40 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import numpy.typing as npt
 
+from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import encode_array
+from dflow.distributed.wire.codec import KEYS, dtype_name, encode_array
 from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
-from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_of_resource
-from dflow.distributed.worker.variable_batch import CreatingTasks, PendingVariable, create, created_together, settle
+from dflow.distributed.worker.cluster_resources import (
+    ClusterResources,
+    ResourceTasks,
+    task_in_scope,
+    task_of_resource,
+)
+from dflow.distributed.worker.cluster_step import PartitionedStep
+from dflow.distributed.worker.variable_batch import (
+    CreatingTasks,
+    HostArray,
+    Wanted,
+    create,
+    created_together,
+    on_host,
+    settle,
+)
 from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner
-from dflow.tracing.devices.device import scope_here
-from dflow.tracing.errors import DeviceError, DflowError, VariableError
+from dflow.tracing.errors import DflowError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.primitives.state_primitives import record_update
+from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import Initial, TypedInitial
 from dflow.tracing.state.resources import Variable
 
@@ -55,11 +68,16 @@ class HomeTasks(ResourceTasks, CreatingTasks, Protocol):
         """Place, cut and register a traced function; the result runs one step of it."""
         ...
 
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
+        """Place and cut a traced function."""
+        ...
+
 
 class ClusterHome(ClusterResources):
     """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
 
     shares_names = True
+    is_local = False
 
     def __init__(self, cluster: HomeTasks, job: str = "ps") -> None:
         super().__init__(cluster, job)
@@ -80,21 +98,15 @@ class ClusterHome(ClusterResources):
                 "give it one, name='...', the same in each process",
                 at=variable.loc,
             )
-        if variable.sharding is not None or (scope_here() is not None and near is None):
-            said = "a sharding" if variable.sharding is not None else "a device scope"
-            raise DeviceError(
-                f"variable {variable.name!r} is created among the parameter servers with {said}, but there the "
-                f"coordinator says where a variable lives",
-                "leave one of the two out",
-                at=variable.loc,
-            )
-        if jnp.issubdtype(variable.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(variable.dtype, jax.dtypes.extended) and dtype_name(variable.dtype) not in KEYS:
             raise VariableError(
-                f"variable {variable.name!r} holds {variable.type}, and keys do not travel between tasks yet",
-                "hold jax.random.key_data(key), and wrap what you read with wrap_key_data",
-                at=variable.loc,
+                f"variable {variable.name!r} holds {variable.type}, whose keys no other task knows{at(variable.loc)}\n"
+                f"  use keys of one of the algorithms {', '.join(algorithm for algorithm, _ in KEYS.values())}"
             )
-        create(self._cluster, PendingVariable(variable, self._job, near, _first_value(variable, initial)))
+        layout = layout_of(variable)
+        on = task_in_scope(f"variable {variable.name!r}", variable.loc) if near is None else ""
+        create(self._cluster, Wanted(variable, self._job, near, _first_value(variable, initial), on, layout))
+        variable.sharding = None  # what is read is on one device
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         is_ready = isinstance(initial, TypedInitial) or not callable(initial)
@@ -150,12 +162,12 @@ class ClusterHome(ClusterResources):
             yield set_all
 
     def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Reply[Answer]]:
-        """Return the answers of tasks, asked concurrently. Raises the first error in their order, if any."""
+        """Return the answers of tasks, asked concurrently. Raises their first error, with the user's line."""
         answers = self._cluster.request_all([(task, message, b"") for task, message in messages.items()])
         found = []
         for answer in answers:
             if isinstance(answer, DflowError):
-                raise answer
+                raise _with_line(answer)
             found.append(answer)
         return found
 
@@ -167,8 +179,7 @@ class ClusterHome(ClusterResources):
         if KINDS[kind].reads:
             self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
             return
-        dtype = jnp.dtype(variable.dtype).name
-        message = WriteVariable(variable.key, dtype, variable.shape)
+        message = WriteVariable(variable.key, dtype_name(variable.dtype), variable.shape)
         self._cluster.request(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
@@ -184,8 +195,17 @@ class ClusterHome(ClusterResources):
         """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
         self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
 
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
+        return self._cluster.lower(traced, check=check, observe=observe)
+
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         return self._cluster.runner(traced, check=check, observe=observe)
+
+
+def _with_line(error: DflowError) -> DflowError:
+    """Return an error of a task with the user's line between its fact and its remedy."""
+    line, (fact, newline, remedy) = at(caller()), str(error).partition("\n")
+    return error if line in str(error) else type(error)(f"{fact}{line}{newline}{remedy}")
 
 
 def _by_task(variables: Mapping[str, Variable]) -> dict[str, dict[str, Variable]]:
@@ -195,8 +215,8 @@ def _by_task(variables: Mapping[str, Variable]) -> dict[str, dict[str, Variable]
     return found
 
 
-def _first_value(variable: Variable, initial: Initial) -> TypedInitial | npt.NDArray[Any]:
+def _first_value(variable: Variable, initial: Initial) -> TypedInitial | HostArray:
     """An initialiser that can run later; the value of one that reads variables, whose values it is to have now."""
     if isinstance(initial, TypedInitial) and not (isinstance(initial, InitialOps) and initial.reads_state):
         return initial
-    return np.array(jnp.asarray(initial() if callable(initial) else initial, variable.dtype))
+    return on_host(jnp.array(initial() if callable(initial) else initial, variable.dtype))

@@ -9,20 +9,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from dflow.distributed.task.task_resources import described
-from dflow.distributed.transport.base import Reply
+from dflow.distributed.transport.base import OnReply, Reply
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.failures import MAX_TEXT
+from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.queue_producer import close_op, enqueue_op, failure_text
+from dflow.lowering.queues.resource_rules import OnResults
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
@@ -30,9 +38,10 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import HostType
-from dflow.tracing.source import at
+from dflow.tracing.source import Loc, at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
+from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
 
@@ -55,6 +64,12 @@ class ResourceTasks(Protocol):
         self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, timeout_s: float
     ) -> Reply[Answer]:
         """Send another task a request that runs as a step there, and wait for its answer."""
+        ...
+
+    def start_step(
+        self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, on_reply: OnReply[Answer]
+    ) -> Cancel:
+        """Like `request_step`, but call `on_reply` in place of waiting; the returned function cancels the step."""
         ...
 
 
@@ -81,9 +96,9 @@ class ClusterResources:
         settings: QueueSettings | AccumulatorSettings = resource.settings
         said = described(type, settings)
         try:
-            size_bytes = _size_bytes(type, settings)
+            size_bytes, on = _size_bytes(type, settings), task_in_scope(resource.title, resource.loc)
             placed = self._tasks.place(
-                PlaceVariable(resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=_stated(resource))
+                PlaceVariable(resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on)
             )
             self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
         except (DeviceError, TaskLost) as error:
@@ -106,6 +121,10 @@ class ClusterResources:
         answer, data = self._tasks.request_step(task, message, payload, op.timeout_s)
         return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
 
+    def producer(self, queue: Queue, where: str) -> TaskQueueProducer:
+        """Return the producing side of a queue; `where` is the user's line that feeds it."""
+        return TaskQueueProducer(self._tasks, task_of_resource(queue), queue.key, where)
+
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""
         self.forget_state(task_of_resource(resource), resource.key, False, reason, remedy)
@@ -116,14 +135,44 @@ class ClusterResources:
         self._tasks.unplace(key)
 
 
+@dataclass(frozen=True)
+class TaskQueueProducer:
+    """The producer of the queue `key` on another task; `where` is the user's line that feeds it."""
+
+    tasks: ResourceTasks
+    task: str
+    key: str
+    where: str
+
+    def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
+        """See `QueueProducer`. Raises TaskLost when the task has left."""
+        infos, payload = encode_arrays([jnp.asarray(array) for array in element])
+
+        def on_reply(reply: Outcome[Reply[Arrays]]) -> None:
+            on_results(reply if isinstance(reply, BaseException) else ())
+
+        return self.tasks.start_step(self.task, partial(self._call, enqueue_op(self.where), infos), payload, on_reply)
+
+    def close(self) -> None:
+        """See `QueueProducer`."""
+        self.tasks.request_step(self.task, partial(self._call, close_op(self.where), ()), b"", 0.0)
+
+    def fail(self, failure: BaseException) -> None:
+        """See `QueueProducer`; the text of `failure` travels."""
+        self.tasks.request(self.task, FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where))
+
+    def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:
+        return CallResource(self.key, op, step.origin, step.number, operands)
+
+
 def task_of_resource(resource: HostResource | Variable) -> str:
     """Return the task that holds the resource."""
     assert resource.device is not None
     return resource.device
 
 
-def _stated(resource: HostResource) -> str:
-    """The task that the scope names; empty without a scope."""
+def task_in_scope(title: str, loc: Loc | None) -> str:
+    """Return the task that the scope names for the resource `title`; empty without a scope. Raises DeviceError."""
     scope = scope_here()
     if scope is None:
         return ""
@@ -133,9 +182,8 @@ def _stated(resource: HostResource) -> str:
         task, device = "", scope
     if not task or device:
         raise DeviceError(
-            f"{resource.title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})",
-            "name a task, such as ps:0, or leave it out, and the coordinator says which",
-            at=resource.loc,
+            f"{title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})"
+            f"{at(loc)}\n  name a task, such as ps:0, or leave it out, and the coordinator says which"
         )
     return task
 

@@ -1,58 +1,46 @@
-"""The standalone cluster: `dflow.connect()` returns it when no cluster was configured.
-
-It has the methods of `Cluster`, so that a script is the same in one process and in many.
-"""
+"""The cluster of a standalone process, which `dflow.connect()` returns when no cluster was configured."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import time
+from collections.abc import Callable
 
-from dflow.distributed.wire.messages.roster import EdgeTraffic
-from dflow.distributed.wire.messages.status import GetStatus
-from dflow.distributed.worker.coordination import Coordinated
-from dflow.distributed.worker.own_coordinator import OwnCoordinator
-from dflow.lowering.pipeline import ALONE
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.worker.cluster import LOCAL_JOB, Cluster
+from dflow.lowering.state.store import Store
 
 
-class Alone(Coordinated):
-    """This process as the only task."""
-
-    task = ALONE
-    index = 0
-
-    def __init__(self) -> None:
-        self.coordinator = OwnCoordinator(self.task)
+class NoCalls:
+    """A clock that makes no calls: there is no other task to send heartbeats to, and no connection to lose."""
 
     @property
-    def results(self) -> dict[str, float]:
-        """The reported results, by name."""
-        return self.coordinator.ask(GetStatus()).results
+    def now_s(self) -> float:
+        """Seconds since an arbitrary moment."""
+        return time.monotonic()
 
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The live tasks: this one."""
-        return (self.task,)
+    def after(self, delay_s: float, call: Callable[[], None]) -> NoCalls:
+        """Return an object that can be stopped; `call` is never called."""
+        return self
 
-    def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """Return the tasks of this task's job, and their number: this one."""
-        return (self.task,), 1
-
-    def shared_step(self) -> AbstractContextManager[None]:
-        """Run a step inside; here no other worker takes part in it."""
-        return nullcontext()
-
-    def take_part(self, run: str, job: str) -> None:
-        """Return None: there is no run to take part in, since every step is a round of one worker."""
-
-    def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """Values that this task has sent to others: none."""
-        return ()
-
-    @contextmanager
-    def parameter_servers(self, job: str = "ps") -> Iterator[None]:
-        """Do nothing: variables made inside live in this process, whatever the job."""
-        yield
+    def stop(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""
+
+
+def standalone(store: Store) -> Cluster:
+    """Return a cluster whose only task is this process, with a coordinator in it, and without threads and sockets."""
+    network = MemoryNetwork(is_threaded=False)
+    coordinator = Coordinator(network, "", {LOCAL_JOB: 1}, tick_s=None)
+    return Cluster(
+        coordinator.address,
+        network,
+        job=LOCAL_JOB,
+        index=0,
+        store=store,
+        address="",
+        is_standalone=True,
+        clock=NoCalls(),
+    )

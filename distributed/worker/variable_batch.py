@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,18 @@ from msgspec.structs import replace
 
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.array_lists import encode_arrays
-from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.codec import KEYS, Payload, dtype_name
 from dflow.distributed.wire.failures import error_from, error_of
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
+from dflow.distributed.wire.messages.variables import (
+    CreateVariable,
+    CreateVariables,
+    ProgramCall,
+    VariableLayout,
+    VariablesCreated,
+)
 from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
 from dflow.tracing.errors import DflowError
 from dflow.tracing.source import at
@@ -43,6 +50,13 @@ MOST_VARIABLES = 256
 MOST_BYTES = 16 << 20
 #: A batch with more bytes than this to send is created before its block ends.
 FULL_BYTES = 64 << 20
+#: A value on the host. Keys are a `jax.Array`, for NumPy has no dtype of keys.
+HostArray = npt.NDArray[Any] | jax.Array
+
+
+def on_host(value: jax.Array) -> HostArray:
+    """Return the value on the host."""
+    return value if dtype_name(value.dtype) in KEYS else np.asarray(value)
 
 
 class CreatingTasks(Protocol):
@@ -59,13 +73,23 @@ class CreatingTasks(Protocol):
         ...
 
 
-class PendingVariable:
-    """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value."""
+class Wanted:
+    """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value.
+
+    `on`      the task that must hold it; empty for any
+    `layout`  how it is spread over the devices of the task
+    """
 
     def __init__(
-        self, variable: Variable, job: str, near: Variable | None, first: TypedInitial | npt.NDArray[Any]
+        self,
+        variable: Variable,
+        job: str,
+        near: Variable | None,
+        first: TypedInitial | HostArray,
+        on: str = "",
+        layout: VariableLayout | None = None,
     ) -> None:
-        self.variable, self.job, self.near = variable, job, near
+        self.variable, self.job, self.near, self._on, self._layout = variable, job, near, on, layout
         self._first = first
         #: The coordinator's answer; empty before it.
         self.placed = Placed("")
@@ -79,23 +103,33 @@ class PendingVariable:
     def placing(self) -> PlaceVariable:
         """Return the request for its task."""
         type = self.variable.type
-        near = self.near.name if self.near is not None else ""
         return PlaceVariable(
-            self.variable.name, jnp.dtype(type.dtype).name, type.shape, type.size_bytes, self.job, near
+            self.variable.name, dtype_name(type.dtype), type.shape, type.size_bytes, self.job, self._near, on=self._on
         )
 
     def asked(self) -> CreateVariable:
         """Return the request without an initial value, which finds out if the variable exists."""
         type = self.variable.type
-        return CreateVariable(self.variable.name, jnp.dtype(type.dtype).name, type.shape, process=self.placed.process)
+        return CreateVariable(
+            self.variable.name,
+            dtype_name(type.dtype),
+            type.shape,
+            process=self.placed.process,
+            layout=self._layout,
+            near=self._near,
+        )
 
-    def value(self, computed: dict[int, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    @property
+    def _near(self) -> str:
+        return self.near.name if self.near is not None else ""
+
+    def value(self, computed: dict[int, HostArray]) -> HostArray:
         """Return the initial value. Results of initialisers are cached in `computed`, by their identity."""
         if not isinstance(self._first, TypedInitial):
             return self._first
         try:
             if id(self._first) not in computed:
-                computed[id(self._first)] = np.asarray(jnp.asarray(self._first(), self.variable.dtype))
+                computed[id(self._first)] = on_host(jnp.asarray(self._first(), self.variable.dtype))
             return computed[id(self._first)]
         except Exception as error:
             error.add_note(f"in the initialiser of variable {self.variable.name!r}{at(self.variable.loc)}")
@@ -191,7 +225,7 @@ class _Creation:
         self._tasks = tasks
         self._exports = Exports()
         #: Results of initialisers that several variables share, by the initialiser's identity.
-        self._computed: dict[int, npt.NDArray[Any]] = {}
+        self._computed: dict[int, HostArray] = {}
         self._failed: dict[Variable, DflowError] = {}
 
     def create(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:

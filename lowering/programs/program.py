@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -189,8 +190,15 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int =
     Raises WireError if the bytes are no program, or one that may not run here, and the errors of the compilation.
     """
     exported = read_program(blob)
-    stepped = _in_lists(exported.call, writes, exported.fun_name)
     structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
-    return Program(
-        jax_jit(stepped, donate_argnums=0, keep_unused=True).lower(*_split(structs, writes, reads)).compile()
-    )
+
+    @cache
+    def jitted(places: tuple[Sharding | None, ...]) -> Any:
+        kept = kept_shardings(exported.call, {str(number): place for number, place in enumerate(places)})
+        return jax_jit(_in_lists(kept, writes, exported.fun_name), donate_argnums=0, keep_unused=True)
+
+    def by_placement(written: Sequence[jax.Array], *others: Any) -> Any:
+        return jitted(tuple(value.sharding if value.committed else None for value in written))(written, *others)
+
+    compiled = jitted((None,) * writes).lower(*_split(structs, writes, reads)).compile()
+    return Program(compiled, by_placement)

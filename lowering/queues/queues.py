@@ -37,7 +37,6 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import QueueType
-from dflow.tracing.source import raised_at
 
 #: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
 _LATE = {
@@ -61,8 +60,8 @@ class HeldQueue(Shared[QueueEvent]):
         self.name = name
         self._settings, self._type = settings, type
         self.machine = QueueMachine(settings.capacity, order_of(settings))
-        #: The error of the queue's feed, if it was closed by `fail`, and the line where it is fed.
-        self._failure: tuple[BaseException, str] | None = None
+        #: What `fail` was given: the text of the error, the line where the queue is fed, and the error.
+        self._failure: tuple[str, str, BaseException | None] | None = None
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
@@ -92,15 +91,15 @@ class HeldQueue(Shared[QueueEvent]):
         """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
         self._do(CloseAsked(cancel_pending), where)
 
-    def fail(self, failure: BaseException, fed: str) -> None:
-        """Close the queue because its feed, at the line `fed`, failed.
+    def fail(self, failure: str, fed: str, cause: BaseException | None = None) -> None:
+        """Close the queue because its feed, at the line `fed`, failed with an error of the text `failure`.
 
-        A later enqueue, and a dequeue of more elements than it holds, raise FeedError, with `failure` as its cause.
+        A later enqueue, and a dequeue of more elements than it holds, raise FeedError with this text and cause.
         """
-        self._do(CloseAsked(cancel_pending=True), fed, before=lambda: self._note(failure, fed))
+        self._do(CloseAsked(cancel_pending=True), fed, before=lambda: self._note(failure, fed, cause))
 
-    def _note(self, failure: BaseException, fed: str) -> None:
-        self._failure = self._failure or (failure, fed)
+    def _note(self, failure: str, fed: str, cause: BaseException | None) -> None:
+        self._failure = self._failure or (failure, fed, cause)
 
     def stacked(self, elements: Sequence[Element], count: int) -> list[Sent]:
         """Return the elements row by row; of fewer than `count`, the missing rows are zeros."""
@@ -130,18 +129,14 @@ class HeldQueue(Shared[QueueEvent]):
         if self._failure is None:
             what = f"{waiter.what}{_part(waiter, left)}"
             fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
-            return QueueClosed(
-                fact,
-                f"{_CLOSED[waiter.what.split()[0]]}",
-            )
-        failure, fed = self._failure
+            return QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+        failure, fed, cause = self._failure
         error = FeedError(
-            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}"
-            f"\n  it raised {type(failure).__name__}: {failure}",
-            f"it is fed{fed}",
-            at=raised_at(failure),
+            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}\n"
+            f"  it raised {failure}\n"
+            f"  it is fed{fed}"
         )
-        error.__cause__ = failure
+        error.__cause__ = cause
         return error
 
     def _give_up(self, ticket: int) -> QueueEvent:

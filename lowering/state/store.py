@@ -154,7 +154,7 @@ class Store:
             values, are_views = self.table.section(lambda: self._views_now(keys))
             if are_views:
                 return values
-            if not all(map(_is_of_cpu, values)):
+            if not all(map(_has_view, values)):
                 break
             with suppress(RuntimeError):  # a program has overwritten a value since
                 wait_until_computed(values)
@@ -164,7 +164,7 @@ class Store:
     def _views_now(self, keys: Sequence[str]) -> tuple[list[Any], bool]:
         """Return the values, as NumPy views if all are on the CPU and computed, and whether they are views."""
         values: list[Any] = self.table.values(keys)
-        if all(_is_of_cpu(value) and value.is_ready() for value in values):
+        if all(_has_view(value) and value.is_ready() for value in values):
             return [np.asarray(value) for value in values], True
         return values, False
 
@@ -275,7 +275,10 @@ def _in_place(kind: str, place: Sharding | None) -> Program:
     return Program(jax_jit(update, donate_argnums=0, out_shardings=place))
 
 
-def _is_of_cpu(value: jax.Array) -> bool:
+def _has_view(value: jax.Array) -> bool:
+    """Whether NumPy can use the buffer: it is one, of numbers and not of keys, on a CPU."""
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return False
     return len(value.devices()) == 1 and next(iter(value.devices())).platform == "cpu"
 
 

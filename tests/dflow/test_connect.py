@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,6 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.process import parent_watch
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster
-from dflow.distributed.worker.standalone import Alone
 from dflow.tracing.errors import ConfigError, DeadlineExceeded, SecurityError
 
 SETTINGS = dflow.ClusterSettings(join_timeout_s=0.2)
@@ -28,28 +29,30 @@ def nothing_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parent_watch, "watch", lambda: None)
 
 
-def test_nobody_launched_this() -> None:
+def test_a_process_that_nothing_launched_is_a_cluster_by_itself() -> None:
+    threads, descriptors = {*threading.enumerate()}, os.listdir("/proc/self/fd")
     cluster = dflow.connect()
-    assert isinstance(cluster, Alone)
-    assert cluster.index == 0
-    assert cluster.tasks == (cluster.task,)
+    assert isinstance(cluster, Cluster)
+    assert (cluster.index, cluster.tasks) == (0, (cluster.task,))
     assert cluster.elect("anything")
+    assert cluster.barrier("start") == (cluster.task,)
+    assert [*dflow.distributed.Async(cluster).run(lambda batch: batch, range(9), steps=3)] == [0, 1, 2]
     cluster.report("accuracy", 0.5)
     assert cluster.results == {"accuracy": 0.5}
+    assert {*threading.enumerate()} <= threads
+    assert len(os.listdir("/proc/self/fd")) <= len(descriptors)
+    cluster.close()
     cluster.close()
 
 
-#: The public methods of a cluster; dflow itself uses the others.
-CALLS = {"barrier", "close", "elect", "index", "parameter_servers", "report", "task", "tasks", "traffic"}
-
-
-def test_alone_takes_the_calls_that_a_cluster_takes() -> None:
-    alone = {name for name in dir(Alone()) if not name.startswith("_")}
-    assert alone >= CALLS
-    of_clusters = {name for name in dir(Cluster) if not name.startswith("_")}
-    assert alone - of_clusters <= {"coordinator", "index", "results", "task"}
-    with Alone().parameter_servers("ps"):
-        assert dflow.Variable(1.0).device is None
+def test_variables_of_a_process_by_itself_live_in_it() -> None:
+    cluster = dflow.connect()
+    with cluster.parameter_servers("any"):
+        v = dflow.Variable(1.0)
+    assert v.device is None
+    dflow.jit(lambda: v.assign_add(1.0))()
+    assert float(v) == 2.0
+    assert cluster.traffic() == ()
 
 
 def test_the_environment_says_where_and_who(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from jax import lax
 import dflow
 from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.distributed.worker.cluster import Cluster
-from dflow.distributed.worker.standalone import Alone
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import RemoteError, TaskLost
 
@@ -153,7 +152,7 @@ def test_the_gradient_of_a_loop_over_tasks(worker: Cluster) -> None:
 def test_training_within_a_loop_over_tasks_does_what_it_does_alone(worker: Cluster) -> None:
     xs = jax.random.normal(jax.random.key(0), (6, 8, 4))
 
-    def train(cluster: Cluster | Alone, name: str) -> Any:
+    def train(cluster: Cluster, name: str) -> Any:
         with cluster.parameter_servers():
             first = dflow.Variable(lambda: jnp.full((4, 3), 0.1), name=f"{name}/first")
             second = dflow.Variable(lambda: jnp.full((3, 4), 0.2), name=f"{name}/second")
@@ -175,7 +174,7 @@ def test_training_within_a_loop_over_tasks_does_what_it_does_alone(worker: Clust
         assert int(count) == 6
         return losses, first.read(), second.read()
 
-    for there, alone in zip(train(worker, "there"), train(Alone(), "alone"), strict=True):
+    for there, alone in zip(train(worker, "there"), train(dflow.connect(), "alone"), strict=True):
         np.testing.assert_allclose(there, alone, rtol=1e-4, atol=1e-6)
 
 

@@ -83,7 +83,8 @@ class Variable(jax.Array):
     `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
                  they give it: to clip it, scale it or stop part of it
     `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
-                 for `initial` is compiled so that each device makes its part
+                 for `initial` is compiled so that each device makes its part. On a cluster a `NamedSharding` over an
+                 `AbstractMesh`, which stands for the first devices of the variable's task
 
     In one process each `Variable` is its own state. On a cluster the name is the variable: the first process to ask
     creates it and the others get it. In both, using a variable that has a later namesake in the same process is a

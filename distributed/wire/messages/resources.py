@@ -37,3 +37,14 @@ class CallResource(Request[Arrays], frozen=True):
     origin: str
     step: int
     operands: tuple[ArrayInfo, ...] = ()
+
+
+class FailQueue(Request[Ok], frozen=True):
+    """Close a queue because its feed failed; answered by `Ok`.
+
+    `failure` is the class, the text and the line of the error, `fed` the line where the queue is fed.
+    """
+
+    key: str
+    failure: str
+    fed: str

@@ -16,6 +16,17 @@ class ProgramCall(msgspec.Struct, frozen=True):
     takes: tuple[int, ...]
 
 
+class VariableLayout(msgspec.Struct, frozen=True):
+    """A mesh of the first devices of a task, and the axes over which each dimension of a variable is divided.
+
+    `mesh`  name and size of each axis
+    `spec`  names of axes, for each of the first dimensions
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    spec: tuple[tuple[str, ...], ...]
+
+
 class CreateVariable(msgspec.Struct, frozen=True):
     """A variable to create unless it exists.
 
@@ -23,6 +34,8 @@ class CreateVariable(msgspec.Struct, frozen=True):
     `calls`   programs to run, in order
     `result`  number of the initial value: values are numbered, these arrays first, then the results of each call
     `process` process of the task that must hold it, from `Placed`; another process of that task refuses
+    `layout`  how it is spread over the task's devices; None for one device
+    `near`    a variable of the task whose layout this one has, if both have the same shape; or empty
 
     Without arrays and calls there is no initial value.
     """
@@ -34,6 +47,8 @@ class CreateVariable(msgspec.Struct, frozen=True):
     calls: tuple[ProgramCall, ...] = ()
     result: int = 0
     process: str = ""
+    layout: VariableLayout | None = None
+    near: str = ""
 
 
 class VariablesCreated(Message, frozen=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.testing import memory_cluster
 from dflow.tracing.errors import PlainJitError
 
 X = np.arange(3, dtype=np.float32)
@@ -123,3 +125,52 @@ def test_jax_export_of_a_function_with_state_names_what_exports_it() -> None:
         "count has state, and jax.export does not know where it is\n"
         "  export it by dflow.export(fn, *specs), which keeps the state beside the program"
     )
+
+
+def test_a_step_on_a_cluster_is_lowered_by_task() -> None:
+    with memory_cluster(ps=2) as memory, closing(memory.worker()) as worker:
+        with worker.parameter_servers():
+            w = dflow.Variable(lambda: jnp.ones(3), name="w")
+            calls = dflow.Variable(0, name="calls")
+        here = dflow.Variable(jnp.zeros(3), name="here")
+
+        @dflow.jit
+        def step(x: Any) -> Any:
+            calls.assign_add(1)
+            here.assign_add(x)
+            w.assign_add(jnp.sin(x))
+            return {"total": here.read().sum()}
+
+        lowered = step.lower(X)
+        assert lowered.out_info["total"].shape == ()
+        own, first, second = re.split("^// ps:[01]\n", lowered.as_text(), flags=re.MULTILINE)
+        assert own.startswith("// worker:0\n")
+        assert "stablehlo.sine" in own
+        assert "//   Send(" in own
+        for part in (first, second):
+            assert part.count("module @jit_step") == part.count("stablehlo.add") == 1
+        assert lowered.as_text("hlo").count("HloModule") >= 3
+        assert lowered.cost_analysis()["flops"] >= 7.0
+        assert int(calls.read()) == 0
+
+        compiled = lowered.compile()
+        for number in (1, 2):
+            np.testing.assert_allclose(compiled(X)["total"], number * X.sum())
+            np.testing.assert_allclose(w, 1 + number * np.sin(X), rtol=1e-6)
+        assert int(calls.read()) == 2
+        for ask in (compiled.as_text, compiled.cost_analysis, compiled.memory_analysis):
+            with pytest.raises(PlainJitError, match=r"step runs on several tasks(.|\n)*lower\(...\) gives the text"):
+                ask()
+
+
+def test_what_tasks_compile_for_themselves_is_refused_when_it_is_asked_for() -> None:
+    with memory_cluster(ps=1) as memory, closing(memory.worker()) as worker:
+        with worker.parameter_servers():
+            w = dflow.Variable(lambda: jnp.ones(3), name="w")
+        double = dflow.jit(lambda: w.assign_add(w.read()))
+        with pytest.raises(dflow.DflowError, match=r"takes no compiler_options\n  at .*test_stages.py"):
+            double.lower().compile({"xla_cpu_enable_fast_math": True})
+        for_tpu = double.trace().lower(lowering_platforms=("tpu",))
+        assert "// ps:0" in for_tpu.as_text()
+        with pytest.raises(dflow.DflowError, match=r"was lowered for tpu(.|\n)*without lowering_platforms"):
+            for_tpu.compile()

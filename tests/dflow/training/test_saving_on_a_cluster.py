@@ -138,10 +138,22 @@ def test_a_damaged_array_leaves_every_variable_as_it_was(
     now = run.values()
     (part,) = (tmp_path / "c" / "w").glob("c*")
     part.write_bytes(b"?" + part.read_bytes()[1:])
-    with pytest.raises(dflow.CheckpointError, match=r"ps/task:\d: array 'w' \(f32\[3,2\]\) in .*c is damaged"):
+    says = r"ps/task:\d: array 'w' \(f32\[3,2\]\) in .*c is damaged.*\n  at .*test_saving_on_a_cluster.py:\d+\n  take"
+    with pytest.raises(dflow.CheckpointError, match=says):
         dflow.restore(tmp_path / "c", run.state)
     same(run.values(), now)
     assert not any(task.server._checkpoints._read for task in memory.tasks.values())
+
+
+def test_an_error_of_a_task_in_a_save_has_the_line_of_the_save(
+    worker: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = program(worker)
+    monkeypatch.setattr(task_checkpoints, "is_of_an_attempt", lambda name: False)
+    says = r"ps:\d writes only into a folder that dflow.save has begun, not .*\n  at .*test_saving_on_a_cluster.py:\d+$"
+    with pytest.raises(dflow.CheckpointError, match=says):
+        dflow.save(tmp_path / "c", run.state)
+    assert not (tmp_path / "c").exists()
 
 
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(

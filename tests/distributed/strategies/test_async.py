@@ -14,13 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dflow
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
-from dflow.distributed.worker.standalone import Alone
 from dflow.tracing.errors import RemoteError, StrategyError, TransportClosed
 
 DEADLINE_S = 60.0
@@ -80,12 +80,12 @@ def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> No
     batches = [(1, 2), (3, 4), (5, 6), (7, 8)]
     assert list(Async(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]
     assert told(source) == [(2, True), (1, True)]
-    assert list(Async(Alone()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
+    assert list(Async(dflow.connect()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
 
 
 def test_no_batch_is_taken_that_no_step_uses() -> None:
     batches = iter(range(10))
-    list(Async(Alone()).run(lambda batch: batch, batches, steps=4))
+    list(Async(dflow.connect()).run(lambda batch: batch, batches, steps=4))
     assert next(batches) == 4
 
 
@@ -109,7 +109,7 @@ def test_real_scalars_are_shown_as_progress(outcome: Any, metrics: dict[str, flo
 
 def test_alone_does_exactly_the_steps_asked_for() -> None:
     calls = itertools.count()
-    assert len(list(Async(Alone()).run(lambda _: next(calls), itertools.repeat(0), steps=37))) == 37
+    assert len(list(Async(dflow.connect()).run(lambda _: next(calls), itertools.repeat(0), steps=37))) == 37
     assert next(calls) == 37
 
 
@@ -118,7 +118,7 @@ def test_batches_that_end_early_end_the_run_here(count: int) -> None:
     source = Scripted(*[range(4)] * 100)
     assert len(list(Async(source).run(lambda batch: batch, range(count), steps=1000))) == count
     assert told(source)[-1] == (count % 4, False)
-    assert len(list(Async(Alone()).run(lambda batch: batch, range(count), steps=1000))) == count
+    assert len(list(Async(dflow.connect()).run(lambda batch: batch, range(count), steps=1000))) == count
 
 
 def test_leaving_the_loop_gives_back_what_was_not_done() -> None:
@@ -141,7 +141,7 @@ def test_an_error_of_the_step_ends_the_run_with_it() -> None:
         raise ZeroDivisionError("in the user's step")
 
     with pytest.raises(ZeroDivisionError, match="in the user's step"):
-        list(Async(Alone()).run(fail, [0], steps=1))
+        list(Async(dflow.connect()).run(fail, [0], steps=1))
 
 
 def test_the_other_workers_do_what_one_leaves_undone() -> None:
@@ -170,13 +170,13 @@ def test_the_other_workers_do_what_one_leaves_undone() -> None:
 
 
 def test_two_runs_of_one_program_have_names_of_their_own() -> None:
-    alone = Alone()
+    alone = dflow.connect()
     counts = [len(list(Async(alone).run(lambda batch: batch, itertools.count(), steps=3))) for _ in range(2)]
     assert counts == [3, 3]
 
 
 def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
-    cluster = Alone()
+    cluster = dflow.connect()
     told: list[tuple[int, bool]] = []
     ask = cluster.coordinator.ask
 
@@ -198,7 +198,7 @@ def test_a_step_that_fails_gives_back_what_is_not_done() -> None:
 
 
 def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
-    alone = Alone()
+    alone = dflow.connect()
     for seen in Async(alone).run(lambda batch: batch, itertools.count(), steps=20, name="fit"):
         if seen == 6:
             break
@@ -211,7 +211,7 @@ def test_a_named_run_goes_on_where_it_was_left_alone_too() -> None:
 @pytest.mark.parametrize("strategy", [Async, Sync])
 def test_a_negative_number_of_steps_is_refused_at_the_users_line(strategy: Any) -> None:
     with pytest.raises(StrategyError, match=r"steps=-1 of a run is negative\n  at .*test_async.py:"):
-        list(strategy(Alone()).run(lambda batch: batch, itertools.count(), steps=-1))
+        list(strategy(dflow.connect()).run(lambda batch: batch, itertools.count(), steps=-1))
 
 
 def losses(values: list[float]) -> Iterator[Any]:
@@ -236,7 +236,7 @@ def test_a_loss_that_is_not_finite_is_reported_when_the_program_stops_at_it() ->
 
 
 def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture) -> None:
-    alone = Alone()
+    alone = dflow.connect()
     list(Async(alone).run(lambda outcome: outcome, losses([1.0, np.nan, np.nan]), steps=40, name="mine"))
     news = [record.getMessage() for record in caplog.records]
     loss, end = news

@@ -14,14 +14,13 @@ import pytest
 
 import dflow
 from dflow.distributed.worker.cluster import Cluster
-from dflow.distributed.worker.standalone import Alone
 from dflow.tracing.errors import DflowError, StrategyError, VariableError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.wire_codecs import decoded, encoded
 from tests.distributed.strategies.sync_programs import Sync, pair, together
 
 
-def mlp(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
+def mlp(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
     """A model of two layers: its variables, their optimizer and a step."""
     with cluster.parameter_servers():
         key = jax.random.key(0)
@@ -47,7 +46,7 @@ def mlp(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any
     return model, optimizer, step
 
 
-def embedding(cluster: Cluster | Alone, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
+def embedding(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
     """A table and a layer; each step looks up few rows of the table."""
     with cluster.parameter_servers():
         model = dflow.variables(
@@ -105,7 +104,7 @@ def test_three_workers_have_the_weights_of_one_process_on_all_their_batches(
         return jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots))
 
     found = together(workers, work)
-    model, optimizer, step = make(Alone(), transformation(), "alone")
+    model, optimizer, step = make(dflow.connect(), transformation(), "alone")
     for x, y in batches:
         step(np.concatenate(x), np.concatenate(y))
     wanted = jax.device_get(dflow.read(model)), jax.device_get(dflow.read(optimizer.slots))
@@ -150,11 +149,11 @@ def test_alone_every_step_is_a_round() -> None:
         optimizer.apply([-x])
         return weight.read()
 
-    strategy = Sync(Alone())
+    strategy = Sync(dflow.connect())
     assert [float(value) for value in strategy.run(step, [1.0, 2.0, 3.0], steps=2)] == [1.0, 3.0]
     assert (strategy.accepted, strategy.dropped) == (2, 0)
     with pytest.raises(StrategyError, match="backup_workers=1 of 1 worker leaves none"):
-        Sync(Alone(), backup_workers=1)
+        Sync(dflow.connect(), backup_workers=1)
 
 
 def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:

@@ -23,6 +23,7 @@ from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.transfers import Tensor
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
 from dflow.tracing.errors import WireError
+from tests.own_keys import keys_of_an_own_algorithm
 
 MESSAGES = (
     Hello("/job:ps/task:0"),
@@ -124,9 +125,20 @@ def test_arrays_that_are_not_numbers_are_refused(array: np.ndarray[Any, Any]) ->
         codec.encode_array(array)
 
 
-def test_keys_are_refused_with_the_way_out() -> None:
-    with pytest.raises(WireError, match=r"send `jax.random.key_data\(keys\)`"):
-        codec.encode_array(jax.random.key(0))
+@pytest.mark.parametrize("algorithm", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_keys_come_back_as_keys(algorithm: str, shape: tuple[int, ...]) -> None:
+    keys = jax.random.split(jax.random.key(3, impl=algorithm), shape)
+    back = codec.decode_array(keys.dtype.name, shape, codec.encode_array(keys))
+    assert (back.dtype, back.shape) == (keys.dtype, shape)
+    np.testing.assert_array_equal(jax.random.key_data(back), jax.random.key_data(keys))
+    with pytest.raises(WireError, match="but the payload has 3"):
+        codec.decode_array(keys.dtype.name, shape, bytes(3))
+
+
+def test_keys_of_an_unknown_algorithm_are_refused() -> None:
+    with pytest.raises(WireError, match=r"dtype 'key<own>' does not travel; these do: .*key<fry>"):
+        codec.encode_array(keys_of_an_own_algorithm())
 
 
 def test_a_received_array_goes_to_the_cpu_without_a_copy() -> None:

@@ -21,7 +21,6 @@ from dflow.distributed.wire.messages.placement import PlaceVariables
 from dflow.distributed.wire.messages.variables import CreateVariables, ReadVariables, WriteVariable
 from dflow.distributed.worker import variable_batch
 from dflow.distributed.worker.cluster import Cluster
-from dflow.distributed.worker.standalone import Alone
 from dflow.lowering.programs import initial_ops
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.testing import MemoryCluster, memory_cluster
@@ -81,7 +80,7 @@ def held(memory: MemoryCluster) -> set[str]:
 # Few messages.
 
 
-def model(cluster: Cluster | Alone) -> tuple[list[dflow.Variable], dflow.Optimizer]:
+def model(cluster: Cluster) -> tuple[list[dflow.Variable], dflow.Optimizer]:
     with cluster.parameter_servers():
         variables = [
             dflow.Variable(lambda: jax.random.normal(key, (9, 9)) * 0.02 * n, name=f"w{n}")  # noqa: B023
@@ -198,7 +197,7 @@ def test_programs_are_sent_once_for_initialisers_that_differ_in_numbers(
     recipes = [message for message in sent if isinstance(message, CreateVariables) and message.program_sizes]
     assert len([each for each in recipes if each.variables[0].name.startswith("w")]) == len(KEYS)
     assert len(exported) <= 4
-    for variable, alone in zip(variables, model(Alone())[0], strict=True):
+    for variable, alone in zip(variables, model(dflow.connect())[0], strict=True):
         np.testing.assert_array_equal(variable, alone)
 
 

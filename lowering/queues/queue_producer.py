@@ -1,0 +1,71 @@
+"""The producing side of a queue, for a thread that must not keep the queue alive."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.queues import HeldQueue
+from dflow.lowering.queues.resource_rules import OnResults
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.source import at, raised_at
+
+#: Timeout of an enqueue by a producer, in s: it waits for room until it is cancelled.
+FOREVER_S = 1e8
+
+
+class QueueProducer(Protocol):
+    """Puts elements into one queue; for any thread. Raises QueueError once the contents of the queue are freed."""
+
+    def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Start to put an element in, which waits for room; `on_results` is called once, from any thread.
+
+        The returned function ends the wait with an error.
+        """
+        ...
+
+    def close(self) -> None:
+        """Refuse later enqueues."""
+        ...
+
+    def fail(self, failure: BaseException) -> None:
+        """Close the queue because of `failure`: a dequeue of more elements than it holds raises FeedError."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeldQueueProducer:
+    """The producer of a queue in this process; `where` is the user's line that feeds it."""
+
+    held: HeldQueue
+    where: str
+
+    def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
+        """See `QueueProducer`."""
+        return self.held.start(enqueue_op(self.where), element, on_results)
+
+    def close(self) -> None:
+        """See `QueueProducer`."""
+        self.held.close()
+
+    def fail(self, failure: BaseException) -> None:
+        """See `QueueProducer`; `failure` becomes the cause of each FeedError."""
+        self.held.fail(failure_text(failure), self.where, failure)
+
+
+def enqueue_op(where: str) -> ResourceOp:
+    """Return an enqueue that waits for room until it is cancelled; `where` is the user's line."""
+    return ResourceOp(ops.queue_enqueue.name, timeout_s=FOREVER_S, line=where)
+
+
+def close_op(where: str) -> ResourceOp:
+    """Return the op that closes a queue."""
+    return ResourceOp(ops.queue_close.name, line=where)
+
+
+def failure_text(failure: BaseException) -> str:
+    """Return the class, the text and the line of an error."""
+    return f"{type(failure).__name__}: {failure}{at(raised_at(failure))}"

@@ -1,0 +1,188 @@
+"""Feeding of queues that live on tasks: the same elements, errors and ends as in one process."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.data import feed
+from dflow.distributed.worker.cluster import Cluster
+from dflow.testing import MemoryCluster, memory_cluster
+from tests.distributed.processes import Spawned
+from tests.distributed.waiting import until
+
+WAIT_S = 60.0
+I32 = jax.ShapeDtypeStruct((), jnp.int32)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryCluster]:
+    with memory_cluster(ps=1, workers=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def workers(memory: MemoryCluster) -> Iterator[tuple[Cluster, Cluster]]:
+    with closing(memory.worker(0)) as one, closing(memory.worker(1)) as other:
+        yield one, other
+
+
+def fifo(worker: Cluster, capacity: int = 4, spec: Any = I32) -> dflow.FIFOQueue:
+    with worker.parameter_servers():
+        return dflow.FIFOQueue(capacity, spec, name="q")
+
+
+def test_another_worker_takes_all_that_one_feeds(workers: tuple[Cluster, Cluster]) -> None:
+    spec = {"n": I32, "x": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    fed, other = (fifo(worker, spec=spec) for worker in workers)
+    running = feed(({"n": n, "x": np.full(2, n, np.float32)} for n in range(20)), fed)
+    taken = [jax.tree.map(np.asarray, other.dequeue(timeout_s=WAIT_S)) for _ in range(20)]
+    assert [int(element["n"]) for element in taken] == list(range(20))
+    np.testing.assert_array_equal([element["x"][1] for element in taken], range(20))
+    with pytest.raises(dflow.QueueClosed, match="is closed and cannot give 1 element"):
+        other.dequeue(timeout_s=WAIT_S)
+    running.join(WAIT_S)
+    assert (running.count, running.error) == (20, None)
+
+
+def test_an_error_reaches_whoever_dequeues_with_its_text_and_lines(workers: tuple[Cluster, Cluster]) -> None:
+    fed, other = map(fifo, workers)
+
+    def failing() -> Iterator[int]:
+        yield 1
+        raise ValueError("no such file")
+
+    running = feed(failing(), fed)
+    assert int(other.dequeue(timeout_s=WAIT_S)) == 1
+    says = (
+        r"/job:ps/task:0: queue 'q' cannot give 1 element, because what feeds it failed; it holds 0 of at most 4\n"
+        r"  at .*\n"
+        r"  it raised ValueError: no such file\n  at .*test_feeding_on_a_cluster.py:\d+\n"
+        r"  it is fed\n  at .*test_feeding_on_a_cluster.py:\d+$"
+    )
+    with pytest.raises(dflow.FeedError, match=says):
+        other.dequeue(timeout_s=WAIT_S)
+    with pytest.raises(dflow.FeedError, match="it raised ValueError: no such file"):
+        dflow.jit(fed.dequeue)()
+    with pytest.raises(dflow.FeedError):
+        other.enqueue(2)
+    running.join(WAIT_S)
+    assert isinstance(running.error, ValueError)
+
+
+def test_an_error_with_a_long_text_closes_the_queue_too(workers: tuple[Cluster, Cluster]) -> None:
+    fed, other = map(fifo, workers)
+
+    def failing() -> Iterator[int]:
+        raise ValueError("long" * 1_000_000)
+        yield 1
+
+    feed(failing(), fed)
+    with pytest.raises(dflow.FeedError, match="it raised ValueError: longlong"):
+        other.dequeue(timeout_s=WAIT_S)
+
+
+def test_a_stopped_feed_waits_for_no_room(workers: tuple[Cluster, Cluster]) -> None:
+    fed, other = map(fifo, workers)
+    running = feed(itertools.count(), fed, threads=2, close=False)
+    until(lambda: running.count == 4 and len(running._waiting) == 2)
+    running.stop()
+    running.join(WAIT_S)
+    assert running.error is None
+    assert int(other.size()) == 4
+    other.close()
+
+
+def test_the_feed_ends_when_another_worker_closes_the_queue(workers: tuple[Cluster, Cluster]) -> None:
+    fed, other = map(fifo, workers)
+    running = feed(itertools.count(), fed)
+    until(lambda: running.count == 4)
+    other.close(cancel_pending=True)
+    running.join(WAIT_S)
+    assert (running.count, running.error) == (4, None)
+
+
+def test_a_queue_that_the_program_dropped_ends_its_feed(workers: tuple[Cluster, Cluster]) -> None:
+    fed = fifo(workers[0])
+    running = feed(itertools.count(), fed)
+    until(lambda: running.count == 4)
+    del fed
+    gc.collect()
+    running.join(WAIT_S)
+    assert running.error is None
+
+
+def test_a_lost_task_ends_the_feed_with_an_error_that_names_it(
+    memory: MemoryCluster, workers: tuple[Cluster, Cluster]
+) -> None:
+    queue, going_on = fifo(workers[0], capacity=1), threading.Event()
+
+    def numbers() -> Iterator[int]:
+        yield 1
+        assert going_on.wait(WAIT_S)
+        yield from itertools.count()
+
+    running = feed(numbers(), queue)
+    until(lambda: running.count == 1)
+    memory.tasks["ps:0"].close()
+    going_on.set()
+    running.join(WAIT_S)
+    assert isinstance(running.error, dflow.TaskLost)
+    assert "/job:ps/task:0 has left" in str(running.error)
+
+
+def test_a_device_for_elements_that_travel_is_refused(workers: tuple[Cluster, Cluster]) -> None:
+    with pytest.raises(dflow.InputError, match=r"device=.*whose elements are sent to its task(.|\n)*leave device out"):
+        feed([1], fifo(workers[0]), device=jax.devices()[0])
+
+
+#: Worker 0 feeds, and worker 1 takes: first all of a list, then up to the error of an iterable.
+FEED = """
+import numpy as np, jax, jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    numbers = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((3,), jnp.float32), name="numbers")
+    lines = dflow.FIFOQueue(2, jax.ShapeDtypeStruct((), jnp.int32), name="lines")
+
+if cluster.index == 0:
+    dflow.data.feed((np.full(3, number, np.float32) for number in range(50)), numbers).join()
+    dflow.data.feed(map(int, ["1", "two"]), lines).join()
+else:
+    step = dflow.jit(lambda: numbers.dequeue().sum())
+    total = 0.0
+    try:
+        while True:
+            total += float(step())
+    except dflow.QueueClosed:
+        cluster.report("total", total)
+    cluster.report("line", float(lines.dequeue()))
+    try:
+        lines.dequeue()
+    except dflow.FeedError as error:
+        cluster.report("failed", "it raised ValueError: invalid literal" in str(error))
+cluster.barrier("end")
+cluster.close()
+"""
+
+
+def test_one_process_feeds_another(tmp_path: Path) -> None:
+    (tmp_path / "feed.py").write_text(FEED)
+    with Spawned("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "feed.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    for name, value in (("total", 3 * sum(range(50))), ("line", 1), ("failed", 1)):
+        assert re.search(rf"\n {name} +{value} ", output.replace(",", "")), output
