@@ -17,6 +17,7 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.state.context import Home
+from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 

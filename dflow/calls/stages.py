@@ -101,8 +101,8 @@ class CompiledFunction(_Stage):
     def _programs(self) -> Sequence[jax.stages.Compiled]:
         if self._compiled is None:
             raise PlainJitError(
-                f"{self._looked.fun_name} runs on several tasks, and each compiles its programs itself{at(caller())}\n"
-                "  lower(...) gives the text and the cost of the programs before compilation"
+                f"{self._looked.fun_name} runs on several tasks, and each compiles its programs itself",
+                "lower(...) gives the text and the cost of the programs before compilation",
             )
         return self._compiled
 
@@ -126,8 +126,8 @@ class CompiledFunction(_Stage):
         programs = self._programs
         if len(programs) != 1:
             raise PlainJitError(
-                f"{self._looked.fun_name} is {len(programs)} programs, which are not all in memory at once"
-                f"{at(caller())}\n  lower its parts as functions of their own"
+                f"{self._looked.fun_name} is {len(programs)} programs, which are not all in memory at once",
+                "lower its parts as functions of their own",
             )
         return programs[0].memory_analysis()
 

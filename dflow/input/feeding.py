@@ -76,11 +76,16 @@ def feed(
     loc = caller()
     given: Any = queue
     if not isinstance(given, Queue):
-        raise InputError(f"feed was given a {type(given).__name__}{at(loc)}\n  give it a queue, after the iterable")
+        raise InputError(
+            f"feed was given a {type(given).__name__}",
+            "give it a queue, after the iterable",
+            at=loc,
+        )
     if device is not None and not _backend(queue).is_local:
         raise InputError(
-            f"feed was given device={device!r} and {queue.title}, whose elements are sent to its task{at(loc)}\n"
-            "  leave device out"
+            f"feed was given device={device!r} and {queue.title}, whose elements are sent to its task",
+            "leave device out",
+            at=loc,
         )
     count: Any = threads
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:

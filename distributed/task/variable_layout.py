@@ -14,7 +14,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from dflow.distributed.wire.messages.variables import VariableLayout
 from dflow.tracing.errors import DeviceError
-from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
 
@@ -27,8 +26,10 @@ def layout_of(variable: Variable) -> VariableLayout | None:
     if not isinstance(mesh, AbstractMesh) or {*mesh.axis_types} != {AxisType.Auto}:
         raise DeviceError(
             f"variable {variable.name!r} is created among the parameter servers with {sharding}, which is not over the "
-            f"devices of another task{at(variable.loc)}\n  give jax.sharding.NamedSharding(mesh, spec) with a mesh of "
-            "the task's devices: jax.sharding.AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))"
+            f"devices of another task",
+            "give jax.sharding.NamedSharding(mesh, spec) with a mesh of "
+            "the task's devices: jax.sharding.AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))",
+            at=variable.loc,
         )
     parts = ((part,) if isinstance(part, str) else part or () for part in spec)
     return VariableLayout(tuple(mesh.shape.items()), tuple(map(tuple, parts)))
@@ -40,8 +41,8 @@ def on_devices(layout: VariableLayout, name: str) -> NamedSharding:
     devices, count = jax.local_devices(), math.prod(sizes)
     if not 0 < count <= len(devices):
         raise DeviceError(
-            f"variable {name!r} is spread over {count} devices, and its task has {len(devices)}\n"
-            "  give a mesh of at most as many, or start the task with more"
+            f"variable {name!r} is spread over {count} devices, and its task has {len(devices)}",
+            "give a mesh of at most as many, or start the task with more",
         )
     mesh = Mesh(np.array(devices[:count]).reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names))
     return NamedSharding(mesh, PartitionSpec(*(part or None for part in layout.spec)))

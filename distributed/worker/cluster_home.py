@@ -35,7 +35,7 @@ from dflow.distributed.worker.cluster_step import PartitionedStep
 from dflow.distributed.worker.variable_batch import (
     CreatingTasks,
     HostArray,
-    Wanted,
+    PendingVariable,
     create,
     created_together,
     on_host,
@@ -100,12 +100,13 @@ class ClusterHome(ClusterResources):
             )
         if jnp.issubdtype(variable.dtype, jax.dtypes.extended) and dtype_name(variable.dtype) not in KEYS:
             raise VariableError(
-                f"variable {variable.name!r} holds {variable.type}, whose keys no other task knows{at(variable.loc)}\n"
-                f"  use keys of one of the algorithms {', '.join(algorithm for algorithm, _ in KEYS.values())}"
+                f"variable {variable.name!r} holds {variable.type}, whose keys no other task knows",
+                f"use keys of one of the algorithms {', '.join(algorithm for algorithm, _ in KEYS.values())}",
+                at=variable.loc,
             )
         layout = layout_of(variable)
         on = task_in_scope(f"variable {variable.name!r}", variable.loc) if near is None else ""
-        create(self._cluster, Wanted(variable, self._job, near, _first_value(variable, initial), on, layout))
+        create(self._cluster, PendingVariable(variable, self._job, near, _first_value(variable, initial), on, layout))
         variable.sharding = None  # what is read is on one device
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:

@@ -182,8 +182,9 @@ def task_in_scope(title: str, loc: Loc | None) -> str:
         task, device = "", scope
     if not task or device:
         raise DeviceError(
-            f"{title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})"
-            f"{at(loc)}\n  name a task, such as ps:0, or leave it out, and the coordinator says which"
+            f"{title} is created among the parameter servers under dflow.device({short_device_name(scope)!r})",
+            "name a task, such as ps:0, or leave it out, and the coordinator says which",
+            at=loc,
         )
     return task
 

@@ -19,7 +19,6 @@ from dflow.lowering.steps.plan import Plan
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at, caller
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,8 @@ class PartitionedStep:
         if platforms is not None:
             raise DflowError(
                 f"{self.traced.name} was lowered for {', '.join(platforms)}, and each task compiles for its own "
-                f"platform{at(caller())}\n  lower it without lowering_platforms"
+                f"platform",
+                "lower it without lowering_platforms",
             )
         return self.register(self, own), None
 
@@ -96,6 +96,6 @@ class LoweredPart:
 def no_options(name: str) -> DflowError:
     """Return the error for compiler options, which do not reach the tasks that compile."""
     return DflowError(
-        f"{name} has variables on other tasks, which compile for themselves, so it takes no compiler_options"
-        f"{at(caller())}\n  set XLA_FLAGS where the tasks are started"
+        f"{name} has variables on other tasks, which compile for themselves, so it takes no compiler_options",
+        "set XLA_FLAGS where the tasks are started",
     )

@@ -73,7 +73,7 @@ class CreatingTasks(Protocol):
         ...
 
 
-class Wanted:
+class PendingVariable:
     """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value.
 
     `on`      the task that must hold it; empty for any

@@ -129,12 +129,14 @@ class HeldQueue(Shared[QueueEvent]):
         if self._failure is None:
             what = f"{waiter.what}{_part(waiter, left)}"
             fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
-            return QueueClosed(f"{fact}\n  {_CLOSED[waiter.what.split()[0]]}")
+            return QueueClosed(
+                f"{fact}",
+                f"{_CLOSED[waiter.what.split()[0]]}",
+            )
         failure, fed, cause = self._failure
         error = FeedError(
-            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}\n"
-            f"  it raised {failure}\n"
-            f"  it is fed{fed}"
+            f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}",
+            f"it raised {failure}\n  it is fed{fed}",
         )
         error.__cause__ = cause
         return error
