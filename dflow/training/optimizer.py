@@ -35,10 +35,10 @@ from dflow.training.slot_initials import initials_of
 #: A path in a pytree.
 _Path = tuple[Any, ...]
 
-_REMEDY = "  differentiate with respect to the very variables the optimizer was made for"
+_REMEDY = "differentiate with respect to the very variables the optimizer was made for"
 
 _PAIR = (
-    "  take the pair apart:\n"
+    "take the pair apart:\n"
     "    value, gradients = dflow.value_and_grad(loss, variables)()\n"
     "    optimizer.apply(gradients)"
 )
@@ -227,17 +227,24 @@ class Optimizer:
         given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
         if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
             raise GraphTypeError(
-                f"apply: expected a gradient, got variable {held[0].name!r}{at(caller())}\n{_REMEDY}, "
-                "by dflow.grad(loss, variables)"
+                f"apply: expected a gradient, got variable {held[0].name!r}",
+                f"{_REMEDY}, by dflow.grad(loss, variables)",
             )
         if given != self._tree:
             if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
                 raise GraphTypeError(
-                    f"apply: expected gradients, got a pair whose second part fits the variables{at(caller())}\n{_PAIR}"
+                    "apply: expected gradients, got a pair whose second part fits the variables",
+                    _PAIR,
+                )
+            if given == jax.tree_util.tree_structure(0) and jnp.shape(gradients) == ():
+                raise GraphTypeError(
+                    f"apply: expected gradients of {len(self._variables)} variables, got a scalar, such as a loss",
+                    "write value, gradients = dflow.value_and_grad(loss, variables)() and apply the gradients",
                 )
             raise GraphTypeError(
                 f"the gradients have the structure {structure_text(given)}, but the variables "
-                f"{structure_text(self._tree)}{at(caller())}\n{_REMEDY}"
+                f"{structure_text(self._tree)}",
+                _REMEDY,
             )
         flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
         for variable, gradient in zip(self._variables, flat, strict=True):
@@ -245,7 +252,8 @@ class Optimizer:
             if shape != variable.shape and not (shape[1:] == variable.shape and self._takes_examples):
                 raise GraphTypeError(
                     f"the gradient of variable {variable.name!r} has the shape {shape}, but the variable "
-                    f"{variable.shape}{at(caller())}\n{_REMEDY}"
+                    f"{variable.shape}",
+                    _REMEDY,
                 )
         return flat
 

@@ -454,6 +454,8 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
     if jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
         return f"give it keys of {dtype_name(wanted.dtype)}, as jax.random.key makes them"
     name = np.dtype(wanted.dtype).name
+    if jnp.issubdtype(wanted.dtype, jnp.integer) and jnp.issubdtype(given.dtype, jnp.inexact):
+        return f"make the variable a float, or round first: jnp.round(number).astype(jnp.{name})"
     return f"write jnp.{name}(number)" if given.weak else f"convert it with .astype(jnp.{name})"
 
 

@@ -197,11 +197,23 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         "an optimizer was given a float instead of a transformation",
         "dflow.Optimizer(optax.adam(1e-3), variables)",
     ),
+    "half a step of a counter": (
+        lambda made: dflow.Variable(5, name="counter").assign_add(0.5),
+        TypeError,
+        "variable 'counter' holds i32[] but assign_add was given ~f32[]",
+        "make the variable a float, or round first: jnp.round(number).astype(jnp.int32)",
+    ),
     "the pair of value and gradients": (
         lambda made: made.optimizer.apply(dflow.value_and_grad(made.loss, [made.w])()),
         TypeError,
         "apply: expected gradients, got a pair whose second part fits the variables",
         "value, gradients = dflow.value_and_grad(loss, variables)()",
+    ),
+    "the loss": (
+        lambda made: made.optimizer.apply(made.loss()),
+        TypeError,
+        "apply: expected gradients of 1 variables, got a scalar, such as a loss",
+        "write value, gradients = dflow.value_and_grad(loss, variables)() and apply the gradients",
     ),
     "a gradient without its list": (
         lambda made: made.optimizer.apply(jnp.zeros(3)),
