@@ -29,10 +29,7 @@ def configure(*, memory_fraction: float) -> None:
     """
     given: object = memory_fraction
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 < given <= 1 or math.isnan(given):
-        raise ConfigError(
-            f"memory_fraction is {given!r}",
-            "give a part of a GPU's memory: a number above 0, at most 1",
-        )
+        raise ConfigError(f"memory_fraction is {given!r}", "give a part of a GPU's memory: a number above 0, at most 1")
     if is_backend_up():
         raise ConfigError(
             f"memory_fraction={given!r} comes too late: JAX has started, and keeps what it started with",

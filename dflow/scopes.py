@@ -70,15 +70,11 @@ def _choice(names: Sequence[str | jax.Device]) -> str:
     try:
         written = [_written(name) for name in names]
         if not names:
-            raise DeviceError(
-                "no device is listed to choose among",
-                "name some, or say 'auto' for any",
-            )
+            raise DeviceError("no device is listed to choose among", "name some, or say 'auto' for any")
         fulls = [_full(name, local_devices()) for name in written]
         if tasks := [task_of(full) for full in fulls if task_of(full)]:
             raise DeviceError(
-                f"{tasks[0]!r} is a task, and a choice is among devices of this process",
-                "name these, such as cpu:1",
+                f"{tasks[0]!r} is a task, and a choice is among devices of this process", "name these, such as cpu:1"
             )
         here = [local_name(device_named(split_device_name(full)[1])) for full in fulls]
     except DeviceError as error:
@@ -96,10 +92,7 @@ def _written(given: object) -> str:
             remedy = f"write '{jax.default_backend()}:{given}', or give jax.local_devices()[{given}]"
         elif isinstance(given, jax.sharding.Sharding):
             remedy = "a variable takes a sharding as dflow.Variable(..., sharding=)"
-        raise DeviceError(
-            f"{given!r} is no device, nor the name of one",
-            remedy,
-        )
+        raise DeviceError(f"{given!r} is no device, nor the name of one", remedy)
     if given.process_index != jax.process_index():
         raise DeviceError(
             f"{given!r} is a device of process {given.process_index}, and this one is process {jax.process_index()}",

@@ -53,10 +53,7 @@ def home_of(traced: Traced) -> StateBackend:
     homes: set[Any] = {variable.home for variable in traced.variables if variable.home is not LOCAL}
     if len(homes) > 1:
         names = ", ".join(variable.name for variable in traced.variables)
-        raise VariableError(
-            f"one function uses variables of {len(homes)} clusters ({names})",
-            at=caller(),
-        )
+        raise VariableError(f"one function uses variables of {len(homes)} clusters ({names})", at=caller())
     if homes:
         return cast(StateBackend, homes.pop())
     tasks = {*_tasks_named(traced.graph)}

@@ -111,11 +111,7 @@ class LocalHome:
                 return None
             if is_on_task(scope) and scope != ALONE:
                 if expected := no_such_job(task_of(scope or ""), ()):
-                    raise DeviceError(
-                        f"variable {variable.name!r}: {expected}",
-                        "correct the name",
-                        at=variable.loc,
-                    )
+                    raise DeviceError(f"variable {variable.name!r}: {expected}", "correct the name", at=variable.loc)
                 raise DeviceError(
                     f"variable {variable.name!r} is made under dflow.device({short_device_name(scope or '')!r}), but "
                     f"in this process",

@@ -91,8 +91,7 @@ class Kernel(Generic[P, R]):
                 jax.typeof(leaf)
             except TypeError:
                 raise KernelError(
-                    f"kernel {self.name!r} is given {leaf!r} by position, which is no array",
-                    _BY_KEYWORD,
+                    f"kernel {self.name!r} is given {leaf!r} by position, which is no array", _BY_KEYWORD
                 ) from None
 
     def _static_key(self, static: Mapping[str, Any]) -> Hashable:

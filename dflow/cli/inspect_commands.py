@@ -58,8 +58,7 @@ def _trace_cluster(options: argparse.Namespace) -> int:
 
     if not options.out.absolute().parent.is_dir():
         raise ConfigError(
-            f"there is no folder {options.out.parent} for {options.out.name}",
-            "make it, or give another --out",
+            f"there is no folder {options.out.parent} for {options.out.name}", "make it, or give another --out"
         )
     transport, coordinator = transport_of(options), coordinator_of(options)
     for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):

@@ -82,10 +82,7 @@ def read_manifest(path: Path) -> ExportManifest:
         content = read_regular(path / MANIFEST, _MOST_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         if not path.is_dir():
-            raise ExportError(
-                f"there is no directory {path}",
-                "dflow.export(fn, ...).save(path) makes one",
-            ) from None
+            raise ExportError(f"there is no directory {path}", "dflow.export(fn, ...).save(path) makes one") from None
         there = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
         raise ExportError(
             f"{path} holds no export: it has no {MANIFEST}, but {there}",

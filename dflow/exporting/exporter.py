@@ -134,10 +134,7 @@ def export(
     meaning in another process or cannot be lowered for a platform.
     """
     if is_tracing():
-        raise ExportError(
-            "export is called inside traced code",
-            "call it outside of any function",
-        )
+        raise ExportError("export is called inside traced code", "call it outside of any function")
     _check_platforms(platforms)
     options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
     if not isinstance(fn, Mapping):
@@ -147,8 +144,7 @@ def export(
     if specs or named_specs or not fn:
         what = "arguments are given beside them" if fn else "there is none"
         raise ExportError(
-            f"functions are exported by name, and {what}",
-            "give each its own: dflow.export({'serve': (fn, *specs)})",
+            f"functions are exported by name, and {what}", "give each its own: dflow.export({'serve': (fn, *specs)})"
         )
     return Exported({_checked_name(name): _given(name, given, options) for name, given in fn.items()})
 
@@ -191,20 +187,14 @@ def chosen(name: str | None, among: Sequence[str]) -> str:
         return among[0]
     if name is None or name not in among:
         wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
-        raise ExportError(
-            wrong,
-            f"name one of {', '.join(among)}",
-        )
+        raise ExportError(wrong, f"name one of {', '.join(among)}")
     return name
 
 
 def _check_platforms(platforms: Any) -> None:
     given = isinstance(platforms, tuple | list) and len(platforms) > 0
     if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
-        raise ExportError(
-            f"platforms={platforms!r}",
-            f"give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list",
-        )
+        raise ExportError(f"platforms={platforms!r}", f"give one or more of {', '.join(LOWERED_PLATFORMS)}, in a list")
 
 
 def _name_of(fn: Any) -> str:
@@ -215,10 +205,7 @@ def _name_of(fn: Any) -> str:
 
 def _checked_name(name: Any) -> str:
     if refusal := signature_refusal(name):
-        raise ExportError(
-            refusal,
-            "give it another name, of letters, digits and '_', for it becomes a function",
-        )
+        raise ExportError(refusal, "give it another name, of letters, digits and '_', for it becomes a function")
     return str(name)
 
 

@@ -302,10 +302,7 @@ def _bound(
     except TypeError as error:
         fixed = ", ".join(word for word in kwargs if word in signature.fixed)
         remedy = f"leave out {fixed}, fixed when it was exported" if fixed else "give it these, and no others"
-        raise SignatureError(
-            f"{signature_text(name, signature)} was called otherwise: {error}",
-            remedy,
-        ) from None
+        raise SignatureError(f"{signature_text(name, signature)} was called otherwise: {error}", remedy) from None
 
 
 def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
@@ -313,8 +310,7 @@ def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
         leaves = flatten(parameter.tree, value, parameter.name)
     except MismatchError as error:
         raise SignatureError(
-            f"{name} was called with another structure: {error}",
-            "give it the structure it was exported for",
+            f"{name} was called with another structure: {error}", "give it the structure it was exported for"
         ) from None
     for (path, wanted), leaf in zip(leaves_of(parameter.tree, parameter.name), leaves, strict=True):
         yield _fitting(name, path, wanted, leaf)

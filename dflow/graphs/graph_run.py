@@ -51,10 +51,7 @@ class Part:
         self._arrays = bound.arrays
         self._inputs = [value for value in graph.inputs if not value.is_variable]
         if absent := [value for value in self._inputs if value not in self._arrays and value not in fed]:
-            raise GraphTypeError(
-                f"{absent[0]!r} is needed and has no value",
-                "give it in feeds",
-            )
+            raise GraphTypeError(f"{absent[0]!r} is needed and has no value", "give it in feeds")
         if unbound := [ref for ref in graph.refs if ref not in bound.variables]:
             raise GraphTypeError(
                 f"{unbound[0]!r} is needed, and a graph that was read from text has no variables",
@@ -141,19 +138,13 @@ def _fitting(value: Value, given: Any) -> jax.Array:
     """Return the fed value as an array of the value's type. Raises GraphTypeError, naming both types."""
     wanted = value.type.of if isinstance(value.type, RefType) else value.type
     if not isinstance(wanted, ArrayType):
-        raise GraphTypeError(
-            f"%{value.name} is a token, which has no value to feed",
-            at=caller(),
-        )
+        raise GraphTypeError(f"%{value.name} is a token, which has no value to feed", at=caller())
     array = jnp.asarray(read(given))
     type = array_type_of(array)
     if type.weak and type.shape == wanted.shape and jnp.promote_types(type.dtype, wanted.dtype) == wanted.dtype:
         return jnp.asarray(array, wanted.dtype)
     if type.strong != wanted.strong:
-        raise GraphTypeError(
-            f"%{value.name} is {wanted.strong} but was fed {type}",
-            f"{_remedy(wanted, type)}",
-        )
+        raise GraphTypeError(f"%{value.name} is {wanted.strong} but was fed {type}", f"{_remedy(wanted, type)}")
     return array
 
 

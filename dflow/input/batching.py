@@ -145,10 +145,7 @@ class _Rows:
         try:
             leaves = self._tree.flatten_up_to(element)
         except ValueError as error:
-            raise InputError(
-                f"an element differs from the first of its batch: {error}",
-                at=caller(),
-            ) from None
+            raise InputError(f"an element differs from the first of its batch: {error}", at=caller()) from None
         for place, leaf in enumerate(leaves):
             row, column = np.asarray(leaf), self._columns[place]
             if row.shape != self._shapes[place]:
@@ -188,28 +185,16 @@ def _columns(data: Any) -> list[Any]:
 
 def _check(made: Batches) -> None:
     if not _is_count(made.size):
-        raise InputError(
-            f"batches was given the size {made.size!r}",
-            "give a whole number, from 1",
-        )
+        raise InputError(f"batches was given the size {made.size!r}", "give a whole number, from 1")
     if made.epochs is not None and not _is_count(made.epochs):
-        raise InputError(
-            f"batches was given epochs={made.epochs!r}",
-            "give a whole number, or None for no end",
-        )
+        raise InputError(f"batches was given epochs={made.epochs!r}", "give a whole number, or None for no end")
     if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
-        raise InputError(
-            f"batches was given shuffle={made.shuffle!r}",
-            "give True, False or a buffer's size",
-        )
+        raise InputError(f"batches was given shuffle={made.shuffle!r}", "give True, False or a buffer's size")
     if _is_of_arrays(made.data):
         lengths = [np.shape(column)[:1] for column in jax.tree_util.tree_leaves(made.data)]
         if len(set(lengths)) > 1 or lengths[0] == ():
             shown = ", ".join(str(length[0]) if length else "none (a scalar)" for length in lengths)
-            raise InputError(
-                f"batches was given arrays of different numbers of rows: {shown}",
-                "give them one",
-            )
+            raise InputError(f"batches was given arrays of different numbers of rows: {shown}", "give them one")
         return
     kind = type(made.data).__name__
     if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):

@@ -76,11 +76,7 @@ def feed(
     loc = caller()
     given: Any = queue
     if not isinstance(given, Queue):
-        raise InputError(
-            f"feed was given a {type(given).__name__}",
-            "give it a queue, after the iterable",
-            at=loc,
-        )
+        raise InputError(f"feed was given a {type(given).__name__}", "give it a queue, after the iterable", at=loc)
     if device is not None and not _backend(queue).is_local:
         raise InputError(
             f"feed was given device={device!r} and {queue.title}, whose elements are sent to its task",
@@ -89,11 +85,7 @@ def feed(
         )
     count: Any = threads
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise InputError(
-            f"feed was given threads={threads!r}",
-            "give a whole number, from 1",
-            at=loc,
-        )
+        raise InputError(f"feed was given threads={threads!r}", "give a whole number, from 1", at=loc)
     try:
         elements = iter(iterable)
     except TypeError:

@@ -233,8 +233,7 @@ class Optimizer:
         if given != self._tree:
             if isinstance(gradients, tuple) and given.num_leaves > 1 and given.children()[1:] == [self._tree]:
                 raise GraphTypeError(
-                    "apply: expected gradients, got a pair whose second part fits the variables",
-                    _PAIR,
+                    "apply: expected gradients, got a pair whose second part fits the variables", _PAIR
                 )
             if given == jax.tree_util.tree_structure(0) and jnp.shape(gradients) == ():
                 raise GraphTypeError(
@@ -329,10 +328,7 @@ def _check_transformation(given: Any, variables: Any) -> None:
         remedy = f"call it: dflow.Optimizer({name}(1e-3), variables)"
     else:
         fact = f"a {type(given).__name__} instead of a transformation"
-    raise GraphTypeError(
-        f"an optimizer was given {fact}",
-        remedy,
-    )
+    raise GraphTypeError(f"an optimizer was given {fact}", remedy)
 
 
 def _is_transformation(value: Any) -> bool:

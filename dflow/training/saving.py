@@ -98,10 +98,7 @@ def restore(
     """
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
-        raise CheckpointError(
-            f"restore was given ignore={ignore!r}",
-            f"give it some of {list(DIFFERENCES)}",
-        )
+        raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
     place = _local(path, "restore")
     named = _named(variables, names, "restore")
     for _ in range(_ATTEMPTS):
@@ -154,10 +151,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
 def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> None:
     """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
     if not named:
-        raise CheckpointError(
-            f"{task} was given no variables",
-            "give it some, in a pytree or by container",
-        )
+        raise CheckpointError(f"{task} was given no variables", "give it some, in a pytree or by container")
     known = {entry.name for entry in named.values()}
     if isinstance(names, Mapping) and (strange := sorted(set(names) - known)):
         near = difflib.get_close_matches(strange[0], known, n=1)
@@ -170,10 +164,7 @@ def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> 
 def _array_name(name: str, names: Names | None) -> str:
     given: Any = name if names is None else names(name) if callable(names) else names.get(name, name)
     if not isinstance(given, str):
-        raise CheckpointError(
-            f"names gives {given!r} for variable {name!r}, a {type(given).__name__}",
-            "give a string",
-        )
+        raise CheckpointError(f"names gives {given!r} for variable {name!r}, a {type(given).__name__}", "give a string")
     return given
 
 
@@ -238,10 +229,7 @@ def _local(path: str | os.PathLike[str], task: str) -> str:
         )
     text = os.fsdecode(path)
     if "://" in text:
-        raise CheckpointError(
-            f"{text!r} is not a path of this machine",
-            "give one, such as that of a mounted folder",
-        )
+        raise CheckpointError(f"{text!r} is not a path of this machine", "give one, such as that of a mounted folder")
     return text
 
 

@@ -39,8 +39,7 @@ class MetricsEndpoint:
             from prometheus_client import CollectorRegistry, start_http_server
         except ImportError as error:
             raise ConfigError(
-                "metrics are served by prometheus_client, which is not installed",
-                "pip install 'dflow[metrics]'",
+                "metrics are served by prometheus_client, which is not installed", "pip install 'dflow[metrics]'"
             ) from error
         registry = CollectorRegistry()
         registry.register(_Collector(collect))

@@ -283,8 +283,7 @@ def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
     trace_step = getattr(step, "trace", None)
     if trace_step is None:
         raise StrategyError(
-            f"{getattr(step, '__name__', step)} is not a function of dflow.jit",
-            "decorate it with @dflow.jit",
+            f"{getattr(step, '__name__', step)} is not a function of dflow.jit", "decorate it with @dflow.jit"
         )
     return trace_step(*arguments)
 

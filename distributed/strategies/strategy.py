@@ -41,14 +41,10 @@ class Strategy(ABC):
             count = operator.index(steps)
         except TypeError:
             raise StrategyError(
-                f"run: expected an integer for steps, got {steps!r}",
-                "write int(...) around it",
+                f"run: expected an integer for steps, got {steps!r}", "write int(...) around it"
             ) from None
         if count < 0:
-            raise StrategyError(
-                f"steps={steps} of a run is negative",
-                "give 0 or more, of all workers together",
-            )
+            raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         run = name or f"{self.run_prefix}_{next(self._numbers)}"
         yield from self._results(run, step, iter(batches), count)
 

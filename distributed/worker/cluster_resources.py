@@ -104,10 +104,7 @@ class ClusterResources:
         except (DeviceError, TaskLost) as error:
             raise error.__class__(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
-            raise resource.error(
-                str(error),
-                at=resource.loc,
-            ) from None
+            raise resource.error(str(error), at=resource.loc) from None
         return Slot(placed.task, resource.name)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:

@@ -153,8 +153,7 @@ class ArrayFiles:
     def _open(self, name: str) -> Any:
         if name not in self.types:
             raise CheckpointError(
-                f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}",
-                at=caller(),
+                f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}", at=caller()
             )
         with self._unless_damaged(name):
             return open_array(self.path / self._places[name], *stored_type(self.types[name]))
@@ -206,13 +205,9 @@ def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
         manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError):
         if not place.exists():
-            raise NoCheckpoint(
-                f"there is no checkpoint {place}",
-                f"{_neighbours(place)}",
-            ) from None
+            raise NoCheckpoint(f"there is no checkpoint {place}", f"{_neighbours(place)}") from None
         raise NoCheckpoint(
-            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}",
-            f"{_neighbours(place)}",
+            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}", f"{_neighbours(place)}"
         ) from None
     return ArrayFiles(place, manifest.id, manifest.types, manifest.metadata, manifest.paths)
 

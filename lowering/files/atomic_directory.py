@@ -187,10 +187,7 @@ def _check_free(place: Path, marker: str, overwrite: bool) -> None:
     if not place.exists():
         return
     if not overwrite:
-        raise CheckpointExists(
-            f"{place} exists",
-            "save to another path, or give overwrite=True",
-        )
+        raise CheckpointExists(f"{place} exists", "save to another path, or give overwrite=True")
     if not (place / marker).is_file() and not (place.is_dir() and not any(place.iterdir())):
         raise CheckpointExists(
             f"{place} exists and holds no {marker}, so it is not what may be overwritten",
@@ -210,8 +207,7 @@ def _put_in_place(attempt: _Attempt, overwrite: bool) -> None:
         except OSError as error:
             if not overwrite and attempt.place.exists():
                 raise CheckpointExists(
-                    f"{attempt.place} was made while this was written",
-                    "save to another path, or give overwrite=True",
+                    f"{attempt.place} was made while this was written", "save to another path, or give overwrite=True"
                 ) from error
             if not left or error.errno not in (errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY):
                 raise

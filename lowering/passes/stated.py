@@ -45,18 +45,10 @@ class Stated:
             )
         if local and local not in self.devices:
             fact, remedy = no_device(local, self.devices)
-            raise DeviceError(
-                f"%{what} is placed on {local}, but {fact}",
-                remedy,
-                at=loc,
-            )
+            raise DeviceError(f"%{what} is placed on {local}, but {fact}", remedy, at=loc)
         if not local and task not in self.tasks:
             if expected := no_such_job(task, self.tasks):
-                raise DeviceError(
-                    f"%{what}: {expected}",
-                    "correct the name",
-                    at=loc,
-                )
+                raise DeviceError(f"%{what}: {expected}", "correct the name", at=loc)
             offered = ", ".join(map(short_device_name, self.tasks))
             raise DeviceError(
                 f"%{what} is placed on {device}, but no task offers it; the tasks are {offered}",

@@ -211,11 +211,7 @@ def _refuse_ops(name: str, jaxpr: Jaxpr) -> None:
         found = _refusal(equation)
         if found is not None:
             fact, remedy = found
-            raise ExportError(
-                f"{name} cannot be exported: {fact}",
-                remedy,
-                at=_line(equation),
-            )
+            raise ExportError(f"{name} cannot be exported: {fact}", remedy, at=_line(equation))
 
 
 def _refusal(equation: Equation) -> tuple[str, str] | None:

@@ -315,10 +315,7 @@ class VariableTable:
         entry = self.entries.get(key)
         if entry is None and key in self._gone:
             reason, remedy = self._gone[key]
-            raise VariableError(
-                f"{reason}",
-                f"{remedy}",
-            )
+            raise VariableError(f"{reason}", f"{remedy}")
         if entry is None:
             there = sorted(map(shown, self.entries)) or "none"
             raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")

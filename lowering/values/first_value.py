@@ -36,8 +36,7 @@ class Making:
         """
         if self.thread == threading.get_ident():
             raise VariableError(
-                f"the initialiser of variable {key!r} creates variable {key!r} itself",
-                "give one of them another name",
+                f"the initialiser of variable {key!r} creates variable {key!r} itself", "give one of them another name"
             )
         if not self.ended.wait(MAKING_S):
             raise DeadlineExceeded(

@@ -343,20 +343,14 @@ def _flat_arguments(arguments: Any) -> tuple[list[Any], Any]:
 def _flat_like(what: str, value: Any, tree: Any) -> list[Any]:
     given: Any = jax.tree_util.tree_structure(value)
     if given != tree:
-        raise GraphTypeError(
-            f"the structure of {what}: expected {tree}, got {given}",
-            at=caller(),
-        )
+        raise GraphTypeError(f"the structure of {what}: expected {tree}, got {given}", at=caller())
     return list(jax.tree_util.tree_leaves(value))
 
 
 def _check_fits(what: str, value: Any, type: Any) -> None:
     given = array_type_of(value)
     if given.shape != type.shape or (given.dtype != type.dtype and not given.weak):
-        raise GraphTypeError(
-            f"{what}: expected {type}, got {given}",
-            at=caller(),
-        )
+        raise GraphTypeError(f"{what}: expected {type}, got {given}", at=caller())
 
 
 def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None:
@@ -397,8 +391,7 @@ def _check_variables(function: str, wrt: Sequence[Any]) -> None:
 def _check_floating(what: str, dtype: Any) -> None:
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise GraphTypeError(
-            f"{what} is {dtype}, which has no gradient",
-            "leave it out, or make it floating with .astype(jnp.float32)",
+            f"{what} is {dtype}, which has no gradient", "leave it out, or make it floating with .astype(jnp.float32)"
         )
 
 
@@ -411,10 +404,7 @@ def _pick(
         if not args:
             raise _nothing(function, "the function has no arguments, and no variables were given")
         if not -len(args) <= number < len(args):
-            raise GraphTypeError(
-                f"argnums has {number} but the function was given {len(args)} arguments",
-                at=caller(),
-            )
+            raise GraphTypeError(f"argnums has {number} but the function was given {len(args)} arguments", at=caller())
     numbers = [number % len(args) for number in numbers]
     chosen: Any = tuple(args[number] for number in numbers)
     leaves, tree = _flat_arguments(chosen[0] if isinstance(argnums, int) else chosen)

@@ -37,10 +37,7 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
     Raises GraphTypeError for a `max_iters` that is no positive integer, DflowError when `cond` writes variables.
     """
     if type(max_iters) is not int or max_iters < 1:
-        raise GraphTypeError(
-            f"while_loop was given max_iters={max_iters!r}, not a positive integer",
-            at=caller(),
-        )
+        raise GraphTypeError(f"while_loop was given max_iters={max_iters!r}, not a positive integer", at=caller())
     _refuse_writes(cond, init)
     inner = math.isqrt(max_iters - 1) + 1
     outer = -(-max_iters // inner)

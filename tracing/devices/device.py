@@ -41,10 +41,7 @@ def device(name: str) -> Iterator[None]:
     try:
         full = full_device_name(name)
     except DeviceError as error:
-        raise DeviceError(
-            str(error),
-            at=caller(),
-        ) from None
+        raise DeviceError(str(error), at=caller()) from None
     with device_scope(full):
         yield
 

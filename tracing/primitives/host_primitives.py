@@ -32,11 +32,7 @@ _FACTS = {
 def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     resource = params["handle"].variable
     remedy = resource.batched_remedy if trace == BATCHED else resource.looped_remedy
-    raise resource.error(
-        f"{resource.title} {_FACTS[trace]}",
-        f"{remedy}",
-        at=line_bound(),
-    )
+    raise resource.error(f"{resource.title} {_FACTS[trace]}", f"{remedy}", at=line_bound())
 
 
 host_p: Any = WatchedPrimitive("host_op", _refuse)

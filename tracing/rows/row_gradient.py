@@ -78,8 +78,7 @@ class RowGradient:
         if not isinstance(other, RowGradient) or other.shape != self.shape:
             given = f"one of {other.shape}" if isinstance(other, RowGradient) else type(other).__name__
             raise GraphTypeError(
-                f"a row gradient of {self.shape} was added to {given}",
-                "add its dense form, gradient.dense()",
+                f"a row gradient of {self.shape} was added to {given}", "add its dense form, gradient.dense()"
             )
         self.check()
         other.check()

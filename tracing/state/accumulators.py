@@ -140,10 +140,7 @@ class ConditionalAccumulator(HostResource):
         value = read(step)
         given = array_type_of(value)
         if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
-            raise AccumulatorError(
-                f"{self.title}: a step is {given}, not an integer",
-                at=caller(),
-            )
+            raise AccumulatorError(f"{self.title}: a step is {given}, not an integer", at=caller())
         return np.int32(value) if isinstance(value, int) else jax.lax.convert_element_type(value, np.int32)
 
     def _operands(self, gradient: Any) -> list[Any]:
@@ -182,14 +179,10 @@ class ConditionalAccumulator(HostResource):
 
     def _checked(self, reduction: str) -> Reduction:
         if not self.type.components:
-            raise AccumulatorError(
-                f"{self.title} would sum gradients without arrays",
-                at=self.loc,
-            )
+            raise AccumulatorError(f"{self.title} would sum gradients without arrays", at=self.loc)
         if reduction not in [legal.value for legal in Reduction]:
             raise AccumulatorError(
-                f"{self.title}: the reduction is {reduction!r}; the legal ones are 'mean' and 'sum'",
-                at=self.loc,
+                f"{self.title}: the reduction is {reduction!r}; the legal ones are 'mean' and 'sum'", at=self.loc
             )
         arrays = [part.of if isinstance(part, RowsType) else part for part in self.type.components]
         whole = [type for type in arrays if not jnp.issubdtype(type.dtype, jnp.inexact)]

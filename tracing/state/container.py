@@ -74,8 +74,7 @@ def container(name: str) -> Iterator[None]:
     given: Any = name
     if not isinstance(given, str) or _NAME.fullmatch(given) is None:
         raise ContainerError(
-            f"{name!r} is not a container's name",
-            "use letters, digits, '_', '.', '-', and '/' between parts",
+            f"{name!r} is not a container's name", "use letters, digits, '_', '.', '-', and '/' between parts"
         )
     token = _current.set(contained(name))
     try:
@@ -111,10 +110,7 @@ def resources_in(name: str) -> list[Resource]:
     held = _members.within(name)
     if not held:
         there = ", ".join(containers()) or "none"
-        raise ContainerError(
-            f"there is no container {name!r}; there are: {there}",
-            "it may be reset already",
-        )
+        raise ContainerError(f"there is no container {name!r}; there are: {there}", "it may be reset already")
     return held
 
 

@@ -63,10 +63,7 @@ class Queue(HostResource):
         leaves, self._tree = jax.tree_util.tree_flatten(spec, is_leaf=lambda leaf: hasattr(leaf, "shape"))
         self.type = QueueType(tuple(self._component(leaf, padded) for leaf in leaves))
         if not leaves:
-            raise QueueError(
-                f"queue {self.name!r} would hold elements without arrays",
-                at=self.loc,
-            )
+            raise QueueError(f"queue {self.name!r} would hold elements without arrays", at=self.loc)
         self.settle()
 
     @property
@@ -142,10 +139,7 @@ class Queue(HostResource):
             return number
         fact = "how many must be a number that is known when the program is traced"
         remedy = fact if number is None else "give how many to take, from 0"
-        raise QueueError(
-            f"queue {self.name!r} was asked for {number_text(count)} elements",
-            f"{remedy}",
-        )
+        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements", f"{remedy}")
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)

@@ -119,10 +119,7 @@ class Variable(jax.Array):
         sharding: jax.sharding.Sharding | None = None,
     ) -> None:
         if not isinstance(name, str | None):
-            raise VariableError(
-                f"a variable is named {name!r}, a {type(name).__name__}",
-                "give it a string",
-            )
+            raise VariableError(f"a variable is named {name!r}, a {type(name).__name__}", "give it a string")
         if is_tracing():
             raise VariableError(
                 f"a variable ({name or 'unnamed'}) is created inside traced code, which runs once, not once a step",
@@ -299,15 +296,9 @@ class Variable(jax.Array):
     def _check_kind(self, kind: str, reduce: str | None) -> None:
         refusal = kind_refusal(kind, self.type)
         if refusal is not None:
-            raise VariableShapeError(
-                f"variable {self.name!r} has no {kind}: {refusal}",
-                at=caller(),
-            )
+            raise VariableShapeError(f"variable {self.name!r} has no {kind}: {refusal}", at=caller())
         if reduce not in (None, "sum"):
-            raise VariableError(
-                f"{kind} was given reduce={reduce!r}",
-                "give it None or 'sum'",
-            )
+            raise VariableError(f"{kind} was given reduce={reduce!r}", "give it None or 'sum'")
 
     def _indices(self, method: str, indices: Any) -> Any:
         array = indices.read() if isinstance(indices, Variable) else jnp.asarray(indices)

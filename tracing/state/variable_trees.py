@@ -41,8 +41,7 @@ def assign(tree: Any, values: Any) -> None:
     for leaf in leaves:
         if not is_variable(leaf):
             raise VariableError(
-                f"assign was given {type(leaf).__name__} among its variables",
-                "write dflow.assign(variables, values)",
+                f"assign was given {type(leaf).__name__} among its variables", "write dflow.assign(variables, values)"
             )
     try:
         flat = structure.flatten_up_to(values)

@@ -75,10 +75,7 @@ def self_signed(now: datetime, valid: timedelta) -> KeyPair:
 
 def _require_cryptography() -> None:
     if importlib.util.find_spec("cryptography") is None:
-        raise ConfigError(
-            "making keys needs the package `cryptography`",
-            "pip install 'dflow[security]'",
-        )
+        raise ConfigError("making keys needs the package `cryptography`", "pip install 'dflow[security]'")
 
 
 def _make(

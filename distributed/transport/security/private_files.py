@@ -29,10 +29,7 @@ def read_private(path: Path) -> bytes:
         if found.st_uid not in (0, os.geteuid()):
             raise SecurityError(f"{path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}")
         if mode & 0o077:
-            raise SecurityError(
-                f"{path} may be used by others (its mode is {mode:04o})",
-                f"chmod 600 {path}",
-            )
+            raise SecurityError(f"{path} may be used by others (its mode is {mode:04o})", f"chmod 600 {path}")
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise SecurityError(f"{path} has more than {MAX_BYTES} bytes, so it is no key and no secret")
