@@ -10,7 +10,7 @@ from dflow.tracing.devices.device_name import short_device_name, split_device_na
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at
+from dflow.tracing.source import at, caller
 
 
 def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
@@ -23,6 +23,7 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
                 f"that names devices for parts of it: {_named_device(traced)}",
                 "leave dflow.device out of this function, or use the variable in a separate function, without "
                 "scopes,\n  and pass on what it returns (docs/devices.md, 'One array over several devices')",
+                at=caller(),
             )
 
 
