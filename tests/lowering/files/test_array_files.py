@@ -300,8 +300,8 @@ def test_a_crash_at_any_moment_leaves_the_old_or_the_new(tmp_path: Path, old: in
         assert len(read) == 1
         assert read <= {old, 2}
         seen |= read
-        # More attempts succeed whatever the crash left, and remove it. The first may not, since writes that this process
-        # had begun when it "crashed" may end only then.
+        # More attempts succeed whatever the crash left, and remove it. The first may not remove all, since writes that
+        # this process had begun when it "crashed" may end only then.
         for number in range(3, 50):
             write_arrays(folder / "c", {"b": np.full((), number)}, overwrite=True)
             assert int(_read(folder / "c")["b"]) == number
