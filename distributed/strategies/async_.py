@@ -22,6 +22,7 @@ from dflow.distributed.strategies.strategy import Strategy, arguments_of
 from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.tracing.errors import DflowError
+from dflow.tracing.near_names import suggests_keywords
 
 
 class CoordinatorAccess(Protocol):
@@ -59,6 +60,7 @@ class Async(Strategy):
 
     run_prefix = "run"
 
+    @suggests_keywords
     def __init__(self, cluster: StepSource) -> None:
         self._cluster = cluster
 

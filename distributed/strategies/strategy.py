@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from dflow.tracing.errors import StrategyError
+from dflow.tracing.near_names import suggests_keywords
 
 
 class Strategy(ABC):
@@ -24,6 +25,7 @@ class Strategy(ABC):
         super().__init_subclass__()
         cls._numbers = itertools.count()
 
+    @suggests_keywords
     def run(
         self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
     ) -> Iterator[Any]:

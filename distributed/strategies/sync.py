@@ -21,6 +21,7 @@ from dflow.distributed.strategies.step_report import first_not_finite, real_scal
 from dflow.distributed.strategies.strategy import Strategy
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import StrategyError
+from dflow.tracing.near_names import suggests_keywords
 
 if TYPE_CHECKING:
     # The command line imports this module, and has no time to import JAX.
@@ -60,6 +61,7 @@ class Sync(Strategy):
 
     run_prefix = "sync_run"
 
+    @suggests_keywords
     def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
         self._cluster, self._wanted = cluster, without_backups(cluster.colleagues()[1], backup_workers)
         self._requeue, self._job = requeue, job

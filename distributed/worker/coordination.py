@@ -6,6 +6,7 @@ from dflow.distributed.strategies.async_ import CoordinatorAccess
 from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.elections import ElectOnce
 from dflow.distributed.wire.messages.status import Report
+from dflow.tracing.near_names import suggests_keywords
 
 
 class Coordinated:
@@ -20,6 +21,7 @@ class Coordinated:
         """Return whether this task is the one that does `what`: the first live task that asks."""
         return self.coordinator.ask(ElectOnce(what, self.task)).elected
 
+    @suggests_keywords
     def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
         """Wait until all members have come to the barrier `name`; return the tasks that passed it.
 

@@ -27,6 +27,7 @@ from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.rows.lookups import TappedLookups, rows_found
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.rows_to_dense import rows_to_dense
@@ -35,6 +36,7 @@ from dflow.tracing.state.resources import Variable, is_variable, name, read
 from dflow.tracing.state.variable_trees import handles
 
 
+@suggests_keywords
 def value_and_grad(
     fun: Callable[..., Any],
     variables: Any = None,
@@ -89,6 +91,7 @@ def _value_and_grad(
     return Derivative(function, fun, differentiated)
 
 
+@suggests_keywords
 def grad(
     fun: Callable[..., Any],
     variables: Any = None,
@@ -164,6 +167,7 @@ def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[
     return pure.result(value), pulled
 
 
+@suggests_keywords
 def hvp(
     fun: Callable[..., Any], variables: Any = None, *, argnums: int | Sequence[int] | None = None
 ) -> Callable[..., Any]:

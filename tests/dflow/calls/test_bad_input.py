@@ -209,6 +209,18 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         "apply: expected gradients, got a pair whose second part fits the variables",
         "value, gradients = dflow.value_and_grad(loss, variables)()",
     ),
+    "a misspelt option of grad": (
+        lambda made: dflow.grad(made.loss, vars=[made.w]),
+        TypeError,
+        "grad() got an unexpected keyword argument 'vars'",
+        "did you mean variables?",
+    ),
+    "a misspelt option of a strategy": (
+        lambda made: dflow.distributed.Sync(dflow.connect(), backup_worker=1),
+        TypeError,
+        "__init__() got an unexpected keyword argument 'backup_worker'",
+        "did you mean backup_workers?",
+    ),
     "the loss": (
         lambda made: made.optimizer.apply(made.loss()),
         TypeError,
