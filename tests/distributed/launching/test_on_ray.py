@@ -115,7 +115,9 @@ def test_without_ray_the_way_to_get_it_is_said(
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
     assert main(["launch", "--on", "ray", "train.py"]) == 2
-    assert "dflow launch: --on ray needs Ray, which is not installed\n  pip install" in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert text.startswith("dflow launch: --on ray needs Ray, which is not installed\n")
+    assert text.endswith("\n  pip install 'dflow[ray]'\n")
 
 
 @pytest.mark.parametrize(
