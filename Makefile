@@ -51,8 +51,8 @@ format: $(STAMP)  ## rewrite the sources as lint wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-types: $(STAMP)  ## mypy --strict on all four layers (tests/test_layers.py holds that it sees the linked ones)
-	$(PY) -m mypy -p dflow
+types: $(STAMP)  ## mypy --strict on all four layers (tests/test_layers.py holds that it sees the linked ones) and the simulator
+	$(PY) -m mypy -p dflow -p tests.simulation
 
 layers: $(STAMP)  ## import-linter: imports between layers go one way
 	$(VENV)/bin/lint-imports

@@ -37,6 +37,7 @@ def to(value: Any) -> Callable[[Any], Any]:
 #: By benchmark: the changes that make its constants small, and its options.
 SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "500")),
+    "cluster_size": ({}, ("--workers", "4", "--steps", "2")),
     "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
     "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),
     "copies": ({"PROGRAMS": first, "WIDTH": to(16)}, ONE_ROUND),

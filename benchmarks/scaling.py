@@ -1,6 +1,6 @@
 """Estimate step times on large clusters, and compare the simulation with the OSDI 2016 paper.
 
-Simulated: step times by the models of `distributed/simulation/at_size`, with the paper's hardware as parameters, beside
+Simulated: step times by the model of `benchmarks/_cluster_model.py`, with the paper's hardware as parameters, beside
 the paper's figures (sections 6.2 and 6.3). *held out* marks figures that no parameter was fitted to. Measured: the
 processor time of the coordinator's real state machine, fed with the messages of up to 10,000 tasks. `--json` writes the
 figures to benchmarks/results and the plots to docs/images; the plots need matplotlib (the `plots` extra).
@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks._cluster_model import MB, PAPER, PAPER_INCEPTION, ClusterModel, Shape, Step
+from benchmarks._coordinator_load import coordinator_load
 from benchmarks._paired import options, publish
-from dflow.distributed.simulation.at_size.coordinator_load import coordinator_load
-from dflow.distributed.simulation.at_size.hardware import MB, PAPER, PAPER_INCEPTION
-from dflow.distributed.simulation.at_size.step_times import ClusterModel, Shape, Step
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 WORKERS = (1, 2, 5, 10, 25, 50, 75, 100)

@@ -1,4 +1,4 @@
-"""The `dflow` command line: start, join or inspect a cluster, list an export, simulate a cluster.
+"""The `dflow` command line: start, join or inspect a cluster, list an export.
 
 Each subcommand imports what it needs when it runs, so that `--help` and `launch` start without delay.
 """
@@ -15,10 +15,9 @@ from dflow.cli.command import add_commands
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.cli.launch_command import LAUNCH
 from dflow.cli.server_commands import COORDINATOR, TASK
-from dflow.cli.simulate_command import SIMULATE
 from dflow.tracing.errors import DflowError
 
-COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS, SIMULATE)
+COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS)
 
 
 def main(words: Sequence[str] | None = None) -> int:

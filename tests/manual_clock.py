@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dflow.distributed.simulation.events import EventQueue, PendingEvent
+from tests.simulation.events import EventQueue, PendingEvent
 
 
 class ManualClock:

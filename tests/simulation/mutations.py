@@ -16,10 +16,7 @@ import pytest
 
 from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
-from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
-from dflow.distributed.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
-from dflow.distributed.simulation.faults import parse_faults
-from dflow.distributed.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
+from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply, Ticked
 from dflow.distributed.steps import deadlines, rendezvous, task_channel
 from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
@@ -27,6 +24,9 @@ from dflow.distributed.transport import session as transport_session
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.queues.accumulator_machine import EnoughSet
+from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
+from tests.simulation.faults import parse_faults
+from tests.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
 
 #: How much is done in a schedule of each program.
 STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4}
@@ -300,7 +300,7 @@ MUTATIONS = (
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
-    Mutation("silence is not noticed", _MEMBERS, "handle", _deaf_to(membership.Ticked), "none lost"),
+    Mutation("silence is not noticed", _MEMBERS, "handle", _deaf_to(Ticked), "none lost"),
     Mutation(
         "who is given up is not disconnected",
         coordinator_state.CoordinatorState,

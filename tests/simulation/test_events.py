@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.simulation.events import EventQueue
+from tests.simulation.events import EventQueue
 
 
 @given(seed=st.integers(0, 99), times=st.lists(st.sampled_from([0.0, 1.0, 2.0]), max_size=12))

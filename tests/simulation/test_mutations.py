@@ -11,4 +11,4 @@ def test_a_planted_fault_is_found(mutation: Mutation) -> None:
     ended = find(mutation)
     assert ended is not None, f"no invariant failed although {mutation.says}"
     assert ended.broken.startswith(mutation.found_by)
-    assert f"dflow simulate --seed {ended.schedule.seed} " in str(ended)
+    assert f"python -m tests.simulation --seed {ended.schedule.seed} " in str(ended)

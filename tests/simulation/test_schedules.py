@@ -9,8 +9,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.simulation.fault_schedule import FaultSchedule, simulate
-from dflow.distributed.simulation.faults import (
+from tests.effort import examples
+from tests.simulation.fault_schedule import FaultSchedule, simulate
+from tests.simulation.faults import (
     COORDINATOR,
     Faults,
     Outage,
@@ -18,8 +19,7 @@ from dflow.distributed.simulation.faults import (
     drawn_faults,
     parse_faults,
 )
-from dflow.distributed.simulation.programs import PROGRAMS, QUEUE, ROUNDS, STEPS, VARIABLES
-from tests.effort import examples
+from tests.simulation.programs import PROGRAMS, QUEUE, ROUNDS, STEPS, VARIABLES
 
 #: Number of schedules of each program, more than find any planted fault (`mutations.SCHEDULES`), and work done in one.
 SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200}

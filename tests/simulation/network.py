@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from dflow.distributed.simulation.events import EventQueue
-from dflow.distributed.simulation.faults import COORDINATOR, Faults
 from dflow.distributed.transport.base import Handler
 from dflow.distributed.wire.messages.message import Message
+from tests.simulation.events import EventQueue
+from tests.simulation.faults import COORDINATOR, Faults
 
 #: Time of a packet from one host to another without faults, and the most that is added to it at random.
 LATENCY_S = 0.0005

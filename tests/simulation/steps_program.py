@@ -16,9 +16,6 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
-from dflow.distributed.simulation.blocking_program import end_wait
-from dflow.distributed.simulation.checks import Attempt, Checks, name_of
-from dflow.distributed.simulation.tasks import Member, SimulatedTasks, programs
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.transport.base import Peer
@@ -32,6 +29,9 @@ from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DflowError
+from tests.simulation.blocking_program import end_wait
+from tests.simulation.checks import Attempt, Checks, name_of
+from tests.simulation.tasks import Member, SimulatedTasks, programs
 
 RUN = "run"
 STEP_S = 9.0

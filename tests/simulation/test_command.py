@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from dflow.__main__ import main
+from tests.simulation.__main__ import main
 
 
 def test_a_schedule_is_simulated_with_its_log(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "--steps", "3", "--faults", "kill=worker:0@0.5+1"]
+    words = ["--steps", "3", "--faults", "kill=worker:0@0.5+1"]
     assert main([*words, "--log"]) == 0
     output = capsys.readouterr().out
     assert "seed 0, faults: kill=worker:0@0.5+1" in output
@@ -23,26 +23,19 @@ def test_a_schedule_is_simulated_with_its_log(capsys: pytest.CaptureFixture[str]
 def test_what_the_simulated_tasks_log_is_in_the_log_and_nowhere_else(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert main(["simulate", "--steps", "3", "--faults", "kill=coordinator@0.5+1", "--log"]) == 0
+    assert main(["--steps", "3", "--faults", "kill=coordinator@0.5+1", "--log"]) == 0
     assert "the connection to the coordinator at coordinator#listens has ended" in capsys.readouterr().out
     assert not caplog.records
 
 
 def test_faults_that_nobody_knows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--faults", "gain=1"]) == 1
-    assert capsys.readouterr().err.startswith(
-        "dflow simulate: fault 'gain=1': there is no fault 'gain'; give some of loss, late"
-    )
-
-
-def test_simulate_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["simulate", "--help"])
-    assert "usage: dflow simulate" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(["--faults", "gain=1"])
+    assert "fault 'gain=1': there is no fault 'gain'; give some of loss, late" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_the_command() -> None:
-    words = [sys.executable, "-m", "dflow", "simulate", "--schedules", "100000", "--log"]
+    words = [sys.executable, "-m", "tests.simulation", "--schedules", "100000", "--log"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()

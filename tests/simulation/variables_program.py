@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.simulation.checks import Require
-from dflow.distributed.simulation.tasks import Member, SimulatedTasks
 from dflow.distributed.wire.codec import decode_array, encode_array
 from dflow.distributed.wire.failures import error_from
 from dflow.distributed.wire.messages.arrays import ArrayInfo
@@ -27,6 +25,8 @@ from dflow.distributed.wire.messages.variables import (
 )
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
+from tests.simulation.checks import Require
+from tests.simulation.tasks import Member, SimulatedTasks
 
 NAMES = ("a", "b", "c")
 PAUSE_S = 1.5

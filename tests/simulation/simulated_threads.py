@@ -7,8 +7,8 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, TypeVar
 
-from dflow.distributed.simulation.events import EventQueue, PendingEvent
-from dflow.distributed.simulation.network import Process
+from tests.simulation.events import EventQueue, PendingEvent
+from tests.simulation.network import Process
 
 Result = TypeVar("Result")
 

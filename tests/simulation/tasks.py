@@ -12,12 +12,6 @@ from typing import Any, cast
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
-from dflow.distributed.simulation.blocking_program import BlockingProgram, end_wait
-from dflow.distributed.simulation.checks import Checks, name_of
-from dflow.distributed.simulation.events import EventQueue
-from dflow.distributed.simulation.link import Connections, SimulatedTransport
-from dflow.distributed.simulation.network import Network, Process
-from dflow.distributed.simulation.simulated_threads import RoutineClock, SimulatedPool
 from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
@@ -28,6 +22,12 @@ from dflow.lowering.queues.resource_rules import HeldResource
 from dflow.lowering.steps.plan import Plan
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, TaskLost
+from tests.simulation.blocking_program import BlockingProgram, end_wait
+from tests.simulation.checks import Checks, name_of
+from tests.simulation.events import EventQueue
+from tests.simulation.link import Connections, SimulatedTransport
+from tests.simulation.network import Network, Process
+from tests.simulation.simulated_threads import RoutineClock, SimulatedPool
 
 #: Interval between heartbeats: longer than real ones, to have fewer events.
 HEARTBEAT_S = 3.0

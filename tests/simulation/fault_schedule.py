@@ -17,24 +17,24 @@ from functools import partial
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.simulation.checks import Checks, Repeated, name_of
-from dflow.distributed.simulation.events import EventQueue, PendingEvent
-from dflow.distributed.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
-from dflow.distributed.simulation.link import Connections, SimulatedTransport
-from dflow.distributed.simulation.network import Network, Process
-from dflow.distributed.simulation.programs import PROGRAMS, STEPS, WorkerProgram
-from dflow.distributed.simulation.queue_program import NAME as QUEUE_NAME
-from dflow.distributed.simulation.queue_program import QueueChecks, QueueWorker, contents
-from dflow.distributed.simulation.rounds_program import RoundChecks, RoundsWorker
-from dflow.distributed.simulation.steps_program import StepsWorker
-from dflow.distributed.simulation.tasks import AGAIN_S, Member, SimulatedTasks
-from dflow.distributed.simulation.variables_program import VariableChecks, VariablesWorker
 from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.elections import Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.lowering.queues.timers import timers_started_by
+from tests.simulation.checks import Checks, Repeated, name_of
+from tests.simulation.events import EventQueue, PendingEvent
+from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
+from tests.simulation.link import Connections, SimulatedTransport
+from tests.simulation.network import Network, Process
+from tests.simulation.programs import PROGRAMS, STEPS, WorkerProgram
+from tests.simulation.queue_program import NAME as QUEUE_NAME
+from tests.simulation.queue_program import QueueChecks, QueueWorker, contents
+from tests.simulation.rounds_program import RoundChecks, RoundsWorker
+from tests.simulation.steps_program import StepsWorker
+from tests.simulation.tasks import AGAIN_S, Member, SimulatedTasks
+from tests.simulation.variables_program import VariableChecks, VariablesWorker
 
 LOGGER = logging.getLogger("dflow")
 ADDRESS = f"{COORDINATOR}#listens"
@@ -77,7 +77,8 @@ class FaultSchedule:
         """Return the command that runs this schedule again, with its log."""
         shape = f"--workers {self.workers} --ps {self.ps} --steps {self.steps}"
         shape += f" --program {self.program}" if self.program != STEPS else ""
-        return f"dflow simulate --seed {self.seed} {shape} --faults {shlex.quote(str(self.actual_faults))} --log"
+        faults = shlex.quote(str(self.actual_faults))
+        return f"python -m tests.simulation --seed {self.seed} {shape} --faults {faults} --log"
 
 
 @dataclass(frozen=True)

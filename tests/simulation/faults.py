@@ -1,6 +1,6 @@
 """The faults of a schedule as a value, which is formatted, parsed, or drawn from a seed.
 
-Its text is the argument of `dflow simulate --faults`: words separated by commas, such as
+Its text is the argument of `python -m tests.simulation --faults`: words separated by commas, such as
 `loss=0.1,late=0.2,twice=0.05,kill=worker:0@3.5+2,power=ps:1@4+3,cut=worker:0/coordinator@2+6,hang=ps:0@5+1,slow=ps:1*20`.
 """
 

@@ -22,13 +22,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflow.distributed.simulation.faults import COORDINATOR
-from dflow.distributed.simulation.network import Network, Process
 from dflow.distributed.transport.base import Handler, Limits, Peer, always_wanted
 from dflow.distributed.transport.exchange import Exchange, Frame, Kind
 from dflow.distributed.transport.session import Session
 from dflow.distributed.wire.codec import decode_message
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
+from tests.simulation.faults import COORDINATOR
+from tests.simulation.network import Network, Process
 
 LIMITS = Limits()
 #: Time without a packet getting through after which the sender regards the stream as broken.

@@ -9,12 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks._cluster_model import MB, PAPER, PAPER_INCEPTION, ClusterModel, Computing, Hardware, Shape, Step, served
+from benchmarks._coordinator_load import coordinator_load
+from benchmarks.cluster_size import main
 from benchmarks.scaling import INCEPTION, NULL_STEPS, PAPER_MS
-from dflow.__main__ import main
-from dflow.distributed.simulation.at_size.coordinator_load import coordinator_load
-from dflow.distributed.simulation.at_size.hardware import MB, PAPER, PAPER_INCEPTION, Computing, Hardware
-from dflow.distributed.simulation.at_size.queues import served
-from dflow.distributed.simulation.at_size.step_times import ClusterModel, Shape, Step
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.sampled_from([0.0, 1.0, 2.5]))
@@ -86,13 +84,14 @@ def test_the_coordinators_load_counts_what_the_tasks_send_and_get() -> None:
     assert load.steady.processor_s > 0
 
 
-def test_a_cluster_of_any_size_is_simulated_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["simulate", "--workers", "40", "--ps", "4", "--steps", "5"]
-    assert main([*words, "--step", "dense", "--mb", "10", "--link-gbit", "10"]) == 0
+def test_a_cluster_of_any_size_is_estimated_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--workers", "40", "--ps", "4", "--steps", "5"]
+    main([*words, "--step", "dense", "--mb", "10", "--link-gbit", "10"])
     output = capsys.readouterr().out
     assert "dense step, 40 workers, 4 ps tasks" in output
     assert "coordinator of 44 tasks, measured on this machine" in output
-    assert main([*words, "--step", "train", "--asynchronous", "--slow", "0.1", "--hidden", "0.5"]) == 0
+    main([*words, "--asynchronous", "--slow", "0.1", "--hidden", "0.5"])
     assert "train step, 40 workers" in capsys.readouterr().out
-    assert main([*words, "--step", "train", "--backups", "40"]) == 1
+    with pytest.raises(SystemExit):
+        main([*words, "--backups", "40"])
     assert "40 of 40 workers are backups" in capsys.readouterr().err

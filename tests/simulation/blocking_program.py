@@ -17,9 +17,9 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from dflow.distributed.simulation.events import EventQueue, PendingEvent
-from dflow.distributed.simulation.network import Process
 from dflow.tracing.errors import DeadlineExceeded
+from tests.simulation.events import EventQueue, PendingEvent
+from tests.simulation.network import Process
 
 Result = TypeVar("Result")
 

@@ -14,9 +14,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from dflow.distributed.simulation.checks import Require, name_of
-from dflow.distributed.simulation.steps_program import TrainingWorker
-from dflow.distributed.simulation.tasks import Member, SimulatedTasks, programs
 from dflow.distributed.strategies.sync import Sync, Workers
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
@@ -36,6 +33,9 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
+from tests.simulation.checks import Require, name_of
+from tests.simulation.steps_program import TrainingWorker
+from tests.simulation.tasks import Member, SimulatedTasks, programs
 
 #: Longest time that the host lets a worker wait for a round, and the time that the worker adds for the answer.
 ROUND_S = 12.0

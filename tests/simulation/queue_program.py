@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.simulation.checks import Require, name_of
-from dflow.distributed.simulation.tasks import Member, SimulatedTasks
 from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
@@ -24,6 +22,8 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
+from tests.simulation.checks import Require, name_of
+from tests.simulation.tasks import Member, SimulatedTasks
 
 NAME = "shared"
 CAPACITY = 2
