@@ -17,6 +17,7 @@ PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
 comma := ,
 PEERS := .venv-tensorflow
+DEPENDENCIES := $(VENV)/.dependencies-$(SERIES)
 STAMP := $(VENV)/.installed-$(SERIES)
 # Ray's tests run on one Python, as its wheel is large and its start slow.
 EXTRAS := examples,metrics,models,security,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
@@ -27,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel pins clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -35,6 +36,8 @@ help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make the virtual environment with every pinned dependency and dflow in place
+
+dependencies: $(DEPENDENCIES)  ## the pinned dependencies alone
 
 demo: $(STAMP)  ## train a digit classifier on a cluster of 2 parameter servers and 3 workers on this machine
 	$(VENV)/bin/dflow launch --ps 2 --workers 3 examples/digits.py
@@ -119,11 +122,21 @@ clean:  ## remove the environment, build results and caches
 make-venv = $(PYTHON) -m venv $(1) > /dev/null 2>&1 || $(PYTHON) -m venv --clear --without-pip $(1)
 pip = $(PYTHON) -m pip --python $(1)/bin/python
 
-$(STAMP): pyproject.toml constraints/python3.11.txt constraints/python3.12.txt
+# What pyproject.toml asks for, one requirement a line.
+requirements = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  print(*project["dependencies"], *(one for extra in sys.argv[1].split(",") \
+  for one in project["optional-dependencies"][extra]), sep="\n")' $(EXTRAS)
+
+# Two Pythons may do this at a time; the next rule writes into this folder what setuptools knows of it. Python compiles a
+# module when it is first imported, in half the time of compiling all that is installed.
+$(DEPENDENCIES): pyproject.toml constraints/python3.11.txt constraints/python3.12.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("dflow needs Python 3.11 or newer; set PYTHON")'
 	@echo 'setting up $(VENV) from $(PINS), about a minute the first time'
 	@$(call make-venv,$(VENV))
-	@$(call pip,$(VENV)) install -q -c $(PINS) setuptools
-	@$(call pip,$(VENV)) install -q -c $(PINS) --no-build-isolation -e '.[$(EXTRAS)]'
-	@rm -f $(VENV)/.installed-*
-	@touch $@
+	@$(requirements) | $(call pip,$(VENV)) install -q --no-compile -c $(PINS) -r /dev/stdin
+	@rm -f $(VENV)/.dependencies-* && touch $@
+
+$(STAMP): $(DEPENDENCIES)
+	@$(call pip,$(VENV)) install -q --no-deps --no-build-isolation -e .
+	@$(PY) -c 'import dflow; dflow.jit'
+	@rm -f $(VENV)/.installed-* && touch $@

@@ -71,7 +71,7 @@ def check_installed(path: Path, constraints: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=False)
         programs = Path(folder) / "bin"
-        pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet"]
+        pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--quiet", "--no-compile"]
         run(*pip, "--constraint", str(constraints.resolve()), str(path.resolve()), cwd=folder)
         run(str(programs / "python"), "-I", "-c", TRIAL, cwd=folder)
         run(str(programs / "dflow"), "--help", cwd=folder)
