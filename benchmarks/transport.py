@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_per_call
 from benchmarks._raw_sockets import receive
 from dflow.cli.certs import make_secret
-from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
+from dflow.distributed.transport.base import Peer, RefuseAll, Responder
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.array_lists import decode_arrays

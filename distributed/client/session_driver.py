@@ -48,7 +48,7 @@ from dflow.distributed.client.coordinator_session import (
     Woke,
 )
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
-from dflow.distributed.transport.exchange import on_reader_thread
+from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.failures import error_from, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure

@@ -45,7 +45,7 @@ from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
-from dflow.distributed.transport.exchange import become_reader
+from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Roster

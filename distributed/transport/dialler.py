@@ -13,17 +13,16 @@ from typing import NamedTuple
 import msgspec
 
 from dflow.distributed.transport.addresses import Address
-from dflow.distributed.transport.base import Limits
 from dflow.distributed.transport.bind_and_dial import dial
 from dflow.distributed.transport.connection import Connection
-from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.messages.connection import Hello
-from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
+from dflow.tracing.errors import DflowError, SecurityError, WireError
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
@@ -69,10 +68,10 @@ class Dialler:
         retry_s = FIRST_RETRY_S
         while not connection.is_closed:
             try:
-                stream, answer = self._dial_again(connection.received, deadline.left_s)
+                stream, answer = self._dial_again(connection.session.received, deadline.left_s)
             except (ConnectionRefusedError, FileNotFoundError):
                 return f"{reason}, and nothing listens there any more"
-            except (_SessionUnknown, SecurityError, WireError) as error:
+            except (SecurityError, WireError) as error:
                 return f"{reason}, and {error}"
             except (OSError, DflowError) as error:
                 if deadline.left_s <= retry_s:
@@ -80,7 +79,7 @@ class Dialler:
                 connection.is_over(broken, retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             else:
-                self._count((connection.received, answer.received))
+                self._count((connection.session.received, answer.received))
                 return connection.resume(stream, answer.received)
         return "closed by this side"
 
@@ -108,13 +107,9 @@ class Dialler:
         known = ours.session, first.answer.name, first.answer.process, first.identity
         if (answer.session, answer.name, answer.process, identity) != known:
             stream.close()
-            raise _SessionUnknown(f"{answer.name} knows nothing of this connection any more")
+            raise WireError(f"{answer.name} knows nothing of this connection any more")
         return stream, answer
 
     def _count(self, received: tuple[int, int]) -> None:
         self._in_a_row = self._in_a_row + 1 if received == self._received else 0
         self._received = received
-
-
-class _SessionUnknown(TransportClosed):
-    """The other side does not know the session to resume."""

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dflow.distributed.transport.exchange import LOGGER, become_reader
+from dflow.distributed.transport.link import LOGGER, become_reader
 from dflow.distributed.transport.send_queue import flush
 from dflow.lowering.values.computed import before_waiting
 
@@ -67,17 +67,13 @@ class Reactor:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._threads = 0
+        #: Number of reader threads.
+        self.threads = 0
         self._waiting = 0
         #: The source that the leader is reading.
         self._at: _Source | None = None
         #: For each source in the middle of a frame, the monotonic time at which it counts as stalled.
         self._stalls_at: dict[_Source, float] = {}
-
-    @property
-    def threads(self) -> int:
-        """Number of reader threads."""
-        return self._threads
 
     def add(self, file: int, read: Callable[[], bool], stalled: Callable[[], None]) -> None:
         """Read a source until `remove`; raises RuntimeError if no thread can be started.
@@ -87,7 +83,7 @@ class Reactor:
         stalled  called when no byte of a begun frame has arrived for `stall_timeout_s`
         """
         with self._lock:
-            if not self._threads:
+            if not self.threads:
                 self._start()
             self._sources[file] = _Source(file, read, stalled)
             self._epoll.register(file, select.EPOLLIN)
@@ -121,7 +117,7 @@ class Reactor:
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="dflow read", daemon=True)
         thread.start()
-        self._threads += 1
+        self.threads += 1
         self._waiting += 1
 
     def _run(self) -> None:
@@ -135,7 +131,7 @@ class Reactor:
             self._lead()
             with self._lock:
                 if self._waiting or not self._sources:
-                    self._threads -= 1
+                    self.threads -= 1
                     return
                 self._waiting += 1
 

@@ -22,8 +22,7 @@ import collections
 import threading
 from collections.abc import Callable, Sequence
 
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.exchange import Frame, on_reader_thread
+from dflow.distributed.transport.link import Frame, Limits, on_reader_thread
 from dflow.distributed.transport.stream import Parts, Stream, without
 from dflow.tracing.errors import TransportClosed
 

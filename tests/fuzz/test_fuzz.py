@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.exchange import Kind
+from dflow.distributed.transport.link import Kind
 from dflow.distributed.wire import all_messages
 from dflow.distributed.wire.messages.message import Message
 from tests.effort import examples

@@ -1,7 +1,7 @@
 """A simulated cluster with a program and faults, and its run.
 
 Simulated are the layers below and above the code under test: the network with its faults and the clock, and what the
-program of a worker computes. Between them run the real `Coordinator`, `SessionDriver`, `TaskServer`, `Exchange`,
+program of a worker computes. Between them run the real `Coordinator`, `SessionDriver`, `TaskServer`, `Peer`,
 `Session`, `Async` and `Sync`.
 """
 

@@ -174,10 +174,6 @@ def _saving_nothing(original: Any) -> Any:
     return save
 
 
-def _saying_nothing_again(original: Any) -> Any:
-    return lambda link, peer_received: transport_session.Resumption(original(link, peer_received).released, [])
-
-
 def _one_more(original: Any) -> Any:
     return lambda link: original(link) + 1
 
@@ -324,7 +320,7 @@ MUTATIONS = (
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
     Mutation("a run that ends tells nobody", task_server, "_answer_run", _doing_nothing, "none lost"),
-    Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
+    Mutation("what was not heard is not said again", _LINK, "retained", _property_giving([]), "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
     Mutation("what is acknowledged is kept", _LINK, "acknowledge", _doing_nothing, "bounded"),
     Mutation("nothing is acknowledged in itself", _LINK, "ack_due", _property_giving(False), "bounded"),

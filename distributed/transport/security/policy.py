@@ -17,8 +17,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.tracing.errors import SecurityError
 
 _CREDENTIALS = struct.Struct("3i")

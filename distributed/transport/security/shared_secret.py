@@ -17,13 +17,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
-from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.security.certificates import self_signed
 from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, Challenge, Side, require_long
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.private_files import read_private
 from dflow.distributed.transport.security.tls_stream import TlsStream, tls_context
-from dflow.distributed.transport.stream import receive_by, send_by
+from dflow.distributed.transport.stream import Deadline, receive_by, send_by
 
 #: Validity of a self-signed certificate, which peers do not check.
 _EPHEMERAL = timedelta(days=3650)
