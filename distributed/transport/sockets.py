@@ -42,7 +42,7 @@ class SocketTransport:
         ways = parse_endpoints(address)
         places = [ways.main] if ways.near is None else [ways.main, ways.near]
         for place in places:
-            self._security.may_listen(place)
+            self._security.check_address(place, listens=True)
         with contextlib.ExitStack() as opened:
             bounds = [opened.enter_context(contextlib.closing(bind(place))) for place in places]
             opened.pop_all()
@@ -62,7 +62,7 @@ class SocketTransport:
         give_way()
         places = _ways_from_here(parse_endpoints(address))
         for place in places:
-            self._security.may_connect(place)
+            self._security.check_address(place, listens=False)
         deadline, retry_s = Deadline.after(timeout_s), FIRST_RETRY_S
         while True:
             try:
