@@ -29,10 +29,8 @@ from dflow.distributed.transport.base import Peer, RefuseAll, Responder
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.codec import decode_arrays, encode_array
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message
 
 WAIT_S = 60.0

@@ -22,8 +22,8 @@ from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import largest
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, TaskInfo

@@ -26,8 +26,7 @@ import msgspec
 from dflow.distributed.client.request_numbers import RequestNumbers
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
-from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange
-from dflow.distributed.wire.roster_changes import changed_roster
+from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange, changed_roster
 
 #: The request number of a rejoin; those of the program are greater.
 REJOIN = 0

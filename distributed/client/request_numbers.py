@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Message, Request
 
 

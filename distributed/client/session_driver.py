@@ -49,7 +49,7 @@ from dflow.distributed.client.coordinator_session import (
 )
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
 from dflow.distributed.transport.link import on_reader_thread
-from dflow.distributed.wire.failures import error_from, failure_of
+from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Request
@@ -403,7 +403,7 @@ class _CoordinatorLink(RefuseAll):
 def _settle(future: Future[Any], answer: Message) -> None:
     """End the wait for an answer; a `Failure` ends it with the error."""
     if isinstance(answer, Failure):
-        future.set_exception(error_from(answer))
+        future.set_exception(error_of(answer))
     else:
         future.set_result(answer)
 

@@ -24,8 +24,8 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed
 from dflow.tracing.devices.task_name import short_task_name
 
 #: The tasks of a job that are live or expected now, and the roster's version.

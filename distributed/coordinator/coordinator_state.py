@@ -55,10 +55,9 @@ from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace

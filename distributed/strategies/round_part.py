@@ -23,8 +23,7 @@ import jax.numpy as jnp
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
 from dflow.distributed.strategies.strategy import arguments_of
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.array_lists import encode_arrays
-from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.codec import Payload, encode_arrays
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.rounds import (

@@ -42,12 +42,9 @@ from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
-from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.codec import decode_array
+from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.arrays import Arrays
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
     Dumped,
@@ -63,26 +60,25 @@ from dflow.distributed.wire.messages.resources import CallResource, CreateResour
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
-from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
+from dflow.distributed.wire.messages.variables import (
+    CreateVariables,
+    EndRestore,
+    ForgetState,
+    ReadCheckpoint,
+    ReadVariables,
+    SaveVariables,
+    WriteVariable,
+)
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.plan import Plan
-from dflow.lowering.steps.recorder import (
-    CONNECTION_LOST,
-    ROSTER_CHANGED,
-    Recorder,
-)
+from dflow.lowering.steps.recorder import CONNECTION_LOST, ROSTER_CHANGED, Recorder
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import (
-    SecurityError,
-    StepCancelled,
-    TaskLost,
-    WireError,
-)
+from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost, WireError
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,9 @@ class Reactor:
     def _lead(self) -> None:
         """Poll and read the sources, until another thread leads or no source is left."""
         while self._sources:
-            for file, _ in self._epoll.poll(self._patience_s(), _EVENTS_AT_A_TIME):
+            ends = min(self._stalls_at.values(), default=None)
+            patience_s = None if ends is None else max(ends - time.monotonic(), 0)
+            for file, _ in self._epoll.poll(patience_s, _EVENTS_AT_A_TIME):
                 source = self._sources.get(file)
                 if source is not None:
                     self._read(source)
@@ -174,11 +176,6 @@ class Reactor:
                 self._epoll.register(source.file, select.EPOLLIN)
                 if source in self._stalls_at:
                     os.eventfd_write(self._wake, 1)
-
-    def _patience_s(self) -> float | None:
-        if not self._stalls_at:
-            return None
-        return max(min(self._stalls_at.values()) - time.monotonic(), 0)
 
     def _end_stalled(self) -> None:
         """Call `stalled` on each source whose time is over, and drop the deadlines of removed sources."""

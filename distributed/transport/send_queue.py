@@ -139,8 +139,7 @@ class SendQueue:
         return frames
 
     def _pack(self, frames: Sequence[Frame]) -> Parts:
-        pack = self._pack_one
-        return pack(frames[0]) if len(frames) == 1 else [part for frame in frames for part in pack(frame)]
+        return [part for frame in frames for part in self._pack_one(frame)]
 
     def _send_or_queue(self, frame: Frame | None) -> None:
         """Send the gathered frames and then `frame`; leave to a drain thread what would block."""

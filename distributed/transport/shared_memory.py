@@ -26,7 +26,6 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dflow.distributed.transport.addresses import Address, UnixAddress
 from dflow.distributed.transport.link import Limits
@@ -159,7 +158,7 @@ class SharedView:
         if size_bytes > most_bytes:
             raise WireError(f"a payload of {size_bytes} bytes is over the limit of {most_bytes}")
         lent = self._bytes[start : start + size_bytes]
-        weakref.finalize(lent, _clear, self._bytes, slot).atexit = False
+        weakref.finalize(lent, self._bytes.__setitem__, slot, 0).atexit = False
         return lent.data
 
 
@@ -195,7 +194,3 @@ def _swap_descriptors(sock: socket.socket, descriptor: int) -> int:
     if not mark:
         raise TransportClosed("the other side closed the connection before it offered shared memory")
     raise WireError("the other side offers shared memory but no descriptor came")
-
-
-def _clear(flags: npt.NDArray[np.uint8], slot: int) -> None:
-    flags[slot] = 0

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dflow.distributed.strategies.async_ import CoordinatorAccess
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
-from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.status import Report
 from dflow.tracing.near_names import suggests_keywords
 

@@ -6,7 +6,7 @@ import pytest
 
 from dflow.distributed.coordinator import coordinator_state
 from dflow.distributed.task import task_server
-from dflow.distributed.wire.all_messages import MESSAGES
+from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.roster import Roster, RosterChange

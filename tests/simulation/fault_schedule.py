@@ -17,9 +17,8 @@ from functools import partial
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
-from dflow.distributed.wire.messages.elections import Elected
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.lowering.queues.timers import timers_started_by

@@ -19,9 +19,8 @@ from msgspec.structs import replace
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.claims import ClaimSteps
-from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.distributed.wire.messages.plans import RunPlan
 from dflow.lowering.programs.program import Program

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dflow.distributed.wire.messages.message import Message, Request
 
 PROTOCOL_VERSION = 4
@@ -35,6 +37,19 @@ class Failure(Message, frozen=True):
 
     kind: str
     text: str
+
+
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """Dtype and shape of one array in a payload, which holds its arrays one after the other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Arrays(Message, frozen=True):
+    """Arrays, one after the other in the payload."""
+
+    arrays: tuple[ArrayInfo, ...]
 
 
 class Packed(Message, frozen=True):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.arrays import ArrayInfo
 from dflow.distributed.wire.messages.claims import NotFinite
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.connection import ArrayInfo, Ok
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 
 

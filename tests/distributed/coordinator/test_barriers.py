@@ -17,8 +17,8 @@ from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.transport.base import PendingReply
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import DeadlineExceeded, TaskLost
 from tests.effort import examples

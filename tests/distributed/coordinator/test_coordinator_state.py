@@ -20,7 +20,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace

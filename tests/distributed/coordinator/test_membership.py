@@ -17,8 +17,7 @@ from dflow.distributed.coordinator.membership import (
     RefuseJoin,
     ReleaseTask,
 )
-from dflow.distributed.wire.messages.roster import Roster, RosterChange, TaskInfo
-from dflow.distributed.wire.roster_changes import changed_roster
+from dflow.distributed.wire.messages.roster import Roster, RosterChange, TaskInfo, changed_roster
 from tests.effort import examples
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
