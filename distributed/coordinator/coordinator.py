@@ -267,7 +267,7 @@ def serve_coordinator(
     """
     coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)
-    endpoint = MetricsEndpoint(coordinator_metrics(coordinator.status), metrics) if metrics else None
+    endpoint = MetricsEndpoint(lambda: coordinator_metrics(coordinator.status()), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow coordinator: metrics are served at {endpoint.address}", flush=True)
     status, fault = stop.wait_for_exit_status()

@@ -28,7 +28,7 @@ import msgspec
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint
-from dflow.distributed.observe.tracer import Here, Observed, Tracer
+from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
@@ -268,7 +268,7 @@ class Cluster(Coordinated):
         It has every worker's steps. Tasks that cannot be reached are left out, with a warning.
         raises  OSError when the file cannot be written
         """
-        reached: dict[str, Observed] = {self.task: Here(self._server.observer)}
+        reached: dict[str, Observed] = {self.task: self._server.observer}
         for task in self.tasks:
             if task != self.task:
                 with contextlib.suppress(DflowError):
@@ -284,7 +284,7 @@ class Cluster(Coordinated):
 
     def serve_metrics(self, place: str | int) -> str:
         """Serve this task's metrics for Prometheus until `close`; return the address. See `MetricsEndpoint`."""
-        endpoint = MetricsEndpoint(task_metrics(self._server), place)
+        endpoint = MetricsEndpoint(lambda: task_metrics(self._server), place)
         self._endpoints.append(endpoint)
         return endpoint.address
 

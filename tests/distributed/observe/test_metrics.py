@@ -62,8 +62,8 @@ def test_a_worker_and_a_ps_tell_their_steps_bytes_and_errors(memory: MemoryClust
     server = memory.tasks["ps:0"].server
     with (
         closing(memory.worker()) as worker,
-        closing(MetricsEndpoint(task_metrics(worker.server), 0)) as of_worker,
-        closing(MetricsEndpoint(task_metrics(server), 0)) as of_ps,
+        closing(MetricsEndpoint(lambda: task_metrics(worker.server), 0)) as of_worker,
+        closing(MetricsEndpoint(lambda: task_metrics(server), 0)) as of_ps,
     ):
         assert of_ps.address.startswith("http://127.0.0.1:")
         step = make_step(worker)
@@ -91,14 +91,14 @@ def test_queues_are_told_by_how_many_elements_they_hold(memory: MemoryCluster) -
             queue = dflow.FIFOQueue(5, jnp.zeros(()), name="ready")
         for number in range(3):
             queue.enqueue(jnp.float32(number))
-        with closing(MetricsEndpoint(task_metrics(memory.tasks["ps:0"].server), 0)) as endpoint:
+        with closing(MetricsEndpoint(lambda: task_metrics(memory.tasks["ps:0"].server), 0)) as endpoint:
             assert scrape(endpoint)["dflow_resource_depth", "ready"] == 3
 
 
 def test_the_coordinator_tells_of_its_tasks(memory: MemoryCluster) -> None:
     with (
         closing(memory.worker()) as worker,
-        closing(MetricsEndpoint(coordinator_metrics(memory.coordinator.status), 0)) as endpoint,
+        closing(MetricsEndpoint(lambda: coordinator_metrics(memory.coordinator.status()), 0)) as endpoint,
     ):
         make_step(worker)
         found = scrape(endpoint)
@@ -134,18 +134,17 @@ def test_what_is_no_place_is_refused(place: str) -> None:
         metrics_place(place)
 
 
-def test_a_port_that_is_taken_is_told(memory: MemoryCluster) -> None:
-    collect = coordinator_metrics(memory.coordinator.status)
-    with closing(MetricsEndpoint(collect, 0)) as first:
+def test_a_port_that_is_taken_is_told() -> None:
+    with closing(MetricsEndpoint(list, 0)) as first:
         port = int(first.address.rsplit(":", 1)[1].split("/")[0])
         with pytest.raises(OSError, match=rf"cannot be served at 127.0.0.1:{port}: .*; 0 is any free port"):
-            MetricsEndpoint(collect, port)
+            MetricsEndpoint(list, port)
 
 
 def test_without_the_package_the_remedy_is_said(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'dflow\[metrics\]'"):
-        MetricsEndpoint(coordinator_metrics(memory.coordinator.status), 0)
+        MetricsEndpoint(lambda: coordinator_metrics(memory.coordinator.status()), 0)
 
 
 def test_the_commands_serve_them_where_they_are_told_to(tmp_path: Path) -> None:
