@@ -153,8 +153,7 @@ class Connection:
         """
         parts: Parts = []
         with self._lock:
-            is_dropped = self.is_closed and frame.on_released is not None
-            if not is_dropped:
+            if frame.on_released is None or not self.is_closed:
                 sequence = 0
                 size_bytes = len(frame.meta) + len(frame.payload)
                 if frame.kind <= Kind.NOTIFY:
@@ -164,8 +163,8 @@ class Connection:
                     parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
                 else:
                     parts.extend(memoryview(part) for part in (header, frame.meta, frame.payload) if part)
-        if is_dropped and frame.on_released is not None:
-            frame.on_released()
+                return parts
+        frame.on_released()
         return parts
 
     def _copied(self, frame: Frame) -> Frame | None:

@@ -57,7 +57,7 @@ class Packed(Message, frozen=True):
 
 
 class Introduce(Request[Ok], frozen=True):
-    """The sender's life number in the roster: the first message over a connection to a task. Answered by `Ok`."""
+    """The sender's life number in the roster: the first message over a connection to a task."""
 
     is_open = True
 

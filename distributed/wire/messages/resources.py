@@ -10,7 +10,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 
 
 class CreateResource(Request[Ok], frozen=True):
-    """Create a queue or an accumulator unless it exists; answered by `Ok`.
+    """Create a queue or an accumulator unless it exists.
 
     `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`. Every creation must repeat type and settings. For
     `process` see `CreateVariable`.
@@ -39,7 +39,7 @@ class CallResource(Request[Arrays], frozen=True):
 
 
 class FailQueue(Request[Ok], frozen=True):
-    """Close a queue because its feed failed; answered by `Ok`.
+    """Close a queue because its feed failed.
 
     `failure` is the class, the text and the line of the error, `fed` the line where the queue is fed.
     """

@@ -49,7 +49,7 @@ class Roster(Marked, frozen=True):
 
 
 class RosterChange(Marked, Notice, frozen=True):
-    """The changes of the roster from version `since` to `version`, and the newest `epoch`. Not answered.
+    """The changes of the roster from version `since` to `version`, and the newest `epoch`.
 
     Each of `entries` replaces the entry of the same life, or adds a task, which is no longer expected. The lives in
     `dropped` are no longer listed.
@@ -123,7 +123,7 @@ class EdgeTraffic(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(Notice, frozen=True):
-    """A task is alive. Not answered.
+    """A task is alive.
 
     `traffic`  its totals since it started
     `steps`    number of parts of steps that it has ended since it started

@@ -34,7 +34,7 @@ class ProposeRounds(Request[RoundsAgreed], frozen=True):
 
 
 class OpenRounds(Request[Ok], frozen=True):
-    """Become the step aggregator (round host) of a run, unless it is open here; answered by `Ok`.
+    """Become the step aggregator (round host) of a run, unless it is open here.
 
     In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator. It then starts the
     update, a step over the registered plans `handles` (by task). The payload holds the arrays fed `before` the mean
@@ -70,7 +70,7 @@ class NextRound(Request[RoundOpen], frozen=True):
 
 
 class LeaveRounds(Request[Ok], frozen=True):
-    """A worker stops taking part; it has sent its gradients for the openings up to `done`. Answered by `Ok`."""
+    """A worker stops taking part; it has sent its gradients for the openings up to `done`."""
 
     speaker = "worker"
 
@@ -80,7 +80,7 @@ class LeaveRounds(Request[Ok], frozen=True):
 
 
 class RoundsDone(Notice, frozen=True):
-    """Progress of a run of synchronous training, as a worker sees it. Not answered.
+    """Progress of a run of synchronous training, as a worker sees it.
 
     `rounds`   number of rounds done, of `total_rounds`
     `steps`    number of the worker's steps since its last report; the gradients of `dropped` of them came too late

@@ -67,7 +67,7 @@ class Health(Message, frozen=True):
 
 
 class GetHealth(Request[Health], frozen=True):
-    """Read the newest heartbeat of a task; answered by `Health`."""
+    """Read the newest heartbeat of a task."""
 
     is_open = True
 
@@ -99,6 +99,6 @@ class Status(Message, frozen=True):
 
 
 class GetStatus(Request[Status], frozen=True):
-    """Read the state of the cluster; answered by `Status`."""
+    """Read the state of the cluster."""
 
     is_open = True

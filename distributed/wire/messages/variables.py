@@ -61,7 +61,7 @@ class VariablesCreated(Message, frozen=True):
 
 
 class CreateVariables(Request[VariablesCreated], frozen=True):
-    """Create each of the variables unless it exists; answered by `VariablesCreated`.
+    """Create each of the variables unless it exists.
 
     The payload holds the `arrays`, then the exported programs for the calls, `program_sizes` bytes each.
     """
@@ -86,7 +86,7 @@ class WriteVariable(Request[Ok], frozen=True):
 
 
 class ForgetState(Request[Ok], frozen=True):
-    """Free a variable's value, or the contents of a queue or an accumulator; answered by `Ok`.
+    """Free a variable's value, or the contents of a queue or an accumulator.
 
     Ops that use it later or wait for it now fail with an error that contains `reason` and `remedy`.
     """
@@ -106,14 +106,14 @@ class SavedVariable(msgspec.Struct, frozen=True):
 
 
 class SaveVariables(Request[Ok], frozen=True):
-    """Write a consistent snapshot into the folder of a save, which every task can access; answered by `Ok`."""
+    """Write a consistent snapshot into the folder of a save, which every task can access."""
 
     folder: str
     variables: tuple[SavedVariable, ...]
 
 
 class ReadCheckpoint(Request[Ok], frozen=True):
-    """Read values from a checkpoint and keep them until `EndRestore`; answered by `Ok`.
+    """Read values from a checkpoint and keep them until `EndRestore`.
 
     `number`     number of the restore, unique within `origin`
     `id`         id of the checkpoint at `path`, which every task can access
@@ -130,7 +130,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
 
 
 class EndRestore(Request[Ok], frozen=True):
-    """Set the variables to the values read for a restore, or with `is_set` false, discard these; answered by `Ok`."""
+    """Set the variables to the values read for a restore, or with `is_set` false, discard these."""
 
     speaker = "origin"
 
