@@ -348,11 +348,6 @@ class Listener(Protocol):
         ...
 
 
-def always_wanted() -> bool:
-    """Return True: retry a connection until its deadline."""
-    return True
-
-
 class Transport(Protocol):
     """Connects tasks: it listens at addresses, and dials them."""
 
@@ -371,7 +366,7 @@ class Transport(Protocol):
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Peer:
         """Connect as `name`, retrying until the deadline; errors call the other side `who`.
 

@@ -41,10 +41,7 @@ class BoundSocket(NamedTuple):
 
 
 def bind(address: Address) -> BoundSocket:
-    """Listen at `address`.
-
-    raises  OSError if the address is taken
-    """
+    """Listen at `address`; raises OSError if it is taken."""
     return _bind_unix(address) if isinstance(address, UnixAddress) else _bind_tcp(address)
 
 

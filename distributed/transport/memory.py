@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from dflow.distributed.transport.base import Handler, Peer, always_wanted
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.transport.link import LOGGER, MIN_ALIGNED_BYTES, Frame, Limits, become_reader
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
@@ -57,7 +57,7 @@ class MemoryNetwork:
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Peer:
         """Connect to the listener at `address`, waiting for it to appear; see `base.Transport.connect`."""
         deadline = time.monotonic() + timeout_s

@@ -165,12 +165,9 @@ class Reactor:
             return
         if is_in_frame:
             self._stalls_at[source] = time.monotonic() + self._stall_timeout_s
-        if source.is_waited_for:
-            self._take_back(source)
-
-    def _take_back(self, source: _Source) -> None:
-        """Return a source to the leader, and wake the leader if the source may stall."""
-        with self._lock:
+        if not source.is_waited_for:
+            return
+        with self._lock:  # another thread leads: return the source to it, and wake it if the source may stall
             if self._sources.get(source.file) is source:
                 source.is_waited_for = False
                 self._epoll.register(source.file, select.EPOLLIN)

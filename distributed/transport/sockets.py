@@ -15,9 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from dflow.distributed.transport.addresses import Address, Endpoints, parse_endpoints
-from dflow.distributed.transport.base import Handler, Peer, always_wanted
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.bind_and_dial import bind
-from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
 from dflow.distributed.transport.handshake import Refused
 from dflow.distributed.transport.link import Limits
@@ -56,7 +55,7 @@ class SocketTransport:
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Peer:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
         give_way()
@@ -80,25 +79,18 @@ class SocketTransport:
 
     def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Peer:
         """Connect by the first address at which the other side listens; errors are those of the last address."""
-        for place in places[:-1]:
+        diallers = [Dialler(place, name, self._limits, self._security, self._reactor) for place in places]
+        for dialler in diallers[:-1]:
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-                return self._connect_by(place, name, handler, timeout_s)
-        return self._connect_by(places[-1], name, handler, timeout_s)
-
-    def _connect_by(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Peer:
-        dialler = Dialler(place, name, self._limits, self._security)
-        greeted = dialler.begin(timeout_s)
-        peer_name = greeted.answer.name
-        connection = Connection(greeted.stream, peer_name, self._limits, self._reactor, dialler.recover)
-        peer = Peer(connection, local=name, remote=peer_name, handler=handler, limits=self._limits)
-        connection.start(peer.arrived, peer.close, greeted.memory)
-        return peer
+                return dialler.connect(handler, timeout_s)
+        return diallers[-1].connect(handler, timeout_s)
 
 
 def _ways_from_here(ways: Endpoints) -> list[Address]:
     """Return the addresses to try from this process, fastest first."""
-    is_near = ways.near is not None and ways.identity == host_identity() != ""
-    return [ways.near, ways.main] if is_near and ways.near is not None else [ways.main]
+    if ways.near is not None and ways.identity == host_identity() != "":
+        return [ways.near, ways.main]
+    return [ways.main]
 
 
 def _remedy(error: BaseException) -> str:

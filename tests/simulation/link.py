@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflow.distributed.transport.base import Handler, Peer, always_wanted
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.session import Session
 from dflow.distributed.wire.codec import decode_message
@@ -323,7 +323,7 @@ class SimulatedTransport:
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> Peer:
         """Connect now, without retries, which the caller makes.
 
