@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Message, Request
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 
 
 class RequestNumbers:

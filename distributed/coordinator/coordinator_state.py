@@ -55,14 +55,13 @@ from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, RosterChange
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError

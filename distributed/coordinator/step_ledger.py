@@ -22,9 +22,8 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,19 +69,9 @@ class Trace:
 
 
 class Tracer:
-    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out.
+    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out."""
 
-    `clock`  clock of the trace, in ns since an arbitrary moment
-    """
-
-    def __init__(
-        self,
-        tasks: Mapping[str, Observed],
-        *,
-        longest_s: float = 600.0,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, tasks: Mapping[str, Observed], *, longest_s: float = 600.0) -> None:
         self._tasks = dict(tasks)
         self._missing: dict[str, str] = {}
         self._samples: dict[str, list[ClockSample]] = {}
@@ -128,11 +118,11 @@ class Tracer:
     def _ask_clocks(self) -> None:
         for task in tuple(self._tasks):
             for _ in range(TRIPS):
-                asked_ns = self._clock()
-                found = self._ask(task, GetClock())
+                asked_ns = time.monotonic_ns()
+                found, heard_ns = self._ask(task, GetClock()), time.monotonic_ns()
                 if found is None:
                     break
-                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found.message.at_ns, self._clock()))
+                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found.message.at_ns, heard_ns))
 
     def _ask_all(self, message: Request[Answer]) -> dict[str, Answer]:
         found = {task: self._ask(task, message) for task in tuple(self._tasks)}

@@ -19,8 +19,8 @@ from msgspec.structs import replace
 
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, arguments_of
-from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.tracing.errors import DflowError
 from dflow.tracing.near_names import suggests_keywords
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.wire.messages.claims import NotFinite
+from dflow.distributed.wire.messages.rounds import NotFinite
 
 
 def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFinite | None:

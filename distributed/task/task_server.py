@@ -55,11 +55,22 @@ from dflow.distributed.wire.messages.observing import (
     StopTrace,
     TaskState,
 )
-from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleasePlan, RunPlan, Wanted
+from dflow.distributed.wire.messages.plans import (
+    CancelStep,
+    Credit,
+    Offer,
+    Pull,
+    PulledTensor,
+    Registered,
+    RegisterPlan,
+    ReleasePlan,
+    RunPlan,
+    Tensor,
+    Wanted,
+)
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
-from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
 from dflow.distributed.wire.messages.variables import (
     CreateVariables,
     EndRestore,

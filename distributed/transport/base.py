@@ -180,10 +180,10 @@ class Peer:
             self._handler.on_call(self, message, payload, responder)
         except Exception as error:
             LOGGER.info("%s: %s from %s failed: %s", self._local, type(message).__name__, self.name, error)
-            if responder.has_answered:
-                LOGGER.error("%s: a handler failed after it had answered\n%s", self._local, traceback.format_exc())
-            else:
+            try:
                 responder.fail(error)
+            except InternalError:
+                LOGGER.error("%s: a handler failed after it had answered\n%s", self._local, traceback.format_exc())
 
     def send_reply(self, number: int, message: Message, payload: Payload) -> None:
         """Send the answer to request `number`; drops it if the connection has ended.
@@ -290,11 +290,6 @@ class Responder:
         self._number = number
         self._asked = asked
         self._open = threading.Lock()
-
-    @property
-    def has_answered(self) -> bool:
-        """Whether the request was answered."""
-        return self._open.locked()
 
     def reply(self, message: Message, payload: Payload = b"") -> None:
         """Answer the request; raises InternalError if it was answered before."""

@@ -35,10 +35,12 @@ from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
-
-
 #: Longest pause between two looks whether the process of a broken session has ended.
 _LOOK_S = 0.05
+#: File descriptors that a process needs besides the connections of a listener.
+_OTHER_FILES = 64
+#: The limit of open files to set. It is no higher because some child programs visit every descriptor below their limit.
+_ENOUGH_FILES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -50,12 +52,6 @@ class _Session:
     peer: Peer
     connection: Connection
     resuming: threading.Lock = field(default_factory=threading.Lock)
-
-
-#: File descriptors that a process needs besides the connections of a listener.
-_OTHER_FILES = 64
-#: The limit of open files to set. It is no higher because some child programs visit every descriptor below their limit.
-_ENOUGH_FILES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +206,8 @@ class SocketListener:
             others = list(self._sessions)
             self._sessions.add(session)
         for other in others:
-            if _has_replaced(session, other):
+            is_same_task = (other.hello.name, other.identity) == (hello.name, secured.identity)
+            if is_same_task and other.hello.process != hello.process and other.connection.is_broken:
                 other.peer.close(f"another process has come as {hello.name}")
         return session
 
@@ -307,9 +304,3 @@ def _raise_descriptor_limit() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _ENOUGH_FILES if limit == resource.RLIM_INFINITY else limit
-
-
-def _has_replaced(new: _Session, old: _Session) -> bool:
-    """Whether the process that `old` waits for was replaced: another process has its name and identity."""
-    same_name = old.hello.name == new.hello.name and old.identity == new.identity
-    return same_name and old.hello.process != new.hello.process and old.connection.is_broken

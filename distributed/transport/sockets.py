@@ -1,8 +1,4 @@
-"""Connections between processes over sockets.
-
-Why: this is how the tasks of a cluster reach each other. See `listener` and `dialler` for the two sides, `security` for
-which peers are accepted, `framing` for the bytes, `connection` for what happens when a socket breaks, and `reactor` for
-the threads that read.
+"""Connections between processes over sockets: see `listener` and `dialler` for the two sides.
 
 Invariants: the security policy is checked before listening, dialling and accepting a peer's identity. A frame that is
 malformed, oversized or late ends only its own connection, with a logged reason.

@@ -21,7 +21,7 @@ from dflow.distributed.steps import deadlines, rendezvous, task_channel
 from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.queues.accumulator_machine import EnoughSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate

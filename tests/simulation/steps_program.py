@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.distributed.wire.messages.plans import RunPlan
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches

@@ -24,13 +24,8 @@ class TaskInfo(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> str:
-        """Identity of the process; a task that was declared dead and rejoined has another life in the same process."""
-        return process_of(self.incarnation)
-
-
-def process_of(incarnation: str) -> str:
-    """Return the process of an incarnation: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
-    return incarnation.partition(".")[0]
+        """Identity of the process: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
+        return self.incarnation.partition(".")[0]
 
 
 class Roster(Marked, frozen=True):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.claims import NotFinite
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.rounds import NotFinite
 
 
 class Report(Request[Ok], Notice, frozen=True):

@@ -49,11 +49,11 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 from tests.effort import examples
 

@@ -17,11 +17,11 @@ from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Roster
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.tracing.errors import (
     DeadlineExceeded,

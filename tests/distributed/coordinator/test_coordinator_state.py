@@ -18,14 +18,13 @@ from dflow.distributed.coordinator.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, RosterChange
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
 

@@ -5,8 +5,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.step_ledger import StepLedger
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
