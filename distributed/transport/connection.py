@@ -200,7 +200,7 @@ class Connection:
 
     def _again(self) -> list[Parts]:
         with self._lock:
-            return [kept.parts for kept in self.session.retained]
+            return [kept.item.parts for kept in self.session.retained]
 
     # Reading.
 

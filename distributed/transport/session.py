@@ -27,7 +27,9 @@ from dflow.tracing.errors import WireError
 Item = TypeVar("Item")
 
 
-class _Retained(msgspec.Struct, Generic[Item], frozen=True):
+class Retained(msgspec.Struct, Generic[Item], frozen=True):
+    """An item that the other side has not acknowledged."""
+
     number: int
     item: Item
     size_bytes: int
@@ -43,20 +45,15 @@ class Session(Generic[Item]):
     def __init__(self, *, ack_frames: int = 64, ack_bytes: int = 1 << 20) -> None:
         #: Number of the last frame received; all before it were received too.
         self.received = 0
-        #: Size of the retained frames.
+        #: The items that the other side has not acknowledged, oldest first, and their total size.
+        self.retained: deque[Retained[Item]] = deque()
         self.retained_bytes = 0
         self._ack_frames = ack_frames
         self._ack_bytes = ack_bytes
-        self._retained: deque[_Retained[Item]] = deque()
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         self._sent = 0
         self._acknowledged = 0
-
-    @property
-    def retained(self) -> list[Item]:
-        """The items that the other side has not acknowledged, oldest first."""
-        return [kept.item for kept in self._retained]
 
     @property
     def ack_due(self) -> bool:
@@ -66,7 +63,7 @@ class Session(Generic[Item]):
     def send(self, item: Item, size_bytes: int) -> int:
         """Retain an item that is about to be sent; return its number."""
         self._sent += 1
-        self._retained.append(_Retained(self._sent, item, size_bytes))
+        self.retained.append(Retained(self._sent, item, size_bytes))
         self.retained_bytes += size_bytes
         return self._sent
 
@@ -100,8 +97,8 @@ class Session(Generic[Item]):
         released: list[Item] = []
         if upto > self._acknowledged:
             self._acknowledged = upto
-            while self._retained and self._retained[0].number <= upto:
-                kept = self._retained.popleft()
+            while self.retained and self.retained[0].number <= upto:
+                kept = self.retained.popleft()
                 self.retained_bytes -= kept.size_bytes
                 released.append(kept.item)
         return released
@@ -122,7 +119,7 @@ class Session(Generic[Item]):
 
     def end(self) -> list[Item]:
         """End the session: return all retained items, and retain none."""
-        left = self.retained
-        self._retained.clear()
+        left = [kept.item for kept in self.retained]
+        self.retained.clear()
         self.retained_bytes = 0
         return left

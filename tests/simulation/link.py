@@ -265,7 +265,7 @@ class SimulatedLink:
         if self.is_closed or stream <= self._stream:
             return
         self._session.resume(peer_received)
-        again = self._session.retained
+        again = [kept.item for kept in self._session.retained]
         self._goes_on(stream)
         self._put(partial(self.other._answered, stream, self._session.received))
         for said in again:
@@ -276,7 +276,7 @@ class SimulatedLink:
         if self.is_closed or stream != self._dialled or self._resume_by_s is None:
             return
         self._session.resume(peer_received)
-        again = self._session.retained
+        again = [kept.item for kept in self._session.retained]
         self._goes_on(stream)
         for said in again:
             self._transmit(said)

@@ -55,7 +55,7 @@ class End:
 
     def resume(self, peer_received: int) -> None:
         self.released += [text for _, text, _ in self.session.resume(peer_received)]
-        for number, text, size_bytes in self.session.retained:
+        for number, text, size_bytes in [kept.item for kept in self.session.retained]:
             self.outbox.append(OnWire(number, self.session.say_received(), text, size_bytes))
 
 
