@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 #: A certificate is valid from this time before its creation, since clocks differ.
 SKEW = timedelta(hours=1)
-#: What a key can be used for, in the words of `x509.KeyUsage`.
+#: All uses of a key, in the words of `x509.KeyUsage`.
 _USAGES = (
     *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
     *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),

@@ -64,7 +64,7 @@ class SameMachine(SecurityPolicy):
     """Only addresses that this machine alone can reach; nothing is encrypted."""
 
     def check_address(self, address: Address, *, listens: bool) -> None:
-        """Refuse addresses of other machines, and those that other machines can reach."""
+        """Refuse addresses that are not of this machine alone."""
         if isinstance(address, TcpAddress) and not address.is_loopback:
             raise SecurityError(f"address {str(address)!r} is not a loopback address, and {_UNPROTECTED}")
 

@@ -28,7 +28,7 @@ class Knows(NamedTuple):
     binding: bytes = BINDING
 
     def tell(self, told: Iterable[bytes]) -> tuple[list[bytes], str]:
-        """Let it receive these messages; return those that it sends, and why it does not believe the other side."""
+        """Let it receive these messages; return its own messages, and why it does not believe the other side."""
         said: list[bytes] = []
         receive = partial(next, iter(told))
         try:
