@@ -23,8 +23,8 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import Payload, decode_array, dtype_name, encode_array
-from dflow.distributed.wire.messages.plans import Credit, Offer, Pull, PulledTensor, Tensor
 from dflow.distributed.wire.messages.roster import EdgeTraffic
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
 from dflow.lowering.queues.channel import Deliver, Sent, StepId, edge_alone
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import jax
 
-from dflow.distributed.wire.messages.variables import EndRestore, ReadCheckpoint, SaveVariables
+from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt

@@ -44,6 +44,7 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
 from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
@@ -55,31 +56,12 @@ from dflow.distributed.wire.messages.observing import (
     StopTrace,
     TaskState,
 )
-from dflow.distributed.wire.messages.plans import (
-    CancelStep,
-    Credit,
-    Offer,
-    Pull,
-    PulledTensor,
-    Registered,
-    RegisterPlan,
-    ReleasePlan,
-    RunPlan,
-    Tensor,
-    Wanted,
-)
+from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleasePlan, RunPlan, Wanted
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
-from dflow.distributed.wire.messages.variables import (
-    CreateVariables,
-    EndRestore,
-    ForgetState,
-    ReadCheckpoint,
-    ReadVariables,
-    SaveVariables,
-    WriteVariable,
-)
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
+from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock

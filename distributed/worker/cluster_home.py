@@ -21,15 +21,9 @@ import jax.numpy as jnp
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
+from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.variables import (
-    EndRestore,
-    ReadCheckpoint,
-    ReadVariables,
-    SavedVariable,
-    SaveVariables,
-    WriteVariable,
-)
+from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_in_scope, task_of_resource
 from dflow.distributed.worker.cluster_step import PartitionedStep
 from dflow.distributed.worker.variable_batch import (

@@ -1,4 +1,4 @@
-"""Variables on a task: creation, reads, writes, saves, restores, and the end of their state."""
+"""Variables on a task: creation, reads, writes, and the end of their state."""
 
 from __future__ import annotations
 
@@ -95,45 +95,3 @@ class ForgetState(Request[Ok], frozen=True):
     is_variable: bool
     reason: str
     remedy: str
-
-
-class SavedVariable(msgspec.Struct, frozen=True):
-    """A variable to write: its `key`, the `name` of its array, and its `place`, a path within the folder."""
-
-    key: str
-    name: str
-    place: str
-
-
-class SaveVariables(Request[Ok], frozen=True):
-    """Write a consistent snapshot into the folder of a save, which every task can access."""
-
-    folder: str
-    variables: tuple[SavedVariable, ...]
-
-
-class ReadCheckpoint(Request[Ok], frozen=True):
-    """Read values from a checkpoint and keep them until `EndRestore`.
-
-    `number`     number of the restore, unique within `origin`
-    `id`         id of the checkpoint at `path`, which every task can access
-    `variables`  variable keys by the names of the checkpoint's arrays
-    """
-
-    speaker = "origin"
-
-    origin: str
-    number: int
-    path: str
-    id: str
-    variables: dict[str, str]
-
-
-class EndRestore(Request[Ok], frozen=True):
-    """Set the variables to the values read for a restore, or with `is_set` false, discard these."""
-
-    speaker = "origin"
-
-    origin: str
-    number: int
-    is_set: bool

@@ -19,13 +19,8 @@ from hypothesis import strategies as st
 import dflow
 from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
-from dflow.distributed.wire.messages.variables import (
-    EndRestore,
-    ReadCheckpoint,
-    ReadVariables,
-    SavedVariable,
-    SaveVariables,
-)
+from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
+from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.state.store import Store

@@ -22,11 +22,12 @@ from dflow.distributed.wire.codec import decode_arrays, encode_array
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
-from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan, Tensor
+from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.wire.messages.status import GetStatus
+from dflow.distributed.wire.messages.transfers import Tensor
 from dflow.distributed.wire.messages.variables import (
     CreateVariable,
     CreateVariables,

@@ -26,7 +26,7 @@ from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
-from dflow.distributed.wire.messages.plans import Tensor
+from dflow.distributed.wire.messages.transfers import Tensor
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples

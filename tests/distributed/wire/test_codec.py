@@ -17,8 +17,9 @@ from dflow.distributed.wire import codec
 from dflow.distributed.wire.messages.connection import ArrayInfo, Failure, Hello
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll
-from dflow.distributed.wire.messages.plans import RegisterPlan, Tensor, Wanted
+from dflow.distributed.wire.messages.plans import RegisterPlan, Wanted
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
+from dflow.distributed.wire.messages.transfers import Tensor
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, ProgramCall, VariablesCreated
 from dflow.tracing.errors import WireError
 from tests.own_keys import keys_of_an_own_algorithm

@@ -1,0 +1,50 @@
+"""Saves and restores of the variables that a task holds."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Request
+
+
+class SavedVariable(msgspec.Struct, frozen=True):
+    """A variable to write: its `key`, the `name` of its array, and its `place`, a path within the folder."""
+
+    key: str
+    name: str
+    place: str
+
+
+class SaveVariables(Request[Ok], frozen=True):
+    """Write a consistent snapshot into the folder of a save, which every task can access."""
+
+    folder: str
+    variables: tuple[SavedVariable, ...]
+
+
+class ReadCheckpoint(Request[Ok], frozen=True):
+    """Read values from a checkpoint and keep them until `EndRestore`.
+
+    `number`     number of the restore, unique within `origin`
+    `id`         id of the checkpoint at `path`, which every task can access
+    `variables`  variable keys by the names of the checkpoint's arrays
+    """
+
+    speaker = "origin"
+
+    origin: str
+    number: int
+    path: str
+    id: str
+    variables: dict[str, str]
+
+
+class EndRestore(Request[Ok], frozen=True):
+    """Set the variables to the values read for a restore, or with `is_set` false, discard these."""
+
+    speaker = "origin"
+
+    origin: str
+    number: int
+    is_set: bool
