@@ -101,15 +101,15 @@ class _Barrier:
 class Barriers:
     """The barriers of one cluster, kept in `records`."""
 
-    def __init__(self, present: Present, describe: Describe, records: DurableRecords | None = None) -> None:
+    def __init__(self, present: Present, describe: Describe, records: DurableRecords) -> None:
         self._present = present
         self._describe = describe
-        self._records = records or DurableRecords()
+        self._records = records
         self._barriers = {
             name: _Barrier(record.generation, record.passed, record.until_s)
             for name, record in self._records.load(_BARRIER, _Record)
         }
-        self._forgotten = next((found for _, found in self._records.load(_FORGOTTEN, _Forgotten)), _Forgotten()).number
+        self._forgotten = records.load_one(_FORGOTTEN, _Forgotten()).number
 
     def arrive(self, at_s: float, ask: int, life: int, request: AwaitBarrier, job: str) -> list[SendReply]:
         """Record the arrival of a live task of `job` at a barrier."""

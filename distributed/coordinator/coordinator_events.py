@@ -87,7 +87,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Disconnect:
-    """Close a connection whose task is no longer part of the cluster."""
+    """Close a connection that no longer belongs to a task, if it is still open."""
 
     peer: int
     reason: str

@@ -54,6 +54,10 @@ class DurableRecords:
                     "go on with the version that wrote it, or begin with a new state"
                 ) from error
 
+    def load_one(self, key: str, default: Record) -> Record:
+        """Return the initial record under `key`; `default` if there is none."""
+        return next((record for _, record in self.load(key, type(default))), default)
+
     def put(self, key: str, record: msgspec.Struct) -> None:
         """Set or replace a record."""
         self._changed[key] = _ENCODER.encode(record)

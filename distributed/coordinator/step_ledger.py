@@ -66,8 +66,8 @@ class _WorkerRecord(msgspec.Struct, frozen=True):
 class StepLedger:
     """The runs of one cluster, and each worker's progress in them, kept in `records`."""
 
-    def __init__(self, records: DurableRecords | None = None) -> None:
-        self._records = records or DurableRecords()
+    def __init__(self, records: DurableRecords) -> None:
+        self._records = records
         self._progress = dict(self._records.load(_PROGRESS, WorkerProgress))
         self._runs = {
             name: _LedgerRun(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])

@@ -300,7 +300,7 @@ MUTATIONS = (
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
-    Mutation("silence is not noticed", _MEMBERS, "handle", _deaf_to(Ticked), "none lost"),
+    Mutation("silence is not noticed", _MEMBERS, "tick", _doing_nothing, "none lost"),
     Mutation(
         "who is given up is not disconnected",
         coordinator_state.CoordinatorState,
