@@ -24,6 +24,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Broadcast,
     Command,
     Event,
+    EventLog,
     Log,
     PeerClosed,
     Persist,
@@ -34,12 +35,10 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.elections import Elections
-from dflow.distributed.coordinator.event_log import EventLog
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
-from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan
+from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
-from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -52,7 +51,7 @@ from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import RoundsDone
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 
@@ -199,17 +198,17 @@ class CoordinatorState:
 
     def _tell_stalls(self, at_s: float) -> list[Command]:
         texts = [
-            f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
-            f"it is at: {self._describe_work(stall)}"
-            for stall in self._watch.tick(at_s)
+            f"{short_task_name(stalled.task)} is alive and has ended no step for "
+            f"{at_s - (stalled.stalled_since_s or 0.0):.1f} s; it is at: {self._describe_work(stalled)}"
+            for stalled in self._watch.tick(at_s)
         ]
         return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
 
-    def _describe_work(self, stall: StallBegan) -> str:
-        claims = self._ledger.describe_claims(stall.task)
-        if not stall.doing:
+    def _describe_work(self, stalled: TaskHealth) -> str:
+        claims = self._ledger.describe_claims(stalled.task)
+        if not stalled.doing:
             return claims
-        return f"{stall.doing}; it holds {claims}" if claims else stall.doing
+        return f"{stalled.doing}; it holds {claims}" if claims else stalled.doing
 
     def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
         """Make all live tasks dump their newest events, once for a stall that many tasks report at the same time."""
@@ -299,12 +298,12 @@ class CoordinatorState:
 
     @NOTICES.handles(Heartbeat)
     def _hear(self, heartbeat: Heartbeat, event: Told) -> list[Command]:
-        task, at_s, life = heartbeat.task, event.at_s, self._membership.life(heartbeat.task)
-        self._membership.hear(at_s, task)
+        task, life = heartbeat.task, self._membership.life(heartbeat.task)
+        self._membership.hear(event.at_s, task)
         self._traffic.report(life, heartbeat.traffic)
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
-        ended = self._watch.hear(life, task, at_s, heartbeat.steps, heartbeat.doing, is_busy)
-        return [Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended]
+        stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
+        return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
 
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:

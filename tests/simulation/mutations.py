@@ -136,11 +136,11 @@ def _keep_the_old_life(original: Any) -> Any:
 
 
 def _pass_early(original: Any) -> Any:
-    def pass_if_complete(self: Any, name: str, barrier: Any) -> Any:
-        if 1 < len(barrier.here) < len(barrier.generation.members):
-            arrivals, barrier.here = barrier.here, {}
-            return [SendReply(arrival.ask, barriers._answer(barrier.generation)) for arrival in arrivals.values()]
-        return original(self, name, barrier)
+    def pass_if_complete(self: Any, barrier: Any) -> Any:
+        here = barrier.here()
+        if 1 < len(here) < len(barrier.generation.members):
+            return [SendReply(barrier.waiting.pop(task).ask, barriers._answer(barrier.generation)) for task in here]
+        return original(self, barrier)
 
     return pass_if_complete
 
