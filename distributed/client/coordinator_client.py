@@ -26,7 +26,7 @@ from dflow.distributed.wire.messages.barriers import AwaitBarrier
 from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
-from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, TaskInfo
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.tracing.devices.task_name import short_task_name
@@ -75,7 +75,7 @@ class CoordinatorClient:
             self._beat,
             name=name,
             process=secrets.token_hex(8),
-            settings=settings,
+            settings=settings or SessionSettings(),
             clock=self._clock,
         )
         self.session.open(timeout_s)
@@ -135,8 +135,10 @@ class CoordinatorClient:
         """
         if message.speaker and not self.task:
             raise InternalError("the coordinator was asked for something that only a task may ask; join first")
+        if timeout_s is None:
+            timeout_s = _timeout_s(message)
         with self._claiming() if isinstance(message, ClaimSteps) else contextlib.nullcontext():
-            return self.session.ask(message, _timeout_s(message) if timeout_s is None else timeout_s)
+            return self.session.ask(message, timeout_s)
 
     def tell(self, message: Notice) -> None:
         """Send the coordinator a notification; does not wait, and is dropped during an outage."""
@@ -172,7 +174,8 @@ class CoordinatorClient:
         wanted = tuple(tasks)
 
         def missing(roster: Roster) -> list[str]:
-            return [task for task in wanted if _live(roster, task) is None]
+            live = {info.task for info in roster.tasks if info.left_at_s is None}
+            return [task for task in wanted if task not in live]
 
         roster = self.session.wait_for_roster(lambda roster: not missing(roster), timeout_s)
         if absent := missing(roster):
@@ -226,14 +229,8 @@ def _timeout_s(message: Message) -> float:
             return ANSWER_S
 
 
-def _live(roster: Roster, task: str) -> TaskInfo | None:
-    return next((info for info in roster.tasks if info.task == task and info.left_at_s is None), None)
-
-
 def _absence(roster: Roster, task: str) -> str:
-    for info in reversed(roster.tasks):
-        if info.task == task and info.left_at_s is None:
-            return short_task_name(task)
-        if info.task == task:
-            return f"{short_task_name(task)} (left at {info.left_at_s or 0.0:.1f} s: {info.left})"
-    return short_task_name(task)
+    last = next((info for info in reversed(roster.tasks) if info.task == task), None)
+    if last is None or last.left_at_s is None:
+        return short_task_name(task)
+    return f"{short_task_name(task)} (left at {last.left_at_s:.1f} s: {last.left})"

@@ -116,10 +116,10 @@ class CoordinatorState:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
         commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
-        # Before `take_changes`, since the revision is a record too.
-        if self._records.has_changed:
-            self._marks.written()
         changes = self._records.take_changes()
+        if changes:
+            self._marks.written()
+            changes += self._records.take_changes()  # the revision is a record too
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
 

@@ -66,11 +66,6 @@ class DurableRecords:
         """Delete a record, if it exists."""
         self._changed[key] = None
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether there are changes to take."""
-        return bool(self._changed)
-
     def take_changes(self) -> tuple[Change, ...]:
         """Return the changes since the last call."""
         changes = tuple(Change(key, value) for key, value in self._changed.items())

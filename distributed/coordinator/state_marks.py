@@ -47,7 +47,7 @@ class StateMarks:
         self._starts.append(start)
 
     def written(self) -> None:
-        """Count the write of the changes that `records` now has."""
+        """Count a write of the state."""
         self._revision += 1
         self._records.put(_REVISION, _Revision(self._revision))
 
