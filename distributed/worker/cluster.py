@@ -128,8 +128,6 @@ class Cluster(Coordinated):
              and the time waited
     """
 
-    coordinator: CoordinatorClient
-
     def __init__(
         self,
         coordinator: str,

@@ -44,7 +44,7 @@ _PARAMETER = np.zeros((), np.int32)
 
 
 class TrainingWorker:
-    """A worker as `async_.StepSource`, and as its own access to the coordinator."""
+    """A worker as a `StrategyCluster`, and as its own access to the coordinator."""
 
     def __init__(self, member: Member) -> None:
         self.task = member.name
