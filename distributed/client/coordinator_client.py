@@ -45,10 +45,6 @@ LONG_CLAIM_S = 60.0
 LOGGER = logging.getLogger("dflow")
 
 
-def _no_traffic() -> tuple[EdgeTraffic, ...]:
-    return ()
-
-
 class CoordinatorClient:
     """A connection to the coordinator at `address`, as `name`; `SessionDriver` documents its arguments and errors."""
 
@@ -64,8 +60,8 @@ class CoordinatorClient:
     ) -> None:
         #: The task that has joined; empty before.
         self.task = ""
-        self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
-        self._steps: Callable[[], int] = lambda: 0
+        self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = tuple
+        self._steps: Callable[[], int] = int
         self._doing: Callable[[], str] = str
         self._clock = clock or Timers("dflow coordinator link")
         self._claims_since_s: float | None = None
@@ -87,8 +83,8 @@ class CoordinatorClient:
         task: str,
         address: str,
         *,
-        traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic,
-        steps: Callable[[], int] = lambda: 0,
+        traffic: Callable[[], tuple[EdgeTraffic, ...]] = tuple,
+        steps: Callable[[], int] = int,
         doing: Callable[[], str] = str,
         timeout_s: float = ANSWER_S,
     ) -> Roster:

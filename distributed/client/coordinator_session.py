@@ -226,7 +226,7 @@ class CoordinatorSession:
         return self._end(Failure("TransportClosed", f"the connection to {self._who} was closed: {reason}"), reason)
 
     def _joining(self, member: Join) -> Join:
-        """Return the Join to send now, with the newest known version and mark."""
+        """Return the Join to send now, with the roster's version and the newest mark of the coordinator's state."""
         return msgspec.structs.replace(member, since=self.roster.version, mark=self._mark)
 
     def _drop(self, at_s: float, link: int, why: str) -> list[SessionCommand]:

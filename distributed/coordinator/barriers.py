@@ -181,14 +181,14 @@ class Barriers:
         if not late:
             return []
         missing, members = barrier.missing(), barrier.generation.members
-        who = ", ".join(self._describe(task, at_s) for task in missing[:MOST_NAMED])
+        named = ", ".join(self._describe(task, at_s) for task in missing[:MOST_NAMED])
         more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
         replies = []
         for task in late:
             since = "" if task in members else ", which had begun before it joined,"
             text = (
                 f"{short_task_name(task)} waited {barrier.waiting[task].request.timeout_s:g} s at barrier "
-                f"{barrier.name!r}{since} for {len(missing)} of {len(members)} tasks: {who}{more}"
+                f"{barrier.name!r}{since} for {len(missing)} of {len(members)} tasks: {named}{more}"
             )
             replies += _refuse(barrier, [task], Failure("DeadlineExceeded", text))
         if not barrier.here():

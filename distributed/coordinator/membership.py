@@ -277,18 +277,18 @@ class Membership:
                 self._live[task] = replace(live, until_s=min(live.until_s + pause_s, latest_s))
 
     def _refusal(self, peer: int, join: Join) -> Failure | None:
-        who, cluster = short_task_name(join.task), self.identity.cluster
+        name, cluster = short_task_name(join.task), self.identity.cluster
         if join.cluster and join.cluster != cluster:
             return Failure(
                 "TaskLost",
-                f"{who} is a task of cluster {join.cluster}, and this is the coordinator of {cluster or 'none'}; "
+                f"{name} is a task of cluster {join.cluster}, and this is the coordinator of {cluster or 'none'}; "
                 "it was started without the state of the first, which `--state FILE` keeps",
             )
         other = self._names_of.get(peer)
         if other is not None:
             return Failure(
                 "RemoteError",
-                f"this connection has joined as {short_task_name(other)} and may not join as {who} too; "
+                f"this connection has joined as {short_task_name(other)} and may not join as {name} too; "
                 "open another connection",
             )
         held = self._live.get(join.task)
@@ -298,7 +298,7 @@ class Membership:
             there, here = (place.partition(";")[0] for place in (self._joined[held.life].address, join.address))
             return Failure(
                 "RemoteError",
-                f"{who} is already live at {there}, so the one at {here} may not join; give it another index, or end "
+                f"{name} is already live at {there}, so the one at {here} may not join; give it another index, or end "
                 "the first",
             )
         for life in reversed(self._lives_of.get(join.task, [])):

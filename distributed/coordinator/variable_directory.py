@@ -58,19 +58,22 @@ class VariableDirectory:
         known = self._placements.get(request.name)
         if known is not None:
             return self._found(known.info, request)
-        near = self._placements.get(request.near)
+        what, near = _what(request), self._placements.get(request.near)
         if request.near and near is None:
-            return Failure("VariableError", _NEAR_UNKNOWN.format(what=_what(request), near=request.near))
+            text = (
+                f"{what} was to share the task of {request.near!r}, which is not placed; place {request.near!r} first"
+            )
+            return Failure("VariableError", text)
         if near is not None and (lost := self._loss(near.info)):
             return Failure("TaskLost", lost)
         jobs = self._members.by_job()
         tasks = jobs.get(request.job, ())
         if not request.near and not tasks:
-            there = ", ".join(jobs) or "none"
-            return Failure("DeviceError", _NO_TASKS.format(what=_what(request), job=request.job, jobs=there))
+            text = f"{what} was to be placed on job {request.job!r}, which has no task that is live or expected"
+            return Failure("DeviceError", f"{text}; the jobs there are: {', '.join(jobs) or 'none'}")
         if request.on and request.on not in tasks:
-            tasks_there = ", ".join(tasks)
-            return Failure("DeviceError", _NOT_THERE.format(what=_what(request), task=request.on, tasks=tasks_there))
+            text = f"{what} was to be placed on {request.on}, which is none of the tasks there: {', '.join(tasks)}"
+            return Failure("DeviceError", text)
         task = request.on or (near.info.task if near else "") or min(tasks, key=lambda t: self._load_bytes[t])
         process = self._members.process(task)
         info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task, request.kind, process)
@@ -164,8 +167,3 @@ def _type(one: VariableInfo | PlaceVariable) -> str:
 #: An error names at most this many lost variables.
 MOST_NAMED = 5
 _PLACED = "placed/"
-_NEAR_UNKNOWN = "{what} was to share the task of {near!r}, which is not placed; place {near!r} first"
-_NO_TASKS = (
-    "{what} was to be placed on job {job!r}, which has no task that is live or expected; the jobs there are: {jobs}"
-)
-_NOT_THERE = "{what} was to be placed on {task}, which is none of the tasks there: {tasks}"

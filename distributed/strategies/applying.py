@@ -25,13 +25,13 @@ _KEY = "dflow_applier"
 
 
 class GivenOptimizer(Protocol):
-    """What is known of an optimizer."""
+    """The part of an optimizer that strategies need; see `dflow.Optimizer`."""
 
     name: str
 
     @property
     def variables(self) -> Any:
-        """What it updates."""
+        """The pytree of variables that it updates."""
         ...
 
     def apply_mean(self, gradients: Any) -> None:
@@ -40,12 +40,12 @@ class GivenOptimizer(Protocol):
 
 
 class Applier(Protocol):
-    """Takes the gradients of the steps traced under it; `name` tells it from all others."""
+    """Receives the gradients of steps traced under it, in place of the optimizer; no two have the same `name`."""
 
     name: str
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Take the gradients that an optimizer was given, which fit its variables."""
+        """Receive the gradients of the optimizer's variables."""
         ...
 
 
@@ -76,9 +76,9 @@ _is_shared: ContextVar[bool] = ContextVar("dflow_shared_steps", default=False)
 
 @contextmanager
 def shared_step() -> Iterator[None]:
-    """Have `refuse_own_variables` check the updates of a step that runs inside and that workers share out.
+    """Return a context for a step of a run that several workers share: `refuse_own_variables` checks its updates.
 
-    If an update that it would refuse was traced outside, functions are traced again inside, and kept apart.
+    Functions are traced again inside if an update that is refused there was traced outside, where it is allowed.
     """
     token = _is_shared.set(True)
     try:

@@ -214,7 +214,8 @@ _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictiona
 def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
     """Return the only optimizer of a step, and the types of the gradients given to it; traces at the first call."""
     leaves, tree = jax.tree_util.tree_flatten(arguments)
-    key = tree, tuple(_kind(leaf) for leaf in leaves)
+    # A trace depends on the shapes and dtypes of arrays, and on other leaves themselves.
+    key = tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
     looks = _looks.setdefault(step, {})
     if key not in looks:
         if not hasattr(step, "trace"):
@@ -226,11 +227,6 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Give
             jaxpr = step.trace(*arguments).jaxpr
         looks[key] = found.only(step, *closed_parts(jaxpr))
     return looks[key]
-
-
-def _kind(leaf: Any) -> Any:
-    """Return the shape and dtype of an array, or the leaf itself: a trace depends on these."""
-    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
 
 
 def _digest(spec: Any, wanted: int) -> str:

@@ -73,7 +73,7 @@ class Wire:
 
 
 class LossyWorld:
-    """Two workers and a coordinator; what happens next is said from outside."""
+    """Two workers and a coordinator; the test decides what happens next."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
