@@ -261,7 +261,8 @@ class CoordinatorState:
 
     @REQUESTS.handles(Report)
     def _report(self, report: Report, event: Asked) -> Ok:
-        self._set_result(report)
+        self._results[report.name] = report.value
+        self._records.put(_RESULT + report.name, _Result(report.value))
         return Ok()
 
     @REQUESTS.handles(Leave)
@@ -310,11 +311,6 @@ class CoordinatorState:
         self._ledger.note_rounds(report)
         return []
 
-    @NOTICES.handles(Report)
-    def _note_result(self, report: Report, event: Told) -> list[Command]:
-        self._set_result(report)
-        return []
-
     @NOTICES.handles(Leave)
     def _note_leave(self, leave: Leave, event: Told) -> list[Command]:
         return self._release(event.at_s, leave)
@@ -324,10 +320,6 @@ class CoordinatorState:
         # Tools may send it to tasks; here it is taken from the task that it names.
         is_its_own = self._membership.is_live(message.task, event.peer)
         return self._ask_for_dumps(event.at_s, message.why, event.peer) if is_its_own else []
-
-    def _set_result(self, report: Report) -> None:
-        self._results[report.name] = report.value
-        self._records.put(_RESULT + report.name, _Result(report.value))
 
     def _release(self, at_s: float, leave: Leave) -> list[Command]:
         return self._follow(self._membership.leave(at_s, leave.task, leave.reason))

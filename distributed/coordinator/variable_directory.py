@@ -60,10 +60,8 @@ class VariableDirectory:
             return self._found(known.info, request)
         what, near = _what(request), self._placements.get(request.near)
         if request.near and near is None:
-            text = (
-                f"{what} was to share the task of {request.near!r}, which is not placed; place {request.near!r} first"
-            )
-            return Failure("VariableError", text)
+            text = f"{what} was to share the task of {request.near!r}, which is not placed"
+            return Failure("VariableError", f"{text}; place {request.near!r} first")
         if near is not None and (lost := self._loss(near.info)):
             return Failure("TaskLost", lost)
         jobs = self._members.by_job()

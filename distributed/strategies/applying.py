@@ -8,7 +8,7 @@ is traced again, with nothing changed in it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -82,18 +82,15 @@ def shared_step() -> Iterator[None]:
     """
     token = _is_shared.set(True)
     try:
-        if not _traced_outside:
-            yield
-            return
-        with set_xla_metadata(**{_KEY: "shared"}):
+        with set_xla_metadata(**{_KEY: "shared"}) if _traced_outside else nullcontext():
             yield
     finally:
         _is_shared.reset(token)
 
 
-def refuse_own_variables(optimizer: GivenOptimizer, *, is_shared: bool | None = None) -> None:
+def refuse_own_variables(optimizer: GivenOptimizer) -> None:
     """Raise VariableError for an optimizer of variables that each worker has for itself, in a step that they share."""
-    is_refused = _is_shared.get() if is_shared is None else is_shared
+    is_refused = _is_shared.get()
     variable = _own_variable(optimizer) if is_refused or is_tracing() else None
     if variable is not None and not is_refused:
         _traced_outside.add(optimizer)

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
+from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.array_lists import encode_arrays
@@ -100,7 +100,8 @@ class RoundPart:
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
         optimizer, spec = _looked_at(step, arguments_of(batch))
-        refuse_own_variables(optimizer, is_shared=True)
+        with shared_step():
+            refuse_own_variables(optimizer)
         # The name determines the type and the task, so that later runs can use the accumulator again.
         name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(spec, wanted)}"
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
@@ -116,7 +117,8 @@ class RoundPart:
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
         if known is not None:
-            known.renew()
+            # Its task freed the accumulator at the end of the run.
+            known.accumulator.home.create_resource(known.accumulator)
             return known
         of = _sum_type(spec, agreed.wanted)
         with self._cluster.parameter_servers(self._job), device(self._host):
@@ -131,15 +133,9 @@ class RoundPart:
         traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
         handles, before, after = self._cluster.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
+        workers, count = self._cluster.colleagues()[0], len(before)
         message = OpenRounds(
-            self._run,
-            steps,
-            wanted,
-            self._cluster.colleagues()[0],
-            accumulator.key,
-            dict(handles),
-            infos[: len(before)],
-            infos[len(before) :],
+            self._run, steps, wanted, workers, accumulator.key, dict(handles), infos[:count], infos[count:]
         )
         self._cluster.request(self._host, message, payload)
 
@@ -245,10 +241,6 @@ class Gradients:
         with home(default_home()):
             self._round = Variable(lambda: jnp.zeros((), jnp.int32), name=f"{self.name}/round")
             self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{self.name}/is fresh")
-
-    def renew(self) -> None:
-        """Create the accumulator again, which its task frees at the end of each run."""
-        self.accumulator.home.create_resource(self.accumulator)
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Add the gradients to the average of the round, unless they are too late."""

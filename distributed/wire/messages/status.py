@@ -6,11 +6,11 @@ import msgspec
 
 from dflow.distributed.wire.messages.claims import NotFinite
 from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.message import Message, Request
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 
 
-class Report(Request[Ok], Notice, frozen=True):
+class Report(Request[Ok], frozen=True):
     """A result of the program for the closing table, such as a test accuracy."""
 
     name: str
