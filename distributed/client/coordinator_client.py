@@ -60,9 +60,7 @@ class CoordinatorClient:
     ) -> None:
         #: The task that has joined; empty before.
         self.task = ""
-        self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = tuple
-        self._steps: Callable[[], int] = int
-        self._doing: Callable[[], str] = str
+        self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(self.task)
         self._clock = clock or Timers("dflow coordinator link")
         self._claims_since_s: float | None = None
         self.session = SessionDriver(
@@ -96,7 +94,7 @@ class CoordinatorClient:
         `doing`    short text on what it works on, empty when idle; a task that is busy and ends no part has stalled
         raises     RemoteError with both addresses when a live task has the name; DeviceError for a malformed name
         """
-        self.task, self._traffic, self._steps, self._doing = task, traffic, steps, doing
+        self.task, self._heartbeat = task, lambda: Heartbeat(task, largest(traffic()), steps(), doing())
         try:
             self.session.ask(Join(task, address), timeout_s)
         except BaseException:
@@ -205,7 +203,7 @@ class CoordinatorClient:
         )
 
     def _beat(self) -> None:
-        self.session.tell(Heartbeat(self.task, largest(self._traffic()), self._steps(), self._doing()))
+        self.session.tell(self._heartbeat())
         since_s = self._claims_since_s
         if since_s is not None and self._clock.now_s - since_s >= LONG_CLAIM_S:
             self._claims_since_s = None

@@ -116,10 +116,9 @@ class CoordinatorState:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
         commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
+        if self._records.changed:
+            self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
-        if changes:
-            self._marks.written()
-            changes += self._records.take_changes()  # the revision is a record too
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
 

@@ -254,9 +254,9 @@ class _LedgerRun:
         return replies + self.answer_waiting()
 
     def settle(self, claim: ClaimSteps) -> int:
-        """End the worker's last claim: its first steps are done, the rest return to the pool. Return the number done.
+        """End the worker's last claim, before `ask`: its first steps are done, the rest return to the pool.
 
-        No step counts as done when the worker has not seen the answer to its last claim.
+        Return the number done: 0 when the worker has not seen the answer to its last claim.
         """
         worker = self.workers.get(claim.task)
         if worker is None or not worker.held:
@@ -265,14 +265,14 @@ class _LedgerRun:
         held = range(worker.first, worker.first + worker.held)
         self.done += done
         self._give_back(held[done:])
-        self._save(msgspec.structs.replace(worker, held=0))
         return done
 
     def ask(self, claim: ClaimSteps, ask: int) -> list[SendReply]:
         """Queue the worker's request for steps, or end its part if `more` is false; answer all that can be answered."""
-        text = f"a later claim of {short_task_name(claim.task)} has taken the place of this one"
-        replies = self._refused(claim.task, "RemoteError", text)
-        self.waiting.pop(claim.task, None)
+        replies = []
+        if claim.task in self.waiting:
+            text = f"a later claim of {short_task_name(claim.task)} has taken the place of this one"
+            replies = [SendReply(self.waiting.pop(claim.task), Failure("RemoteError", text))]
         self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
         if claim.more:
             self.waiting[claim.task] = ask

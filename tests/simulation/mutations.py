@@ -161,7 +161,7 @@ def _set_for_now(original: Any) -> Any:
 def _changed_for_now(original: Any) -> Any:
     def changed(members: Any, life: int) -> None:
         original(members, life)
-        members._records._changed.pop(f"life/{life:012d}", None)
+        members._records.changed.pop(f"life/{life:012d}", None)
 
     return changed
 
