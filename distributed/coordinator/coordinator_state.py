@@ -183,7 +183,7 @@ class CoordinatorState:
             variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
-            health=self._watch.all_health(),
+            health=tuple(health for _, health in sorted(self._watch.health.items())),
             away=self._membership.away(),
             left=self._membership.left_in_all,
             not_finite=self._ledger.not_finite,
@@ -197,9 +197,9 @@ class CoordinatorState:
 
     def _tell_stalls(self, at_s: float) -> list[Command]:
         texts = [
-            f"{short_task_name(stalled.task)} is alive and has ended no step for "
-            f"{at_s - (stalled.stalled_since_s or 0.0):.1f} s; it is at: {self._describe_work(stalled)}"
-            for stalled in self._watch.tick(at_s)
+            f"{short_task_name(stalled.task)} is alive and has ended no step for {stall_s:.1f} s; "
+            f"it is at: {self._describe_work(stalled)}"
+            for stalled, stall_s in self._watch.tick(at_s)
         ]
         return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
 
@@ -220,7 +220,7 @@ class CoordinatorState:
     def _health(self, at_s: float, task: str) -> Health:
         if not self._membership.is_there(task):
             return Health(at_s, None, self._membership.absence(task))
-        return Health(at_s, self._watch.health(self._membership.life(task)), "")
+        return Health(at_s, self._watch.health.get(self._membership.life(task)), "")
 
     # Requests.
 

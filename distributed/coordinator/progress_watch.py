@@ -20,17 +20,18 @@ class ProgressWatch:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._timeout_s = stall_timeout_s
-        self._health: dict[int, TaskHealth] = {}
+        #: The newest heartbeat of each task that has sent one.
+        self.health: dict[int, TaskHealth] = {}
         #: Of each busy task, the time since when it has been busy without progress.
         self._busy_since_s: dict[int, float] = {}
 
     def hear(self, life: int, at_s: float, heartbeat: Heartbeat, is_busy: bool) -> float | None:
         """Apply a heartbeat; return the duration of the stall that it ends, None if it ends none."""
-        last = self._health.get(life)
+        last = self.health.get(life)
         if last is not None and last.steps == heartbeat.steps and is_busy and life in self._busy_since_s:
-            self._health[life] = replace(last, heard_at_s=at_s, doing=heartbeat.doing)
+            self.health[life] = replace(last, heard_at_s=at_s, doing=heartbeat.doing)
             return None
-        self._health[life] = TaskHealth(heartbeat.task, at_s, heartbeat.steps, heartbeat.doing, None)
+        self.health[life] = TaskHealth(heartbeat.task, at_s, heartbeat.steps, heartbeat.doing, None)
         if is_busy:
             self._busy_since_s[life] = at_s
         else:
@@ -39,26 +40,18 @@ class ProgressWatch:
 
     def leave(self, life: int) -> None:
         """Forget a task that has left."""
-        self._health.pop(life, None)
+        self.health.pop(life, None)
         self._busy_since_s.pop(life, None)
 
-    def tick(self, at_s: float) -> list[TaskHealth]:
-        """Return the tasks that have become stalled since the last call."""
+    def tick(self, at_s: float) -> list[tuple[TaskHealth, float]]:
+        """Return the tasks that have become stalled since the last call, each with the duration of its stall."""
         stalled = []
         for life, since_s in self._busy_since_s.items():
-            health = self._health[life]
+            health = self.health[life]
             if health.stalled_since_s is None and at_s - since_s >= self._timeout_s:
-                self._health[life] = replace(health, stalled_since_s=since_s)
-                stalled.append(self._health[life])
+                self.health[life] = replace(health, stalled_since_s=since_s)
+                stalled.append((self.health[life], at_s - since_s))
         return stalled
-
-    def health(self, life: int) -> TaskHealth | None:
-        """Return the newest heartbeat of a task; None before the first."""
-        return self._health.get(life)
-
-    def all_health(self) -> tuple[TaskHealth, ...]:
-        """Return the newest heartbeat of each task, in order of joining."""
-        return tuple(self._health[life] for life in sorted(self._health))
 
 
 def describe_task(task: str, answer: Health) -> str:

@@ -14,13 +14,13 @@ def test_busy_without_progress_for_the_time_is_a_stall_that_is_told_once() -> No
     watch.hear(0, 10.0, Heartbeat(TASK, (), 5, "step 6"), True)
     watch.hear(0, 69.0, Heartbeat(TASK, (), 5, "step 6: waits"), True)
     assert watch.tick(69.9) == []
-    assert watch.tick(70.0) == [TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0)]
+    assert watch.tick(70.0) == [(TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0), 60.0)]
     assert watch.tick(80.0) == []
-    assert watch.health(0) == TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0)
+    assert watch.health[0] == TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0)
     assert watch.hear(0, 90.0, Heartbeat(TASK, (), 6, "step 7"), True) == 80.0
     assert watch.hear(0, 91.0, Heartbeat(TASK, (), 6, "step 7"), True) is None
     assert watch.tick(149.9) == []
-    assert watch.tick(150.0) == [TaskHealth(TASK, 91.0, 6, "step 7", 90.0)]
+    assert watch.tick(150.0) == [(TaskHealth(TASK, 91.0, 6, "step 7", 90.0), 60.0)]
 
 
 def test_one_that_is_idle_is_not_stuck_however_long() -> None:
@@ -41,8 +41,7 @@ def test_one_that_has_left_stalls_no_more() -> None:
     watch.leave(0)
     watch.leave(0)
     assert watch.tick(100.0) == []
-    assert watch.health(0) is None
-    assert watch.all_health() == ()
+    assert watch.health == {}
 
 
 @settings(max_examples=examples(100), deadline=None)
