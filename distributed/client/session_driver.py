@@ -261,7 +261,7 @@ class SessionDriver:
         self._handle(lambda at_s: self._session.heard(at_s, link, message))
 
     def _handle(self, event: Callable[[float], list[SessionCommand]]) -> None:
-        """Pass an event, with its time, to the session, and carry out what it decides."""
+        """Call a method of the session with the present time, and carry out its commands."""
         with self._changed:
             self._decide(event)
         self._carry_out_all()

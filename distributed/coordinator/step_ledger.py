@@ -73,7 +73,7 @@ class StepLedger:
             name: _LedgerRun(name, records, known.total_steps, known.done, [range(*part) for part in known.pool])
             for name, known in records.load(_RUN, _RunRecord)
         }
-        #: By run of synchronous training: rounds done, and rounds in all. Not kept: workers report them repeatedly.
+        #: By run of synchronous training: rounds done, and rounds in all. Not durable: workers report them repeatedly.
         self._rounds: dict[str, tuple[int, int]] = {}
         self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
         #: By run, the number of steps done when it was last logged as abandoned.

@@ -134,7 +134,7 @@ class VariableDirectory:
 
 
 def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:
-    """Return the error for variables that a process of `task` held, which has left.
+    """Return the error for variables whose process, a former one of `task`, has left.
 
     `end`          when and why it left, or empty
     `is_replaced`  whether another process has joined as the task

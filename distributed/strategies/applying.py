@@ -35,7 +35,7 @@ class GivenOptimizer(Protocol):
         ...
 
     def apply_mean(self, gradients: Any) -> None:
-        """Update the variables by the mean of gradients that an applier was given."""
+        """Update the variables by the mean of several workers' gradients."""
         ...
 
 
