@@ -25,7 +25,7 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.array_lists import encode_arrays
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
@@ -60,17 +60,8 @@ class RoundTasks(StrategyCluster, Protocol):
     """The part of a cluster that is needed here; see `Cluster`."""
 
     @property
-    def tasks(self) -> tuple[str, ...]:
-        """The tasks that are alive."""
-        ...
-
-    @property
     def step_timeout_s(self) -> float:
         """Time limit of one step."""
-        ...
-
-    def place(self, request: PlaceVariable) -> Placed:
-        """Return the task for the resource of this name, chosen now if it is new."""
         ...
 
     def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
@@ -95,7 +86,8 @@ class RoundPart:
 
     def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
-        self._host = cluster.place(PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run")).task
+        place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run")
+        self._host = cluster.coordinator.ask(place).task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
@@ -157,7 +149,8 @@ class RoundPart:
 
     def _yet_to_come(self) -> str:
         """Return the end of a message that names the expected workers that have not joined."""
-        absent = [short_task_name(task) for task in self._cluster.colleagues()[0] if task not in self._cluster.tasks]
+        expected = self._cluster.coordinator.session.roster.expected
+        absent = [short_task_name(task) for task in self._cluster.colleagues()[0] if task in expected]
         if not absent:
             return ""
         return f"; not joined yet: {', '.join(absent)}\n  start what is missing, or a cluster that expects fewer"

@@ -18,14 +18,14 @@ def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFini
     """
     for step, named in enumerate(losses, first):
         for name, value in named.items():
-            if _is_loss(name) and not math.isfinite(number := float(value)):
+            if name.endswith("loss") and not math.isfinite(number := float(value)):
                 return NotFinite(step, name, number)
     return None
 
 
 def losses_of(outcome: Any) -> dict[str, Any]:
     """Return the losses among a step's results, which may not be computed yet."""
-    return {name: value for name, value in _scalars(outcome) if _is_loss(name)}
+    return {name: value for name, value in _scalars(outcome) if name.endswith("loss")}
 
 
 def real_scalars(outcome: Any) -> dict[str, float]:
@@ -36,10 +36,6 @@ def real_scalars(outcome: Any) -> dict[str, float]:
 def _scalars(outcome: Any) -> Iterator[tuple[str, Any]]:
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
     return ((str(name), value) for name, value in named.items() if _is_real_scalar(value))
-
-
-def _is_loss(name: str) -> bool:
-    return name.endswith("loss")
 
 
 def _is_real_scalar(value: Any) -> bool:
