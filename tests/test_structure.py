@@ -10,7 +10,6 @@ from tests.structure import Sources, files_per_folder, shared_class_names, sourc
 LONG = {
     "tracing/jax_frontend.py",
     "tracing/state/resources.py",
-    "distributed/coordinator/membership.py",
     "distributed/task/task_server.py",
     "distributed/worker/cluster.py",
 }

@@ -128,8 +128,6 @@ class Cluster(Coordinated):
              and the time waited
     """
 
-    coordinator: CoordinatorClient
-
     def __init__(
         self,
         coordinator: str,
@@ -358,8 +356,7 @@ class Cluster(Coordinated):
                 task than `request.on`; TaskLost when the process that held it has left
         """
         placed = self.coordinator.ask(request)
-        if request.kind != "run":  # there may be many runs; a run's accumulator, on the same task, is noted
-            self._used.note(request.name, placed)
+        self._used.note(request.name, placed)
         return placed
 
     def unplace(self, name: str) -> None:

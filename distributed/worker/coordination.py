@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.strategies.async_ import CoordinatorAccess
+from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.status import Report
 from dflow.tracing.near_names import suggests_keywords
@@ -14,7 +14,7 @@ class Coordinated:
     #: Its full name.
     task: str
     #: Sends messages to the coordinator.
-    coordinator: CoordinatorAccess
+    coordinator: CoordinatorClient
 
     def elect(self, what: str) -> bool:
         """Return whether this task is the one that does `what`: the first live task that asks."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflow.distributed.coordinator.event_log import LOG_EVENTS
+from dflow.distributed.coordinator.coordinator_events import LOG_EVENTS
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.steps.rendezvous import WINDOW
 from dflow.distributed.task.task_server import TaskStatistics

@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.message import Message, Request
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
 
 
-class Report(Request[Ok], Notice, frozen=True):
+class Report(Request[Ok], frozen=True):
     """A result of the program for the closing table, such as a test accuracy."""
 
     name: str

@@ -143,7 +143,7 @@ def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None
     sent = EdgeTraffic("w", PS0, WORKER0, 3, 24)
     state.handle(Told(1.0, 10, Heartbeat(WORKER0, (sent,))))
     state.handle(Told(1.0, 77, Heartbeat(WORKER0, (EdgeTraffic("w", PS0, WORKER0, 9, 99),))))
-    state.handle(Told(1.0, 10, Report("accuracy", 0.5)))
+    assert answer(state.handle(Asked(1.0, 10, 1, Report("accuracy", 0.5))), 1) == Ok()
     assert answer(state.handle(Asked(1.0, 10, 2, Report("accuracy", 0.75))), 2) == Ok()
     state.handle(PeerClosed(2.0, 10, "reset"))
     now = status(state, 7.0)
