@@ -31,10 +31,9 @@ from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE
-from dflow.lowering.placement.choose import all_on, choose
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.placement.problem import Assignment, DeviceLink, Machine, Moved, Problem, Unit
-from dflow.lowering.placement.score import Scored, scored
+from dflow.lowering.placement.search import Scored, all_on, choose, scored
 from dflow.state_backends import LOCAL
 from dflow.tracing.jaxprs.trace import trace
 
@@ -69,7 +68,6 @@ def problem(rows: Sequence[Row], devices: int) -> Problem:
     values = [Moved(MB, None, 0), *(Moved(size, number) for number, (_, _, size, _) in enumerate(rows))]
     units = tuple(
         Unit(
-            f"u{number}",
             (seconds,) * devices,
             tuple(1 + needed for needed in needs) or (0,),
             (),
@@ -349,7 +347,7 @@ def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str,
         traced = replace(traced, graph=run_passes(traced.graph, (Prune(), Merge())))
         chooser = Choose(Place(ALONE, (ALONE,), ("cpu:0", "cpu:1")), Meter(clock=clock))
         decision = chooser.decide(traced.graph)
-        instance = decision.instance.problem
+        instance = decision.problem
         draws = random.Random(0)
         placements = {
             "chosen": decision.found.assignment,
@@ -381,7 +379,7 @@ def runner(
     traced: Any, decision: Decision, assignment: Assignment, x: jax.Array, clock: Callable[[], float]
 ) -> Callable[[], float]:
     """Return a function that runs `ROW` consecutive steps in this placement and returns the mean time of a step."""
-    other = replace(decision, found=scored(decision.instance.problem, assignment))
+    other = replace(decision, found=scored(decision.problem, assignment))
     run = LOCAL.runner(replace(traced, graph=settled(traced.graph, other)), check=False, observe=None)
     leaves, keys = [x], [held.key for held in traced.variables]
 

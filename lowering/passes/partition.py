@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import made_on, tasks_within
 from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir import ops
@@ -30,13 +31,12 @@ from dflow.tracing.ir.wire_codecs import encoded_type, wire_p
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Pass):
     """Add the transfers of a placed graph whose caller is `local`."""
 
     local: str
-    name: ClassVar[str] = "partition"
     #: Names of edges are unique over the whole graph, so bodies are cut with it.
-    is_of_whole: ClassVar[bool] = True
+    is_of_whole = True
 
     def __call__(self, graph: Graph) -> Graph:
         if self._is_here(graph):

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.placement.timeline import Timeline, timeline
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -42,11 +42,10 @@ _WAITING = frozenset({*ops.HOST_OPS, ops.net_recv})
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Pass):
     """Add order edges to the copies of a clustered graph, from calls that may run before them."""
 
     least_bytes: int = LEAST_BYTES
-    name: ClassVar[str] = "schedule"
 
     def __call__(self, graph: Graph) -> Graph:
         if not any(map(self._is_large, graph.nodes)):

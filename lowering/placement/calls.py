@@ -48,7 +48,6 @@ def _joined(problem: Problem, of_unit: Sequence[int], call: int, members: Sequen
                 takes[value] = None
         after.update((of_unit[earlier], None) for earlier in unit.after if of_unit[earlier] != call)
     return Unit(
-        units[0].name,
         tuple(sum(seconds) for seconds in zip(*(unit.seconds for unit in units), strict=True)),
         tuple(takes),
         tuple(after),

@@ -15,10 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dflow.lowering.placement.costs import Rates
 from dflow.lowering.placement.problem import DeviceLink
 from dflow.lowering.placement.simulate import most_held
-from dflow.lowering.placement.work import Work, work_of
+from dflow.lowering.placement.work import Rates, work_in, work_of
 from dflow.lowering.values.snapshots import snapshots
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
@@ -125,11 +124,8 @@ def cost_of(node: Node) -> int:
         return 0
     if node.op in _TRANSFERS:
         return int(_NS * LINK.seconds(_size(node.inputs[0])))
-    total = Work() if node.bodies else work_of(node)
-    for body in node.bodies:
-        for inner in body.nodes:
-            total = total.plus(work_of(inner))
-    return int(_NS * (RATES.launch_s + RATES.seconds(total)))
+    work = work_in(inner for body in node.bodies for inner in body.nodes) if node.bodies else work_of(node)
+    return int(_NS * (RATES.launch_s + RATES.seconds(work)))
 
 
 def _reads(node: Node) -> Iterator[tuple[Value, Value]]:

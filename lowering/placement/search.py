@@ -10,12 +10,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import combinations
 from typing import NamedTuple
 
+from dflow.lowering.placement.calls import as_calls
 from dflow.lowering.placement.problem import Assignment, Problem
-from dflow.lowering.placement.score import Scored, predicted, scored
+from dflow.lowering.placement.simulate import Prediction, simulate
 from dflow.tracing.errors import DeviceError
 
 #: New devices of some units, by unit.
 _Move = Mapping[int, int]
+
+
+class Scored(NamedTuple):
+    """An assignment and its score: the bytes of memory that it lacks, and its time in s. A smaller score is better."""
+
+    score: tuple[int, float]
+    assignment: Assignment
+
+    @property
+    def step_s(self) -> float:
+        """The predicted time of a step."""
+        return self.score[1]
 
 
 class Alternative(NamedTuple):
@@ -24,6 +37,19 @@ class Alternative(NamedTuple):
     region: tuple[int, ...]
     device: int
     loss_s: float
+
+
+def predicted(problem: Problem, assignment: Assignment, *, with_memory: bool = True) -> Prediction:
+    """Return the predicted step of the assignment: that of its calls."""
+    calls, devices, _ = as_calls(problem, assignment)
+    return simulate(calls, devices, with_memory=with_memory)
+
+
+def scored(problem: Problem, assignment: Assignment) -> Scored:
+    """Return the assignment with its score, from the simulation."""
+    limits = problem.machine.limits
+    found = predicted(problem, assignment, with_memory=any(limit is not None for limit in limits))
+    return Scored((found.overflow(limits), found.step_s), assignment)
 
 
 def choose(problem: Problem, *, is_over: Callable[[], bool] = lambda: False) -> Scored:
