@@ -139,33 +139,6 @@ class Problem:
         """The units that depend on each unit, by value or by `after`."""
         return _inverse(self.predecessors, len(self.units))
 
-    @cached_property
-    def ranks(self) -> tuple[float, ...]:
-        """The longest path, in s, from the start of each unit to the end, at mean costs: the upward rank of HEFT.
-
-        H. Topcuoglu, S. Hariri, M. Wu: Performance-effective and low-complexity task scheduling for heterogeneous
-        computing. IEEE TPDS 13 (2002).
-        """
-        latency, per_byte = self._mean_link
-        ranks = [0.0] * len(self.units)
-        for number in reversed(range(len(self.units))):
-            unit, rest = self.units[number], 0.0
-            for value in self.gives[number]:
-                transfer = latency + self.values[value].size_bytes * per_byte
-                rest = max([rest, *(transfer + ranks[taker] for taker in self.takers[value])])
-            rest = max([rest, *(ranks[follower] for follower in self.followers[number])])
-            costs = [self.cost(number, device) for device in unit.devices]
-            ranks[number] = sum(costs) / max(1, len(costs)) + rest
-        return tuple(ranks)
-
-    @cached_property
-    def _mean_link(self) -> tuple[float, float]:
-        links = [self.machine.links[a][b] for a in self.machine.devices for b in self.machine.devices if a != b]
-        if not links:
-            return 0.0, 0.0
-        count = len(links)
-        return sum(link.latency_s for link in links) / count, sum(1 / link.bytes_per_s for link in links) / count
-
     def cost(self, number: int, device: int) -> float:
         """Return the time of a unit on a device at full speed, in s. A unit that takes no time is not launched."""
         seconds = self.units[number].seconds[device]
