@@ -97,10 +97,16 @@ class LocalHome:
         return nullcontext()
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
-        """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""
+        """Return where a new variable is to live: as its sharding says, beside another, or as the scope says."""
         scope = scope_here()
         if variable.sharding is not None:
-            self._check_sharding(variable, scope, near)
+            if near is not None or scope is not None:
+                said = "near" if near is not None else "a device scope"
+                raise DeviceError(
+                    f"variable {variable.name!r} has a sharding and {said}, which both say where it lives",
+                    "leave one of the two out",
+                    at=variable.loc,
+                )
             return variable.sharding
         if near is not None:
             place = self.store.place(near.key)
@@ -122,24 +128,15 @@ class LocalHome:
         _, local = split_device_name(scope)
         return SingleDeviceSharding(device_named(local)) if local else None
 
-    def _check_sharding(self, variable: Variable, scope: str | None, near: Variable | None) -> None:
-        said = "near" if near is not None else "a device scope" if scope is not None else None
-        if said is not None:
-            raise DeviceError(
-                f"variable {variable.name!r} has a sharding and {said}, which both say where it lives",
-                "leave one of the two out",
-                at=variable.loc,
-            )
-
     def _device(self, key: str) -> str | None:
-        """The name of the one device that a value is to stay on."""
+        """Return the name of the device that the value stays on; None if it may move, or is on several."""
         place = self.store.place(key)
         if place is None or is_spread(place):
             return None
         return device_name("", local_name(next(iter(place.device_set))))
 
     def _clashing(self, variable: Variable) -> Variable | None:
-        """A living variable of the same name and another type."""
+        """Return a living variable of the same name and another type, if there is one."""
         earlier = self._named.get(variable.name)
         if earlier is not None and earlier.type != variable.type:
             # Functions and what they close over are often garbage in a cycle by now.
@@ -149,10 +146,10 @@ class LocalHome:
         return earlier if earlier is not None and earlier.type != variable.type else None
 
     def read(self, variable: Variable) -> jax.Array:
-        return _for_ops_at_once(self.store.read(variable.key))
+        return _for_eager_ops(self.store.read(variable.key))
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
-        return _for_ops_at_once(self.store.gather(variable.key, indices))
+        return _for_eager_ops(self.store.gather(variable.key, indices))
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
@@ -173,7 +170,7 @@ class LocalHome:
         yield lambda: self.store.replace(values)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
+        """Free the value; later uses of the variable raise VariableError with this reason and remedy."""
         self.store.forget(variable.key, reason, remedy)
 
     def create_resource(self, resource: HostResource) -> Slot:
@@ -193,7 +190,7 @@ class LocalHome:
         return HeldQueueProducer(held, where)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
+        """Free the contents; later and waiting ops on the resource fail with this reason and remedy."""
         self.store.resource(resource.key).forget(reason, remedy)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
@@ -218,8 +215,11 @@ def _keys(variables: Mapping[str, Variable]) -> dict[str, str]:
     return {name: variable.key for name, variable in variables.items()}
 
 
-def _for_ops_at_once(value: jax.Array) -> jax.Array:
-    """A value read; where functions run op by op, all are on the first device, for JAX does not bring two together."""
+def _for_eager_ops(value: jax.Array) -> jax.Array:
+    """Return the value for ops outside of steps; with `jax.disable_jit` on the first device.
+
+    There all ops run one by one, and JAX does not combine arrays that are committed to different devices.
+    """
     if not jit_disabled() or not value.committed or len(value.sharding.device_set) > 1:
         return value
     first: jax.Array = jax.device_put(value, jax.local_devices()[0])

@@ -22,7 +22,6 @@ from dflow.lowering.placement.search import Scored, all_on, choose, scored
 from dflow.tracing.devices.device import choices_in
 from dflow.tracing.devices.device_name import device_name, split_device_name
 from dflow.tracing.ir.graph import Graph, Node
-from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.ops import CONTROL_OPS
 
 #: Default time for pricing and search of one graph together, in s.
@@ -136,11 +135,8 @@ def _is_free(node: Node) -> bool:
     """Whether a node is open to a choice, touches no variable or resource, and is run by XLA on a single device."""
     if choices_in(node.device) is None or runs_alone(node):
         return False
-    return not any(ref is not None for _, ref in node.effects) and not _is_of_several_devices(node.op)
-
-
-def _is_of_several_devices(op: OpDef) -> bool:
-    return op.primitive is not None and op.primitive.name in _OF_SEVERAL_DEVICES
+    name = node.op.primitive.name if node.op.primitive is not None else ""
+    return not any(ref is not None for _, ref in node.effects) and name not in _OF_SEVERAL_DEVICES
 
 
 def _settled(node: Node, device: str | None) -> Node:

@@ -51,7 +51,8 @@ class Schedule(Pass):
         if not any(map(self._is_large, graph.nodes)):
             return graph
         run = timeline(graph)
-        may_wait = [self._is_large(node) and self._is_taken(node, run) for node in graph.nodes]
+        taken = run.users.keys() - run.kept
+        may_wait = [self._is_large(node) and node.outputs[0] in taken for node in graph.nodes]
         latest = _latest(run, may_wait)
         edges = _edges(run, latest, may_wait)
         if not edges:
@@ -70,12 +71,6 @@ class Schedule(Pass):
             return False
         type = node.inputs[0].type
         return isinstance(type, ArrayType) and type.size_bytes >= self.least_bytes
-
-    @staticmethod
-    def _is_taken(node: Node, run: Timeline) -> bool:
-        """Whether nodes take the copy and it is not a result."""
-        (copied,) = node.outputs
-        return copied in run.users and copied not in run.kept
 
 
 def _latest(run: Timeline, may_wait: Sequence[bool]) -> list[int]:

@@ -6,7 +6,7 @@ one unit or one region (connected units on one device) on another device, or swa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import NamedTuple
 
@@ -67,25 +67,19 @@ def choose(problem: Problem, *, is_over: Callable[[], bool] = lambda: False) -> 
 
 
 def _improved(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Scored:
-    """Return an assignment that no single move improves, or the best until `is_over()`."""
+    """Return an assignment that no single move improves, or the best until `is_over()`; swaps where no shift helps."""
+    moves = _shifts
     while True:
-        found = _best_after(problem, best, _shifts(problem, best.assignment), is_over)
-        if found == best:
-            found = _best_after(problem, best, _swaps(problem, best.assignment), is_over)
-        if found == best:
+        before = best
+        for move in moves(problem, before.assignment):
+            if is_over():
+                return best
+            new = tuple(move.get(unit, device) for unit, device in enumerate(best.assignment))
+            if new != best.assignment:
+                best = min(best, scored(problem, new))
+        if best == before and moves is _swaps:
             return best
-        best = found
-
-
-def _best_after(problem: Problem, best: Scored, moves: Iterable[_Move], is_over: Callable[[], bool]) -> Scored:
-    """Return the assignment after each move that improved it was made, until `is_over()`."""
-    for move in moves:
-        if is_over():
-            break
-        new = tuple(move.get(unit, device) for unit, device in enumerate(best.assignment))
-        if new != best.assignment:
-            best = min(best, scored(problem, new))
-    return best
+        moves = _swaps if best == before else _shifts
 
 
 def _shifts(problem: Problem, assignment: Assignment) -> Iterator[_Move]:

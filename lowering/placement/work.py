@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Operand
-from dflow.tracing.ir.types import HANDLES, ArrayType
+from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import is_jaxpr
 from dflow.tracing.jaxprs.attributes import Body, body_of
 from dflow.tracing.jaxprs.callbacks import calls_python
@@ -189,6 +189,4 @@ def _itemsize(operand: Operand) -> int:
 
 
 def _bytes(operand: Operand) -> int:
-    if isinstance(operand.type, HANDLES) or not isinstance(operand.type, ArrayType):
-        return 0
-    return operand.type.size_bytes
+    return operand.type.size_bytes if isinstance(operand.type, ArrayType) else 0
