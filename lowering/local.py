@@ -155,22 +155,18 @@ class LocalHome:
         self.store.update(variable.key, kind, *operands)
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """Return the values at one moment between two steps."""
         values = self.store.snapshot(variable.key for variable in variables)
         return [values[variable.key] for variable in variables]
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values at one moment between two steps."""
         write_variables(self.store, folder, _keys(variables), places)
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
-        """Read and check the arrays; the function given sets all variables at one moment."""
         values = read_variables(self.store, files, _keys(variables))
         yield lambda: self.store.replace(values)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Free the value; later uses of the variable raise VariableError with this reason and remedy."""
         self.store.forget(variable.key, reason, remedy)
 
     def create_resource(self, resource: HostResource) -> Slot:
@@ -184,22 +180,18 @@ class LocalHome:
         return on_device(wait(lambda done: held.start(op, operands, done)))
 
     def producer(self, queue: Queue, where: str) -> HeldQueueProducer:
-        """Return the producing side of a queue."""
         held = self.store.resource(queue.key)
         assert isinstance(held, HeldQueue)
         return HeldQueueProducer(held, where)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Free the contents; later and waiting ops on the resource fail with this reason and remedy."""
         self.store.resource(resource.key).forget(reason, remedy)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Lower and compile a traced function whose variables all live here."""
         runner, _ = self.lower(traced, check=check, observe=observe).lower().compile(None)
         return runner
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> LocalStep:
-        """Take a traced function, whose variables all live here, through the passes."""
         passes = pipeline(devices=devices_in_order(), costs=METER, budget_s=self.placement_s)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         refuse_spread(graph, traced, self.store)

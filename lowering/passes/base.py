@@ -46,25 +46,20 @@ def run_passes(graph: Graph, passes: Sequence[Pass], *, check: bool = False, obs
         if observe is not None:
             observe(one.name, graph)
         if check:
-            _verify_after(one, graph)
+            try:
+                verify(graph)
+            except DflowError as error:
+                error.add_note(f"after the pass {one.name!r}; the graph was valid before it")
+                raise
     return graph
 
 
 def _applied(one: Pass, graph: Graph) -> Graph:
     """Apply the pass to the bodies of branches and loops, unless it does so itself, then to the graph."""
-    if one.is_of_whole:
-        return one(graph)
-    nodes = tuple(
-        replace(node, bodies=tuple(_applied(one, body) for body in node.bodies)) if node.op in CONTROL_OPS else node
-        for node in graph.nodes
-    )
-    changed = any(new is not old for new, old in zip(nodes, graph.nodes, strict=True))
-    return one(replace(graph, nodes=nodes) if changed else graph)
-
-
-def _verify_after(one: Pass, graph: Graph) -> None:
-    try:
-        verify(graph)
-    except DflowError as error:
-        error.add_note(f"after the pass {one.name!r}; the graph was valid before it")
-        raise
+    if not one.is_of_whole and any(node.op in CONTROL_OPS for node in graph.nodes):
+        nodes = (
+            replace(node, bodies=tuple(_applied(one, body) for body in node.bodies)) if node.op in CONTROL_OPS else node
+            for node in graph.nodes
+        )
+        graph = replace(graph, nodes=tuple(nodes))
+    return one(graph)

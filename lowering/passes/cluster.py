@@ -170,7 +170,7 @@ def _sink_reads(graph: Graph, stages: dict[Node, _ClusterStage], bits: Mapping[N
             producer = graph.producers.get(value)
             if producer is not None and (producer in floating or producer in stateful):
                 followers.setdefault(producer, []).append(node)
-    ends = _Ends({bit: stages[host].level + 1 for host, bit in bits.items()})
+    ends = {bit: stages[host].level + 1 for host, bit in bits.items()}
     last: set[Node] = set()
     for node in reversed(graph.nodes):
         if node in floating or node in stateful:
@@ -204,24 +204,12 @@ def _made_of_reads(graph: Graph) -> tuple[set[Node], set[Node]]:
     return floating, stateful
 
 
-class _Ends(dict[int, int]):
-    """The first level after all host nodes of a set, computed once per set."""
-
-    def __missing__(self, hosts: int) -> int:
-        level, left = 0, hosts
-        while left:
-            bit = left & -left
-            level, left = max(level, self[bit]), left ^ bit
-        self[hosts] = level
-        return level
-
-
-def _first(later: Sequence[_ClusterStage], own: _ClusterStage, ends: _Ends) -> _ClusterStage:
-    """Return the latest stage that is not after any of `later`."""
+def _first(later: Sequence[_ClusterStage], own: _ClusterStage, ends: Mapping[int, int]) -> _ClusterStage:
+    """Return the latest stage that is not after any of `later`; `ends` has the level after each host node, by bit."""
     hosts = reduce(and_, (stage.hosts for stage in later))
     if any(stage.hosts == hosts for stage in later):
         return _ClusterStage(min(stage.level for stage in later), hosts)
-    return _ClusterStage(max(own.level, ends[hosts]), hosts)
+    return _ClusterStage(max([own.level, *(level for bit, level in ends.items() if bit & hosts)]), hosts)
 
 
 def _call(graph: Graph, nodes: Sequence[Node], earlier: Sequence[Node], fresh: FreshNames) -> tuple[Node, list[Value]]:

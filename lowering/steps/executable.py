@@ -6,7 +6,7 @@ Invariant: an executable does not change, so any number of steps may run it conc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from graphlib import TopologicalSorter
@@ -143,11 +143,7 @@ class Executable:
     @cached_property
     def touched(self) -> Mapping[str, bool]:
         """The variables, queues and accumulators that the plan touches, and whether it changes each."""
-        found: dict[str, bool] = {}
-        for item in self.plan.items:
-            for key, changes in self._touched_by(item).items():
-                found[key] = found.get(key, False) or changes
-        return found
+        return _merged(map(self._touched_by, self.plan.items))
 
     @cached_property
     def follows(self) -> Mapping[int, frozenset[int]]:
@@ -218,12 +214,18 @@ class Executable:
             case UseResource():
                 found = {item.key: True}
             case Branch() | While() | Scan():
-                for body in bodies_of(item):
-                    for key, changes in self.bodies[body].touched.items():
-                        found[key] = found.get(key, False) or changes
+                found = _merged(self.bodies[body].touched for body in bodies_of(item))
         if found:
             found.setdefault(ANYTHING, False)
         return found
+
+
+def _merged(touched: Iterable[Mapping[str, bool]]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for each in touched:
+        for key, changes in each.items():
+            found[key] = found.get(key, False) or changes
+    return found
 
 
 def may_conflict(one: Executable, other: Executable) -> bool:

@@ -213,7 +213,10 @@ class Loop:
             self._end(outcome)
             return
         with self._lock:
-            self._count(number)
+            self._turns[number].has_ended = True
+            while self._turns[self._oldest].has_ended:
+                del self._turns[self._oldest]
+                self._oldest += 1
         # A direct call would nest each iteration in the one before, and the stack would overflow.
         self._soon(self.start)
 
@@ -228,12 +231,6 @@ class Loop:
 
         if not self._ended:
             self._submit(guarded)
-
-    def _count(self, number: int) -> None:
-        self._turns[number].has_ended = True
-        while self._turns[self._oldest].has_ended:
-            del self._turns[self._oldest]
-            self._oldest += 1
 
 
 class _Stack:

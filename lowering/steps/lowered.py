@@ -100,7 +100,7 @@ class _Share:
 @dataclass
 class _Maker:
     task: str
-    keys: Mapping[Value, str]
+    keys: Mapping[Any, str]
     feeds: list[int] = field(default_factory=list)
     fetches: list[int] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Maker:
         if node.op is ops.dev_copy:
             return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
         if node in self.snapshots:
-            keys = tuple(map(self._key, variables_read(node)))
+            keys = tuple(self.keys[ref] for ref in variables_read(node))
             return Read(keys, tuple(self.slot(value) for value in node.outputs), after)
         if node.op is ops.xla_call:
             return self._call(node, after)
@@ -153,7 +153,7 @@ class _Maker:
     def _use_resource(self, node: Node, after: tuple[int, ...]) -> UseResource:
         ref, *operands = node.inputs
         return UseResource(
-            self._key(ref),
+            self.keys[ref],
             ResourceOp(node.op.name, line=at(node.loc), **node.attributes),
             takes=self._takes(operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
@@ -190,7 +190,7 @@ class _Maker:
     def _body(self, node: Node, body: Graph) -> int:
         """Add the plan of a body and return its index. Its programs are added to those of the whole plan."""
         keys = {
-            ref: self._key(operand)
+            ref: self.keys[operand]
             for ref, operand in zip(body.inputs, node.handed, strict=True)
             if isinstance(ref.type, HANDLES)
         }
@@ -220,8 +220,8 @@ class _Maker:
         self.programs.append(pure)
         return Call(
             program=len(self.programs) - 1,
-            writes=tuple(self._key(outer[ref]) for ref in pure.written),
-            reads=tuple(self._key(outer[ref]) for ref in pure.read),
+            writes=tuple(self.keys[outer[ref]] for ref in pure.written),
+            reads=tuple(self.keys[outer[ref]] for ref in pure.read),
             takes=tuple(self.slot(outer[value]) for value in pure.operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
             after=after,
@@ -230,10 +230,6 @@ class _Maker:
             keeps=bool(pure.written) and not node.attributes["donate"],
             quick=is_quick(node),
         )
-
-    def _key(self, operand: Operand) -> str:
-        assert isinstance(operand, Value)
-        return self.keys[operand]
 
     def lowered(self) -> Lowered:
         plan = Plan(
