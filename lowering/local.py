@@ -85,7 +85,9 @@ class LocalHome:
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key).atexit = False
         place = self.store.place(key)
-        return Slot(self._device(key), key, place if is_spread(place) else None)
+        if place is None or is_spread(place):
+            return Slot(None, key, place)
+        return Slot(device_name("", local_name(next(iter(place.device_set)))), key)
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         return initial
@@ -127,13 +129,6 @@ class LocalHome:
             return None
         _, local = split_device_name(scope)
         return SingleDeviceSharding(device_named(local)) if local else None
-
-    def _device(self, key: str) -> str | None:
-        """Return the name of the device that the value stays on; None if it may move, or is on several."""
-        place = self.store.place(key)
-        if place is None or is_spread(place):
-            return None
-        return device_name("", local_name(next(iter(place.device_set))))
 
     def _clashing(self, variable: Variable) -> Variable | None:
         """Return a living variable of the same name and another type, if there is one."""

@@ -16,7 +16,7 @@ the stage of the reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
 from typing import Any, NamedTuple
@@ -235,11 +235,12 @@ def _inside(node: Node, inner: Mapping[Any, Any]) -> Node:
     inputs = tuple(inner.get(operand, operand) for operand in node.inputs)
     after = tuple(inner[value] for value in node.after if value in inner)
     outputs = tuple(inner[value] for value in node.outputs)
-    return replace(node, inputs=inputs, outputs=outputs, device=None, after=after)
+    # `dataclasses.replace` takes twice as long as the class, here and in `_reordered`.
+    return Node(node.op, inputs, outputs, node.attributes, node.bodies, None, after, node.origin)
 
 
 def _reordered(node: Node, moved: Mapping[Value, Value]) -> Node:
     """Return the node with order edges to values inside a cluster replaced by edges to the cluster."""
     after = dict.fromkeys(moved.get(value, value) for value in node.after)
     kept = tuple(value for value in after if value not in node.inputs and value not in node.outputs)
-    return replace(node, after=kept)
+    return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, node.device, kept, node.origin)

@@ -122,7 +122,7 @@ class _Placing:
             graph = replace(graph, nodes=tuple(nodes))
         devices = self._devices(graph, refs)
         new = refs if is_body else refs | self._arguments(graph, devices)
-        placed = tuple(replace(node.with_operands(new), device=devices[id(node)]) for node in graph.nodes)
+        placed = tuple(_on(devices[id(node)], node.with_operands(new)) for node in graph.nodes)
         outputs = tuple(new.get(output, output) if isinstance(output, Value) else output for output in graph.outputs)
         return Graph(tuple(new.get(value, value) for value in graph.inputs), placed, outputs)
 
@@ -204,6 +204,11 @@ class _Placing:
                 home = self._default if self._default in takers else takers[0]
                 found[value] = replace(value, device=home)
         return found
+
+
+def _on(device: str, node: Node) -> Node:
+    # `dataclasses.replace` takes twice as long.
+    return Node(node.op, node.inputs, node.outputs, node.attributes, node.bodies, device, node.after, node.origin)
 
 
 def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:

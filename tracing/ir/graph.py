@@ -208,15 +208,10 @@ class Graph:
 
         Its inputs are the operands from outside, variables and queues first.
         """
-        made = {value for node in nodes for value in node.outputs}
+        made = dict.fromkeys(value for node in nodes for value in node.outputs)
         taken = dict.fromkeys(value for node in nodes for value in node.values if value not in made)
         inside, outputs = set(nodes), set(self.outputs)
-        given = (
-            value
-            for node in nodes
-            for value in node.outputs
-            if value in outputs or any(user not in inside for user in self.uses.get(value, ()))
-        )
+        given = (value for value in made if value in outputs or not inside.issuperset(self.uses.get(value, ())))
         inputs = sorted(taken, key=lambda value: not isinstance(value.type, HANDLES))
         return Graph(tuple(inputs), tuple(nodes), tuple(given))
 
