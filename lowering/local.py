@@ -103,9 +103,9 @@ class LocalHome:
         scope = scope_here()
         if variable.sharding is not None:
             if near is not None or scope is not None:
-                said = "near" if near is not None else "a device scope"
+                other = "near" if near is not None else "a device scope"
                 raise DeviceError(
-                    f"variable {variable.name!r} has a sharding and {said}, which both say where it lives",
+                    f"variable {variable.name!r} has a sharding and {other}, which both say where it lives",
                     "leave one of the two out",
                     at=variable.loc,
                 )

@@ -56,7 +56,7 @@ class FormClusters(Pass):
 
 
 def early_and_rest(graph: Graph, nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
-    """Return the nodes of a stage and device as one call, or as two: those that other devices wait for, and the rest.
+    """Return the nodes of a stage and device as one call, or as two: nodes that other devices wait for, and the rest.
 
     The results of a call exist when the whole call has run. So the first call has the nodes whose results are copied to
     another device, with all that they depend on. Nodes that touch state stay in one call, so that no other step runs
@@ -78,7 +78,7 @@ def _is_copied(graph: Graph, node: Node) -> bool:
 
 
 def _with_needed(graph: Graph, nodes: Sequence[Node], wanted: Set[Node]) -> set[Node]:
-    """Return the wanted nodes and those that they depend on, as far as these are among `nodes`, in program order."""
+    """Return the wanted nodes and the nodes that they depend on, among `nodes`, which are in program order."""
     needed = set(wanted)
     for node in reversed(nodes):
         if node in needed:

@@ -49,11 +49,12 @@ class Partition(Pass):
 
     def _is_here(self, graph: Graph) -> bool:
         """Whether all of a graph is on the caller's task, without devices, and no value has a codec."""
-        if not all(value.device in (None, self.local) or isinstance(value.type, HANDLES) for value in graph.inputs):
-            return False
+        arguments = (value.device for value in graph.inputs if not isinstance(value.type, HANDLES))
         bodies = (body for node in graph.nodes if node.op in ops.CONTROL_OPS for body in node.bodies)
-        return all(node.device == self.local and node.op.primitive is not wire_p for node in graph.nodes) and all(
-            map(self._is_here, bodies)
+        return (
+            all(device in (None, self.local) for device in arguments)
+            and all(node.device == self.local and node.op.primitive is not wire_p for node in graph.nodes)
+            and all(map(self._is_here, bodies))
         )
 
 

@@ -49,7 +49,8 @@ def scored(problem: Problem, assignment: Assignment) -> Scored:
     """Return the assignment with its score, from the simulation."""
     limits = problem.machine.limits
     found = predicted(problem, assignment, with_memory=any(limit is not None for limit in limits))
-    return Scored((found.overflow(limits), found.step_s), assignment)
+    lacks = (peak - limit for peak, limit in zip(found.peak_bytes, limits, strict=True) if limit is not None)
+    return Scored((sum(max(0, size) for size in lacks), found.step_s), assignment)
 
 
 def choose(problem: Problem, *, is_over: Callable[[], bool] = lambda: False) -> Scored:

@@ -42,12 +42,6 @@ class Prediction(NamedTuple):
     end_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
 
-    def overflow(self, limits: Sequence[int | None]) -> int:
-        """Return how many bytes the devices need beyond their limits, in all."""
-        return sum(
-            max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=True) if limit is not None
-        )
-
 
 def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool = True) -> Prediction:
     """Return the predicted step of `assignment`; without memory, `peak_bytes` is all 0."""
