@@ -228,7 +228,7 @@ def _call(graph: Graph, nodes: Sequence[Node], earlier: Sequence[Node], fresh: F
     after.update((node.outputs[0], None) for node in earlier[-1:])
     device, origin = nodes[0].device, nodes[0].origin
     call = Node(ops.xla_call, part.inputs, outputs, {"donate": ()}, (body,), device, tuple(after), origin)
-    return call, [value for value in made if value not in outputs]
+    return call, list(made.keys() - set(outputs))
 
 
 def _inside(node: Node, inner: Mapping[Any, Any]) -> Node:
