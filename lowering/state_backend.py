@@ -36,8 +36,8 @@ class LoweredStep(NamedTuple):
     compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled] | None]]
 
 
-class Plannable(Protocol):
-    """A function that has been through the passes."""
+class Lowerable(Protocol):
+    """A step whose graph has been through the passes, in this process or on a cluster."""
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
         """Lower the programs, for `platforms` if not None, else for this process's devices."""
@@ -54,7 +54,7 @@ class StateBackend(Home[Variable, HostResource], Protocol):
     #: Whether all that lives here is in this process.
     is_local: bool
 
-    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Plannable:
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Lowerable:
         """Take a traced function whose variables live here, or in this process, through the passes."""
         ...
 
@@ -71,9 +71,9 @@ class StateBackend(Home[Variable, HostResource], Protocol):
         ...
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values at one moment into a folder from `make_places`; `variables` are by array name.
+        """Write the values at one moment into a folder prepared by `make_places`, which returned `places`.
 
-        Raises CheckpointError when a place of theirs cannot be written.
+        `variables` are by array name. Raises CheckpointError for an array that cannot be written.
         """
         ...
 

@@ -8,8 +8,8 @@ arithmetic are repeated, which give the same bits on every device. Inputs of bra
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -20,10 +20,8 @@ _CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_eleme
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Pass):
     """Repeat these nodes of a placed graph, once for each device of another task that uses them."""
-
-    name: ClassVar[str] = "repeat"
 
     def __call__(self, graph: Graph) -> Graph:
         if len({node.device for node in graph.nodes}) < 2:
