@@ -256,7 +256,7 @@ class Optimizer:
                 )
         return flat
 
-    @rare_collections()
+    @rare_collections
     def _make_slots(self) -> Any:
         parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
         state = jax.eval_shape(self._transformation.init, parameters)
