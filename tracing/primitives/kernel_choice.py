@@ -35,7 +35,7 @@ Flat = Callable[..., Sequence[Any]]
 class Implementation:
     """A way to compute a choice; `own_derivative` and `own_batching` say what is not the plain function's."""
 
-    fn: Flat
+    fn: Callable[..., Any]
     label: str
     loc: Loc | None
     own_derivative: bool = False
