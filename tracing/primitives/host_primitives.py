@@ -18,7 +18,7 @@ from dflow.tracing.errors import PlainJitError
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
+from dflow.tracing.jax_frontend import Access, Handle, ResourceEffect, line_bound
 from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
 from dflow.tracing.source import at, caller
 
@@ -43,7 +43,7 @@ def _abstract(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> A
     given = [ArrayType(aval.dtype, tuple(aval.shape)) for aval in operands]
     results = op.rule(handle.type, *given, **attributes)  # type: ignore[misc]
     avals = [jax.core.ShapedArray(type.shape, type.dtype) for type in results if isinstance(type, ArrayType)]
-    return avals, {HostEffect(handle)}
+    return avals, {ResourceEffect(Access.HOST, handle)}
 
 
 def _act_now(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> Sequence[Any]:

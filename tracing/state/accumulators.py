@@ -21,7 +21,8 @@ from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, array_type_of
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import caller
-from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
+from dflow.tracing.state.host_resource import HostResource, known_number, number_text
+from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import Variable, is_variable, path_name, read
 
 

@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueSettings
-from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
+from dflow.tracing.ir.types import HostType, array_type_of
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.namesakes import joined_namesakes, warn_of_namesakes
@@ -120,11 +119,3 @@ def known_number(number: Any) -> int | None:
 def number_text(number: Any) -> str:
     """What was given for a number that must be known when the program is traced, as a message shows it."""
     return f"{array_type_of(number)} (traced)" if isinstance(number, jax.core.Tracer) else str(number)
-
-
-def converted(value: Any, wanted: ArrayType) -> Any:
-    """The value as an array; a plain number takes the component's dtype if it is of its kind."""
-    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
-    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
-    same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
-    return jax.lax.convert_element_type(array, wanted.dtype) if given.weak and same_kind else array

@@ -37,6 +37,16 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
         raise refusal(f"a {type(value).__name__}, which is no array") from None
 
 
+def converted(value: Any, wanted: ArrayType) -> Any:
+    """The value as an array; a plain number, if it is of the kind of the wanted dtype, is converted to that."""
+    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
+    if not given.weak or jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
+        return array
+    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
+    is_same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
+    return jax.lax.convert_element_type(array, wanted.dtype) if is_same_kind else array
+
+
 def initial_type(initial: Initial, name: str | None) -> ArrayType:
     """The type that a variable with this initial value has, without computing it.
 

@@ -21,7 +21,8 @@ from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
+from dflow.tracing.state.host_resource import HostResource, known_number, number_text
+from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import is_variable
 
 

@@ -11,8 +11,7 @@ closed over, have the variable itself.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -32,31 +31,15 @@ from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home
-from dflow.tracing.state.initial_value import Initial, given_array, initial_type
+from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
 from dflow.tracing.state.variable_as_array import register_as_array
 
 _serials = itertools.count()
 
-
+_OF_LOCATION = ("home", "device", "key", "sharding")
+_OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "loc", "handle", "namesakes")
 #: The attributes of a variable; setting any other is an error.
-_FIELDS = frozenset(
-    (
-        "serial",
-        "is_named",
-        "name",
-        "type",
-        "trainable",
-        "gradient",
-        "sharding",
-        "loc",
-        "home",
-        "handle",
-        "device",
-        "key",
-        "namesakes",
-    )
-)
-
+_FIELDS = frozenset((*_OF_LOCATION, *_OTHERS))
 
 #: What variables have in other frameworks, and how it is written here.
 _ELSEWHERE = {
@@ -317,10 +300,8 @@ class Variable(jax.Array):
                 "add it to a variable of its shape, or give its dense form, gradient.dense()",
             )
         array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
+        array = converted(array, wanted)
         given = array_type_of(array)
-        if given.weak and _same_kind(given.dtype, wanted.dtype):
-            array = jax.lax.convert_element_type(array, wanted.dtype)
-            given = array_type_of(array)
         if given.strong != wanted:
             raise VariableShapeError(
                 f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}",
@@ -402,21 +383,6 @@ class Variable(jax.Array):
             "  make a second one from its value, dflow.variables(dflow.read(tree), prefix='copy/'), or save the value"
         )
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read())
-
-    def __bool__(self) -> bool:
-        return bool(self.read())
-
-    def __int__(self) -> int:
-        return int(self.read())
-
-    def __float__(self) -> float:
-        return float(self.read())
-
-    def __index__(self) -> int:
-        return operator.index(self.read())
-
     def __format__(self, spec: str) -> str:
         if spec and is_tracing():
             raise VariableError(
@@ -429,14 +395,6 @@ class Variable(jax.Array):
         device = self.__dict__.get("device")
         place = f" on {device}" if device else ""
         return f"<Variable {self.name!r}: {self.type}{place}>"
-
-
-def _same_kind(given: Any, wanted: Any) -> bool:
-    if jnp.issubdtype(wanted, jax.dtypes.extended):
-        return False
-    return bool(jnp.promote_types(given, wanted) == wanted) or (
-        jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
-    )
 
 
 def _remedy(wanted: ArrayType, given: ArrayType) -> str:
@@ -456,63 +414,8 @@ def _converted(initial: Initial, dtype: Any) -> Initial:
     return jnp.asarray(initial, dtype)
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def forward(self: Variable, other: Any) -> Any:
-        return function(self.read(), jnp.asarray(other))
-
-    def reflected(self: Variable, other: Any) -> Any:
-        return function(jnp.asarray(other), self.read())
-
-    return forward, reflected
-
-
-def _in_place(symbol: str, method: str) -> Callable[..., Any]:
-    def refused(self: Variable, other: Any) -> Any:
-        raise VariableError(
-            f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place",
-            f"write {method.format(as_code(self.name))}",
-        )
-
-    return refused
-
-
 def _is_array_like(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, bool | int | float | complex)
-
-
-def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    def applied(self: Variable) -> Any:
-        return function(self.read())
-
-    return applied
-
-
-_OPERATORS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "matmul": "@",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "lshift": "<<",
-    "rshift": ">>",
-}
-for _word, _symbol in _OPERATORS.items():
-    _forward, _reflected = _binary(getattr(operator, f"__{_word}__"))
-    setattr(Variable, f"__{_word}__", _forward)
-    setattr(Variable, f"__r{_word}__", _reflected)
-    _update = {"add": "assign_add", "sub": "assign_sub", "mul": "assign_mul"}.get(_word)
-    _way = f"{{0}}.{_update}(...)" if _update else f"{{0}}.assign({{0}} {_symbol} ...)"
-    setattr(Variable, f"__i{_word}__", _in_place(f"an in-place {_word}", _way))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
 
 
 register_as_array(Variable)
