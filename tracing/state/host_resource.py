@@ -71,7 +71,7 @@ class HostResource:
     def settle(self) -> None:
         """Have the home hold it; its type and settings are known by now."""
         self.handle = Handle(self)
-        self.home: Home[Any, HostResource] = current_home()
+        self.home: Home = current_home()
         slot = self.home.create_resource(self)
         self.device: str | None = slot.device
         #: Its name in the store that holds it.
