@@ -28,7 +28,7 @@ from dflow.tracing.devices.device_name import device_name, task_of
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
 from dflow.tracing.ir.types import HOST_HANDLES, ArrayType
-from dflow.tracing.ir.wire_codecs import wire_p
+from dflow.tracing.primitives.state_primitives import wire_p
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.ir.types import ArrayType
 
@@ -82,12 +80,3 @@ def decoded(codec: str, sent: jax.Array, type: ArrayType) -> jax.Array:
     # The largest element times a rounded scale may be just past the largest there is.
     value = jnp.where(jnp.isfinite(small), jnp.clip(small * scale, -most, most), small)
     return jnp.reshape(value, type.shape).astype(type.dtype)
-
-
-#: The value itself, with a wish for its way to another task; `gradient` is the wish for that of its gradient.
-wire_p = jex.Primitive("wire")
-wire_p.def_impl(lambda value, *, codec, gradient: value)
-wire_p.def_abstract_eval(lambda value, *, codec, gradient: value)
-ad.deflinear2(wire_p, lambda given, _, *, codec, gradient: [wire_p.bind(given, codec=gradient, gradient=codec)])
-batching.defvectorized(wire_p)
-mlir.register_lowering(wire_p, lambda ctx, value, *, codec, gradient: [value])

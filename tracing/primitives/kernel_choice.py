@@ -42,7 +42,6 @@ class Implementation:
     own_batching: bool = True
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        """Run it."""
         return list(self.fn(*leaves))
 
 
