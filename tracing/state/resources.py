@@ -26,7 +26,7 @@ from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, looku
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import joined_namesakes
-from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, value_type
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, record_update, update_p, value_type
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
@@ -123,7 +123,7 @@ class Variable(jax.Array):
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
-        self.home: Home[Variable, Any] = near.home if near is not None else current_home()
+        self.home: Home = near.home if near is not None else current_home()
         first = self.home.prepared(first, name)
         self.type = initial_type(first, name)
         self.trainable = trainable
@@ -305,7 +305,7 @@ class Variable(jax.Array):
         if given.strong != wanted:
             raise VariableShapeError(
                 f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}",
-                f"{_remedy(wanted, given)}",
+                _remedy(wanted, given),
             )
         return with_sharding(array, wanted.sharding) if is_tracing() else array
 
@@ -419,6 +419,19 @@ def _is_array_like(value: Any) -> bool:
 
 
 register_as_array(Variable)
+
+
+def add_update(variable: Variable, update: Any) -> None:
+    """Add `update`, an array that broadcasts to the variable's shape, as one update, which no other step splits.
+
+    It rounds as `optax.apply_updates` does: a bfloat16 parameter and a float32 update are added in float32, and their
+    sum is rounded to bfloat16. An update rounded before it is added would give another parameter.
+    """
+    delta = jnp.broadcast_to(update, variable.shape)
+    if jnp.result_type(variable.dtype, update) == variable.dtype:
+        variable.assign_add(delta.astype(variable.dtype))
+    else:
+        record_update(variable, "assign_add_rounded", delta)
 
 
 def is_variable(value: Any) -> bool:
