@@ -139,7 +139,7 @@ class QueueError(DflowError, ValueError):
 
 
 class QueueTypeError(QueueError, TypeError):
-    """What was put into a queue has another structure, shape or dtype than the queue's elements."""
+    """An element put into a queue has another structure, shape or dtype than the queue's elements."""
 
 
 class FeedError(DflowError, RuntimeError):

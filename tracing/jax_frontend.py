@@ -397,8 +397,8 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
     type_of  gives the type of the value, without reading it
     read     gives the value, in the trace that runs now
 
-    The rule for dispatch runs in each call of a compiled function, in the frame of the caller. Among results a resource
-    is what came of its handle.
+    The rule for dispatch runs in each call of a compiled function, in the frame of the caller. For a handle among the
+    function's results, the caller gets the resource.
     """
 
     def dispatched(resource: Any) -> tuple[tuple[Any, ...], Handle | None]:

@@ -48,7 +48,7 @@ def device(name: str) -> Iterator[None]:
 
 @contextmanager
 def device_scope(full: str) -> Iterator[None]:
-    """Place the ops traced inside on the device of this full name; inside of another scope, on this one."""
+    """Place the ops traced inside on the device of this full name. An inner scope replaces an outer one."""
     token = _scope.set(full)
     try:
         with set_xla_metadata(**{METADATA_KEY: full}):
@@ -70,12 +70,12 @@ def with_state() -> Iterator[None]:
 
 
 def choice_among(devices: Sequence[str]) -> str:
-    """The wish for one of the caller's devices `cpu:1`, ...; for any of them, when none is named."""
+    """The name of the scope in which dflow chooses among these of the caller's devices; without any, among all."""
     return "/".join([AUTO, *devices])
 
 
 def choices_in(device: str | None) -> tuple[str, ...] | None:
-    """The devices among which one is to be chosen, none of them for any; None where there is nothing to choose."""
+    """The devices that a scope of `choice_among` names; None for any other scope, and without one."""
     first, *names = (device or "").split("/")
     return tuple(names) if first == AUTO else None
 

@@ -7,7 +7,7 @@ implementations of an op are in tables of other layers, keyed by the op, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -97,6 +97,3 @@ def numeric(primitive: Any, *, unknown_effects: bool = False) -> OpDef:
         effects: tuple[Declared, ...] = ((Effect.UNKNOWN, None),) if unknown_effects else ()
         _NUMERIC[key] = OpDef(f"jax.{primitive.name}", None, effects, primitive)
     return _NUMERIC[key]
-
-
-Attributes = Mapping[str, Any]

@@ -140,7 +140,7 @@ class Queue(HostResource):
             return number
         fact = "how many must be a number that is known when the program is traced"
         remedy = fact if number is None else "give how many to take, from 0"
-        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements", f"{remedy}")
+        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements", remedy)
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
