@@ -300,8 +300,10 @@ class Variable(jax.Array):
                 "add it to a variable of its shape, or give its dense form, gradient.dense()",
             )
         array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
-        array = converted(array, wanted)
         given = array_type_of(array)
+        if given.weak:
+            array = converted(array, wanted)
+            given = array_type_of(array)
         if given.strong != wanted:
             raise VariableShapeError(
                 f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}",
