@@ -34,7 +34,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.tracing.devices.device import device
+from dflow.tracing.devices.device import device_scope
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
 from dflow.tracing.ir.types import RowsType
@@ -126,7 +126,7 @@ class RoundPart:
             known.renew()
             return known
         rows = jax.tree_util.tree_map(lambda part: _widened(part, agreed.wanted), spec, is_leaf=is_row_gradient)
-        with self._cluster.parameter_servers(self._job), device(self._host):
+        with self._cluster.parameter_servers(self._job), device_scope(self._host):
             accumulator = ConditionalAccumulator(rows, name=agreed.accumulator, limit=agreed.wanted)
         return kept.setdefault(agreed.accumulator, Gradients(accumulator))
 

@@ -13,10 +13,6 @@ from contextvars import ContextVar
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from dflow.tracing.devices.device_name import full_device_name
-from dflow.tracing.errors import DeviceError
-from dflow.tracing.source import caller
-
 #: The key under which a device scope travels in JAX's trace context.
 METADATA_KEY = "dflow_device"
 
@@ -30,20 +26,6 @@ WITH_CALLER = "with-caller"
 AUTO = "auto"
 
 _scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)
-
-
-@contextmanager
-def device(name: str) -> Iterator[None]:
-    """Place the ops traced inside on the device or task of this name, in any form that people write.
-
-    Raises DeviceError when the name cannot be read; that there is no such device is found when the function is placed.
-    """
-    try:
-        full = full_device_name(name)
-    except DeviceError as error:
-        raise DeviceError(str(error), at=caller()) from None
-    with device_scope(full):
-        yield
 
 
 @contextmanager
