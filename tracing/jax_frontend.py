@@ -27,10 +27,10 @@ import dataclasses
 import functools
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
@@ -328,25 +328,19 @@ _OF_TRACED_RESULTS = jax_partial_eval._check_returned_jaxtypes.__code__
 _returning: set[str] = set()
 
 
-class _Looked(threading.local):
-    """The trace around the function whose results are looked at, and the resources among them, by their places."""
-
-    outer: Any = None
-    found: dict[int, Handle] | None = None
-
-
-_looked = _Looked()
+#: The trace around the function whose results are looked at, and the resources found among them, by their places.
+_looked: ContextVar[tuple[Any, dict[int, Handle]] | None] = ContextVar("dflow_looked", default=None)
 
 
 @contextmanager
 def resources_returned() -> Iterator[dict[int, Handle]]:
     """Find the resources among the flat results of a function that is traced directly within, by their places."""
-    before = _looked.outer, _looked.found
-    _looked.outer, _looked.found = jax_core.trace_ctx.trace, {}
+    found: dict[int, Handle] = {}
+    token = _looked.set((jax_core.trace_ctx.trace, found))
     try:
-        yield _looked.found
+        yield found
     finally:
-        _looked.outer, _looked.found = before
+        _looked.reset(token)
 
 
 def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned: Mapping[int, Handle]) -> list[Any]:
@@ -374,8 +368,9 @@ def _look_at_returned(frame: FrameType, handle: Handle) -> None:
     """Note that the function whose results JAX looks at in this frame returned a resource."""
     if frame.f_code is _OF_TRACED_RESULTS:
         _returning.add(frame.f_locals["dbg"].func_src_info)
-        if _looked.found is not None and jax_core.trace_ctx.trace is _looked.outer:
-            _looked.found[frame.f_locals["i"]] = handle
+        outer, found = _looked.get() or (None, {})
+        if jax_core.trace_ctx.trace is outer:
+            found[frame.f_locals["i"]] = handle
 
 
 #: The files of JAX that apply a function to the results of a traced function.
@@ -391,11 +386,8 @@ def _trace_of_results(frame: FrameType | None) -> Any:
     return frame.f_locals.get("trace")
 
 
-def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
-    """Make a class of resources a leaf of pytrees, whose value JAX reads where one is an operand.
-
-    type_of  gives the type of the value, without reading it
-    read     gives the value, in the trace that runs now
+def register_leaf(cls: type[Any]) -> None:
+    """Make a class of resources, with a value's `aval` and `read`, a leaf of pytrees that JAX reads as an operand.
 
     The rule for dispatch runs in each call of a compiled function, in the frame of the caller. For a handle among the
     function's results, the caller gets the resource.
@@ -405,11 +397,11 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
         code = sys._getframe(1).f_code
         if code in _PASSING:
             raise HandleNeeded
-        return ((), resource.handle) if code is _OF_RESULTS else ((read(resource),), None)
+        return ((), resource.handle) if code is _OF_RESULTS else ((resource.read(),), None)
 
     def typed(resource: Any) -> Any:
         _look_at_returned(sys._getframe(2), resource.handle)
-        return type_of(resource)
+        return resource.aval
 
     def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
         return values[0] if handle is None else handle.variable
@@ -417,13 +409,11 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
     def converted(resource: Any) -> Any:
         # JAX converts the results of a function when its trace has ended, and would keep the value as a constant.
         trace = _trace_of_results(sys._getframe(1))
-        if trace is None:
-            return read(resource)
-        with jax_core.set_current_trace(trace):
-            return read(resource)
+        with nullcontext() if trace is None else jax_core.set_current_trace(trace):
+            return resource.read()
 
     def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
-        return resource if axis is None else proceed(read(resource), axis)
+        return resource if axis is None else proceed(resource.read(), axis)
 
     jax_core.pytype_aval_mappings[cls] = typed
     jax_dtypes.register_canonicalize_value_handler(cls, converted)

@@ -45,7 +45,7 @@ def register_as_array(cls: type[Any]) -> None:
     own = set(dir(object)) | vars(cls).keys() | {"__slots__", "__weakref__"}
     for name in {*dir(jax.Array), *_UNDECLARED} - own:
         setattr(cls, name, _of_value(name))
-    register_leaf(cls, lambda variable: variable.aval, lambda variable: variable.read())
+    register_leaf(cls)
     of_variables = [name for name in vars(cls) if name.startswith(("assign", "gather", "scatter_"))]
     register_missing(["read", *of_variables], _refuse_on_array)
 
