@@ -187,6 +187,12 @@ batching.primitive_batchers[gather_p] = _gather_batched
 batching.primitive_batchers[update_p] = _update_batched
 
 
+def _written_names(bodies: Sequence[Any]) -> str:
+    """The names of the variables that jaxprs write."""
+    effects = set().union(*(closed_parts(body)[0].effects for body in bodies))
+    return ", ".join(variable.name for variable in accesses(effects)[1])
+
+
 def _refuse_divided_writes(
     primitive: Any, bodies_of: Callable[..., list[Any]], is_divided: Callable[..., bool]
 ) -> None:
@@ -194,10 +200,8 @@ def _refuse_divided_writes(
     batch = batching.fancy_primitive_batchers[primitive]
 
     def checked(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
-        effects = set().union(*(closed_parts(body)[0].effects for body in bodies_of(**params)))
-        _, writes = accesses(effects)
-        if writes and is_divided(dims):
-            names = ", ".join(variable.name for variable in writes)
+        names = _written_names(bodies_of(**params))
+        if names and is_divided(dims):
             raise VariableError(
                 f"variables ({names}) are written under vmap inside a {primitive.name} that may go another way for "
                 f"each element of the batch",
@@ -227,9 +231,7 @@ def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def checked(*args: Any, **params: Any) -> Any:
-        _, writes = accesses(closed_parts(params["jaxpr"])[0].effects)
-        if writes:
-            names = ", ".join(variable.name for variable in writes)
+        if names := _written_names([params["jaxpr"]]):
             raise LostWriteError(
                 f"variables ({names}) are written in a scan, map or fori_loop that plain jax.grad differentiates, and "
                 f"JAX would run those writes once or never",

@@ -29,7 +29,6 @@ class Resource(Protocol):
 
     def forget(self, reason: str) -> None:
         """Free the state. Its later use raises an error that begins with `reason`."""
-        ...
 
 
 #: The living resources that are in a container, and its name.

@@ -45,50 +45,39 @@ class Home(Protocol):
 
         Raises VariableError when a variable of that name but another type is there.
         """
-        ...
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         """What `create` is to be given for a first value; `initial_type` says its type.
 
         Raises VariableError for a function that is no initialiser.
         """
-        ...
 
     def settle(self, variable: Any) -> None:
         """Create a variable that `create` left for later, unless it is created by now; set its device and key."""
-        ...
 
     def together(self) -> AbstractContextManager[None]:
         """Create the variables made inside together, at the latest at the end."""
-        ...
 
     def read(self, variable: Any) -> jax.Array:
         """The value now. The array stays valid, whatever later steps write."""
-        ...
 
     def gather(self, variable: Any, indices: Any) -> jax.Array:
         """The rows at `indices` now."""
-        ...
 
     def update(self, variable: Any, kind: str, *operands: Any) -> None:
         """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
-        ...
 
     def create_resource(self, resource: Any) -> Slot:
         """Create a queue or an accumulator; returns where it is."""
-        ...
 
     def use_resource(self, resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op on the resource now, waiting for it; its results."""
-        ...
 
     def forget(self, variable: Any, reason: str, remedy: str) -> None:
         """Free the value. Later use of the variable raises VariableError with this reason and remedy."""
-        ...
 
     def forget_resource(self, resource: Any, reason: str, remedy: str) -> None:
         """Free the contents. Later use of the resource, and ops that wait for it, raise an error with both texts."""
-        ...
 
 
 _current: ContextVar[Home | None] = ContextVar("dflow_home", default=None)
