@@ -52,7 +52,7 @@ def with_state() -> Iterator[None]:
 
 
 def choice_among(devices: Sequence[str]) -> str:
-    """The name of the scope in which dflow chooses among these of the caller's devices; without any, among all."""
+    """The name of a scope that lets dflow choose among these devices of the caller; among all, if none is named."""
     return "/".join([AUTO, *devices])
 
 

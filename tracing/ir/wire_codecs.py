@@ -32,9 +32,7 @@ float_limits: Any = jnp.finfo
 
 def encoded_type(codec: str, type: ArrayType) -> ArrayType | None:
     """The type of the encoded array; None if the codec does not change arrays of this type."""
-    if codec == "none" or jnp.issubdtype(type.dtype, jax.dtypes.extended):
-        return None
-    if not jnp.issubdtype(type.dtype, np.floating):
+    if codec == "none" or not jnp.issubdtype(type.dtype, np.floating):
         return None
     if codec == "bfloat16":
         made = ArrayType(np.dtype(jnp.bfloat16), type.shape)

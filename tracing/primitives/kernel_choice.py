@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import jit as jax_jit
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
@@ -114,7 +113,7 @@ class Choice:
             results = call(*primals)
             live = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
             if not live:
-                return results, [_zero_tangent(result) for result in results]
+                return results, [zero_from_primal(result) for result in results]
             given, along = ([values[place] for place in live] for values in (primals, tangents))
             return results, jax.jvp(_of(self.plain, live, primals), given, along)[1]
 
@@ -211,15 +210,7 @@ def _pulled(made: Implementation, arity: int, *operands: Any) -> list[Any]:
 
 def floating(values: Sequence[Any]) -> list[int]:
     """Indices of the values that can have a derivative."""
-    return [place for place, value in enumerate(values) if _is_floating(value)]
-
-
-def _is_floating(value: Any) -> bool:
-    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
-
-
-def _zero_tangent(value: Any) -> Any:
-    return jnp.zeros_like(value) if _is_floating(value) else np.zeros(jnp.shape(value), jax.dtypes.float0)
+    return [place for place, value in enumerate(values) if jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)]
 
 
 #: One call of a choice.

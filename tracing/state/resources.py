@@ -299,7 +299,12 @@ class Variable(jax.Array):
                 f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}",
                 "add it to a variable of its shape, or give its dense form, gradient.dense()",
             )
-        array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
+
+        def no_array(what: str) -> VariableShapeError:
+            fact = f"variable {self.name!r} holds {self.type} but {method} was given {what}"
+            return VariableShapeError(fact, "give it an array or a number")
+
+        array = value.read() if isinstance(value, Variable) else given_array(value, no_array)
         given = array_type_of(array)
         if given.weak:
             array = converted(array, wanted)
@@ -310,12 +315,6 @@ class Variable(jax.Array):
                 _remedy(wanted, given),
             )
         return with_sharding(array, wanted.sharding) if is_tracing() else array
-
-    def _no_array(self, method: str) -> Callable[[str], VariableShapeError]:
-        return lambda what: VariableShapeError(
-            f"variable {self.name!r} holds {self.type} but {method} was given {what}",
-            "give it an array or a number",
-        )
 
     def __jax_array__(self) -> jax.Array:
         return self.read()

@@ -130,7 +130,7 @@ def _inferred(node: Node, types: tuple[ArrayType, ...]) -> Sequence[Type] | None
 
 @dataclass(frozen=True)
 class _Applied:
-    """What decides the types of a numeric node's results, and the first node for which it was asked."""
+    """A numeric node as the key of a cache: nodes with equal keys have results of the same types."""
 
     primitive: Any
     attributes: Hashable
