@@ -143,7 +143,7 @@ class QueueTypeError(QueueError, TypeError):
 
 
 class FeedError(DflowError, RuntimeError):
-    """What feeds a queue has failed; the message says how and where, and the error itself is the cause."""
+    """The producer of a queue has failed; the message says how and where, and the error itself is the cause."""
 
 
 class InputError(DflowError, ValueError):

@@ -80,12 +80,12 @@ def is_backend_up() -> bool:
     return up
 
 
-#: What JAX raises where the shardings in types do not decide that of a result. It has no public name.
+#: JAX's error where the shardings in types do not decide that of a result. It has no public name.
 ShardingTypeError: type[Exception] = jax_core.ShardingTypeError
 
 
 class Access(Enum):
-    """How an op touches a resource: a variable, but for `HOST`."""
+    """A kind of access to a resource: `HOST` is of queues and accumulators, the others are of variables."""
 
     READ = "read"
     WRITE = "write"
@@ -479,7 +479,7 @@ def jit_options(jitted: Any) -> dict[str, Any]:
 
 
 def uninterrupted(compiled: Any) -> Callable[..., Any]:
-    """What C code calls of a `jax.stages.Compiled`, where it can: no interrupt comes between a call and its results.
+    """Return the C function behind a `jax.stages.Compiled`, if any: no interrupt comes between a call and its results.
 
     The public call is a Python function around it, which an interrupt may end when what was donated is gone already.
     """
@@ -611,7 +611,7 @@ def wrap_differentiation(primitive: Any, wrap: Callable[[Callable[..., Any]], Ca
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried. JAX 0.12 keeps them as trees."""
+    """The numbers of a scan's operands that are constants, and that are carried. JAX 0.12 keeps them as trees."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -699,7 +699,7 @@ def dispatched(fn: Callable[[], Any]) -> tuple[Jaxpr, list[Any], Any]:
     return make_jaxpr(recorded)
 
 
-#: How a jitted function says that it is not inlined; older JAX has no kinds of inlining.
+#: The parameter of a jitted function that is not inlined; older JAX has no kinds of inlining.
 _KEPT_CALL: Any = jax.Inline.AUTO if hasattr(jax, "Inline") else False
 
 

@@ -44,7 +44,7 @@ class Kernel(Generic[P, R]):
 
     @property
     def implementations(self) -> Mapping[str, Callable[..., Any]]:
-        """What runs in the plain function's place, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
+        """The functions that run in the plain function's place, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
         return {platform: made.fn for platform, made in self.registered.items()}
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +58,7 @@ class Kernel(Generic[P, R]):
             raise
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
-        """What a call with these arguments chooses among, and its operands. Raises KernelError."""
+        """The choice of a call with these arguments, and its operands. Raises KernelError."""
         static = {key: value for key, value in kwargs.items() if not _holds_array(value)}
         given = (args, {key: value for key, value in kwargs.items() if key not in static})
         leaves, in_tree = jax.tree_util.tree_flatten(read(given))

@@ -1,4 +1,4 @@
-"""What an op may do besides giving its results, and which two ops may swap places.
+"""The effects of an op besides its results, and the ops that may swap places.
 
 An effect is on one resource, so two variables never order each other. Order is kept between two effects on one
 resource unless they `commute`. An op whose effects are not known orders with everything.

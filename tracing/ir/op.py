@@ -1,4 +1,4 @@
-"""What an op is: a name, a typing rule, and its effects.
+"""Ops: each has a name, a typing rule, and effects.
 
 An op of ours is declared with `@op` over its typing rule, an ordinary function from operand types (positional) and
 attributes (keyword) to result types. A numeric op holds a JAX primitive and asks JAX for its types. The
@@ -26,7 +26,7 @@ class OpDef:
     `rule`          gives the types of its results
     `declared`      its effects; those of an op with bodies are its bodies'
     `primitive`     is set on numeric ops
-    `own_operands`  how many of its first operands it does not hand to its bodies
+    `own_operands`  number of its first operands that it does not hand to its bodies
     `least_count`   the least `count` of an op that takes several elements or gradients; None for others
     """
 
@@ -61,7 +61,7 @@ OPS: dict[str, OpDef] = {}
 
 
 class BodySignature(NamedTuple):
-    """What a body takes and what it gives."""
+    """The types of a body's operands and results."""
 
     takes: tuple[Type, ...]
     gives: tuple[Type, ...]

@@ -73,7 +73,7 @@ class ArrayType:
     dtype: Any
     shape: tuple[Any, ...]
     weak: bool = False
-    #: How the array is spread over the explicit axes of a mesh; None for an array that no such mesh has.
+    #: The sharding over the explicit axes of a mesh; None for an array that is on no such mesh.
     sharding: NamedSharding | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class ArrayType:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes the elements take."""
+        """The size of the elements in bytes."""
         return int(math.prod(self.shape) * self.dtype.itemsize)
 
     @property

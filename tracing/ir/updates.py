@@ -91,7 +91,7 @@ def lookup_type(held: ArrayType, indices: ArrayType) -> ArrayType:
 
 
 def lookup_sharding(held: ArrayType, indices: ArrayType) -> NamedSharding | None:
-    """How a lookup's result is spread over explicit axes. Raises JAX's ShardingTypeError where that is not decided."""
+    """The sharding of a lookup's result over explicit axes. Raises JAX's ShardingTypeError if it is ambiguous."""
     if held.sharding is None and indices.sharding is None:
         return None
     return array_type_of(jax.eval_shape(looked_up, held.struct, indices.struct)).sharding
@@ -107,7 +107,7 @@ def indices_refusal(held: ArrayType, indices: ArrayType) -> str | None:
 
 
 def operand_types(kind: str, held: ArrayType, operands: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
-    """What the operands of an update should be, given what they are."""
+    """The expected types of an update's operands, for operands of these types."""
     update = KINDS[kind]
     if update.by_rows:
         return (operands[0], lookup_type(held, operands[0]))

@@ -1,4 +1,4 @@
-"""How a value may be made smaller for its way between tasks: what each codec makes of an array, and what is left of it.
+"""Codecs that make a value smaller for its way between tasks: the encoded form of an array, and the decoded array.
 
 `bfloat16` is a conversion. Those of one byte an element, `float8_e4m3fn`, `float8_e5m2` and `int8`, divide by a scale
 first, so that the largest element fits. There is one scale for the whole array; its bytes are sent last. Elements that

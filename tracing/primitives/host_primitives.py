@@ -43,7 +43,7 @@ class WatchedPrimitive(jex.Primitive):
         return super().bind_with_trace(trace, *rest)  # type: ignore[no-untyped-call]
 
 
-#: What these traces would do to an op on a queue or an accumulator.
+#: The harm that these traces would do to an op on a queue or an accumulator.
 _FACTS = {
     BATCHED: "is used under vmap, which would share or repeat the op along the batch",
     LOOPED: "is used inside a loop that is differentiated, and JAX would move the op out of the loop",

@@ -56,7 +56,7 @@ class Choice:
     _batched: dict[Any, Choice] = field(default_factory=dict)
 
     def labels(self) -> dict[str, str]:
-        """What runs where, as a graph shows it."""
+        """The functions by platform, as a graph shows them."""
         named = {platform: made.label for platform, made in sorted(self.by_platform.items())}
         return {**named, "default": self.plain.label}
 
@@ -143,7 +143,7 @@ class Choice:
         return call
 
     def _forward(self) -> Choice:
-        """What runs where the result will be differentiated."""
+        """The choice that runs where the result will be differentiated."""
 
         def changed(made: Implementation) -> Implementation:
             return replace(made, fn=partial(_value, made), label=f"forward({made.label})", own_derivative=False)

@@ -89,7 +89,7 @@ class ConditionalAccumulator(HostResource):
         )
 
     def structured(self, arrays: Sequence[Any]) -> Any:
-        """What a take gives as one array after the other, structured as `spec`."""
+        """The arrays that a take gives, structured as `spec`."""
         taken = iter(arrays)
         values = [
             RowGradient(next(taken), next(taken), component.of.shape)
@@ -105,15 +105,15 @@ class ConditionalAccumulator(HostResource):
 
     @property
     def step(self) -> jax.Array:
-        """The step, i32[]: how many takes there were, unless it was set."""
+        """The step, i32[]: the number of takes, unless it was set."""
         return self._asked(ops.accumulator_step)
 
     def count(self) -> jax.Array:
-        """How many gradients are there, i32[]."""
+        """The number of gradients that are there, i32[]."""
         return self._asked(ops.accumulator_count)
 
     def dropped(self) -> jax.Array:
-        """How many gradients were stale since the beginning, i32[]."""
+        """The number of gradients that were stale since the beginning, i32[]."""
         return self._asked(ops.accumulator_dropped)
 
     def __repr__(self) -> str:

@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
 
 
 class Resource(Protocol):
-    """What a container holds: something with state."""
+    """A thing with state that a container holds."""
 
     name: str
     #: The task that holds the state; None is this process.
@@ -81,7 +81,7 @@ def containers() -> tuple[str, ...]:
 
 
 def resources_in(name: str) -> list[Resource]:
-    """What is in a container and in those inside it. Raises ContainerError when there is no such container."""
+    """The resources in a container and in those inside it. Raises ContainerError when there is no such container."""
     with _lock:
         held = [resource for resource, its in _members.items() if its == name or its.startswith(f"{name}/")]
     if not held:

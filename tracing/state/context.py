@@ -47,7 +47,7 @@ class Home(Protocol):
         """
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
-        """What `create` is to be given for a first value; `initial_type` says its type.
+        """Return the first value in the form that `create` takes; `initial_type` says its type.
 
         Raises VariableError for a function that is no initialiser.
         """

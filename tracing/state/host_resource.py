@@ -30,7 +30,7 @@ _serials = itertools.count()
 
 
 class HostResource:
-    """What queues and accumulators share: among a function's arguments, each is a pytree without leaves."""
+    """A queue or an accumulator. Among a function's arguments it is a pytree without leaves."""
 
     #: The noun for it in names and messages, and the class of its errors.
     kind: ClassVar[str]
@@ -40,7 +40,7 @@ class HostResource:
     looped_remedy: ClassVar[str]
     puts: ClassVar[str]
     type: HostType
-    #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
+    #: Beside its type, all that decides its results: equal settings and equal ops give equal results.
     settings: QueueSettings | AccumulatorSettings
 
     def __init_subclass__(cls) -> None:
@@ -65,7 +65,7 @@ class HostResource:
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """Its kind and name, for messages."""
         return f"{self.kind} {self.name!r}"
 
     def settle(self) -> None:
@@ -117,5 +117,5 @@ def known_number(number: Any) -> int | None:
 
 
 def number_text(number: Any) -> str:
-    """What was given for a number that must be known when the program is traced, as a message shows it."""
+    """The text of an argument, expected to be a number known when the program is traced, for a message."""
     return f"{array_type_of(number)} (traced)" if isinstance(number, jax.core.Tracer) else str(number)

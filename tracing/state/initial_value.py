@@ -1,4 +1,4 @@
-"""What a user gives for an array: the array and its type, or an error that says what it is instead."""
+"""Values that a user gives for an array: conversion to an array, its type, and errors for other values."""
 
 from __future__ import annotations
 

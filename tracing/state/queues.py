@@ -35,7 +35,7 @@ class PaddedSpec:
 
 
 class Queue(HostResource):
-    """What all kinds share. Made by one of the classes below.
+    """The base of all kinds of queues. Made by one of the classes below.
 
     Elements are pytrees of arrays of the types in `spec`. Every wait ends: served, with DeadlineExceeded after
     `timeout_s`, or with QueueClosed once the queue is closed and cannot serve it. A queue cannot be made inside traced
@@ -75,7 +75,7 @@ class Queue(HostResource):
 
     @property
     def capacity(self) -> int:
-        """How many elements it holds; one more waits."""
+        """The largest number of elements; an enqueue beyond it waits."""
         return self.settings.capacity
 
     def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -109,7 +109,7 @@ class Queue(HostResource):
         return jax.tree_util.tree_unflatten(self._tree, taken), count
 
     def size(self) -> jax.Array:
-        """How many elements it holds: in traced code at this point of the program, elsewhere now."""
+        """The number of elements: in traced code at this point of the program, elsewhere now."""
         size: jax.Array = self.use(ops.queue_size)[0]
         return size
 

@@ -41,7 +41,7 @@ _OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "loc",
 #: The attributes of a variable; setting any other is an error.
 _FIELDS = frozenset((*_OF_LOCATION, *_OTHERS))
 
-#: What variables have in other frameworks, and how it is written here.
+#: Attributes of variables in other frameworks, and how they are written here.
 _ELSEWHERE = {
     "value": "; its value is {0}.read()",
     "numpy": "; its value is {0}.read(), and numpy.asarray({0}) in NumPy",
@@ -83,7 +83,7 @@ class Variable(jax.Array):
     # NumPy then uses our reflected operators instead of looping over an object.
     __array_ufunc__ = None
 
-    #: What messages call it.
+    #: The noun for it in messages.
     kind = "variable"
 
     #: Key of the value in the store of its task.
@@ -128,7 +128,7 @@ class Variable(jax.Array):
         self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
-        #: How the value is spread over devices; None is one device, or wherever in this process JAX puts it.
+        #: The sharding over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()
         self.handle = Handle(self)

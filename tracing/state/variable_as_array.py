@@ -1,4 +1,4 @@
-"""How a variable is an array: a leaf of pytrees that JAX reads, with the operators and attributes of its value."""
+"""Variables as arrays: leaves of pytrees that JAX reads, with the operators and attributes of their values."""
 
 from __future__ import annotations
 

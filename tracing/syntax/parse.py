@@ -83,7 +83,7 @@ class _Scanner:
         self.fail(f"expected {what}, found {found}")
 
     def look(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """What `pattern` matches here; takes nothing."""
+        """The match of `pattern` here, if any; takes nothing."""
         return pattern.match(self._text, self._at)
 
     def match(self, pattern: re.Pattern[str], *, glued: bool = False) -> re.Match[str] | None:

@@ -31,7 +31,7 @@ __all__ = ["marked", "parse", "text"]
 
 _STANDARD_FLOATS = (np.float16, np.float32, np.float64)
 
-#: How many nodes `marked` prints on either side of the one it marks.
+#: Number of nodes that `marked` prints on either side of the one it marks.
 MARKED_NODES = 10
 
 

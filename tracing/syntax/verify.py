@@ -93,7 +93,7 @@ class _DefinedValues:
 
 
 def _result_types(node: Node) -> Sequence[Type] | None:
-    """What the op's rule gives for the node's operands; None when the text of the node lost what the rule needs."""
+    """The result types that the op's rule gives for the node's operands; None if the node's text lost an attribute."""
     types = [operand.type for operand in node.inputs]
     if node.op.rule is not None:
         results: Sequence[Type] = node.op.rule(*types, **node.attributes, **_signatures(node))
