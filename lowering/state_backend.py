@@ -17,7 +17,6 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.state.context import Home
-from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
@@ -44,7 +43,7 @@ class Lowerable(Protocol):
         ...
 
 
-class StateBackend(Home[Variable, HostResource], Protocol):
+class StateBackend(Home, Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
     All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each

@@ -33,7 +33,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.tracing.devices.device import device
+from dflow.tracing.devices.device import device_scope
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
 from dflow.tracing.ir.types import RowsType
@@ -112,7 +112,7 @@ class RoundPart:
             known.accumulator.home.create_resource(known.accumulator)
             return known
         of = _sum_type(spec, agreed.wanted)
-        with self._cluster.parameter_servers(self._job), device(self._host):
+        with self._cluster.parameter_servers(self._job), device_scope(self._host):
             accumulator = ConditionalAccumulator(of, name=agreed.accumulator, limit=agreed.wanted)
         return kept.setdefault(agreed.accumulator, Gradients(accumulator))
 

@@ -27,7 +27,8 @@ from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Origin, Value
 from dflow.tracing.ir.types import HANDLES, ArrayType, TokenType
-from dflow.tracing.ir.wire_codecs import encoded_type, wire_p
+from dflow.tracing.ir.wire_codecs import encoded_type
+from dflow.tracing.primitives.state_primitives import wire_p
 
 
 @dataclass(frozen=True)

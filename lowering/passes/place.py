@@ -29,7 +29,7 @@ from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
 from dflow.tracing.ir.types import HOST_HANDLES, ArrayType, RefType
-from dflow.tracing.ir.wire_codecs import wire_p
+from dflow.tracing.primitives.state_primitives import wire_p
 
 
 @dataclass(frozen=True)

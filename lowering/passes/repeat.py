@@ -14,7 +14,7 @@ from dflow.lowering.passes.prune import Prune
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
-from dflow.tracing.ir.wire_codecs import wire_p
+from dflow.tracing.primitives.state_primitives import wire_p
 
 _CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape"])
 

@@ -61,17 +61,17 @@ Operand = Value | Literal
 
 
 class Origin(Protocol):
-    """Where a node comes from. A trace gives its own; a parsed graph knows the line alone."""
+    """Where a node comes from. A trace gives its own; a parsed graph knows the line alone.
+
+    `loc`    the user's line, when it is known
+    `scope`  the name scopes it was traced under, as JAX prints them: `dense/inner`, `transpose(jvp(dense))`
+    """
 
     @property
-    def loc(self) -> Loc | None:
-        """The user's line, when it is known."""
-        ...
+    def loc(self) -> Loc | None: ...
 
     @property
-    def scope(self) -> str:
-        """The name scopes it was traced under, as JAX prints them: `dense/inner`, `transpose(jvp(dense))`."""
-        ...
+    def scope(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

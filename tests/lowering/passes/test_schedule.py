@@ -13,7 +13,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Value
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import RefType, TokenType
-from dflow.tracing.jax_frontend import primitive_named
+from dflow.tracing.jax_frontend import primitives_by_name
 from dflow.tracing.syntax.text import parse, text
 from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
@@ -45,7 +45,7 @@ def alternating(draw: st.DrawFn) -> Graph:
                 nodes.append(Node(ops.var_assign, (ref, number), (Value(fresh("done"), TokenType()),)))
         made = Value(fresh("n"), INT)
         operands = (number, draw(st.sampled_from(others)))
-        nodes.append(Node(numeric(primitive_named("sub")), operands, (made,), device=draw(places)))
+        nodes.append(Node(numeric(primitives_by_name()["sub"]), operands, (made,), device=draw(places)))
         others += [made] if draw(st.booleans()) else []
         number = made
     outputs = (number, *draw(st.lists(st.sampled_from(others), max_size=2)))
