@@ -10,7 +10,6 @@ import gc
 import itertools
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import LivingTraces, line_of_tracer, source_of_trace, tracers_of
-from dflow.tracing.source import Loc, caller
+from dflow.tracing.source import Loc, caller, warn_at
 
 
 class LeakedTracerWarning(UserWarning):
@@ -35,45 +34,41 @@ class Leak:
     holder: str
 
 
-class _Watch(threading.local):
-    """The functions traced since the outermost watch of this thread began, or None when there is none.
+class _ThisThread(threading.local):
+    """Whether the thread watches the functions that it traces."""
 
-    By where they stand, as their traces tell; the names are those of the warnings.
-    """
-
-    names: dict[str, str] | None = None
+    watches = False
 
 
-class _EndedWatches:
-    """What was traced in watches that have ended while those of other threads had not.
+class _Watches:
+    """The watches of all threads, and the functions traced in them: where they stand, and their names for warnings.
 
     Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
-    ends last looks for all of them.
+    ends last looks for the values of all.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running = 0
-        self._names: dict[str, str] = {}
+        self.names: dict[str, str] = {}
 
     def begin(self) -> None:
         """Note that a watch begins."""
         with self._lock:
             self._running += 1
 
-    def end(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Note that a watch ends; the functions to look at now."""
+    def end(self) -> dict[str, str]:
+        """Note that a watch ends; return the functions to look at now."""
         with self._lock:
             self._running -= 1
-            self._names.update(names)
             if self._running:
                 return {}
-            found, self._names = self._names, {}
-            return found
+            names, self.names = self.names, {}
+            return names
 
 
-_watch = _Watch()
-_ended = _EndedWatches()
+_this_thread = _ThisThread()
+_watches = _Watches()
 _living = LivingTraces()
 #: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -81,24 +76,23 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def note_trace(source: str, name: str) -> None:
     """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
-    if _watch.names is not None:
-        _watch.names[source] = name
+    if _this_thread.watches:
+        _watches.names[source] = name
 
 
 @contextmanager
 def watched_for_leaks() -> Iterator[None]:
     """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
-    if _watch.names is not None:
+    if _this_thread.watches:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
-    watched: dict[str, str] = {}
-    _watch.names = watched
-    _ended.begin()
+    _this_thread.watches = True
+    _watches.begin()
     try:
         yield
     finally:
-        _watch.names = None
-        names = _ended.end(watched)
+        _this_thread.watches = False
+        names = _watches.end()
     if names:
         for trace in _living.found():
             name = _name_of(trace(), names)
@@ -121,11 +115,7 @@ def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
             f"  it stood for an array while {name} was traced and holds no numbers\n"
             f"  return it from {name}, or keep it in a dflow.Variable"
         )
-        line = leak.made or caller()
-        if line is None:
-            warnings.warn(text, LeakedTracerWarning, stacklevel=2)
-        else:
-            warnings.warn_explicit(text, LeakedTracerWarning, line.file, line.line)
+        warn_at(leak.made or caller(), text, LeakedTracerWarning)
 
 
 def leaks(trace: weakref.ref[Any]) -> list[Leak]:
