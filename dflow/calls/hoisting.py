@@ -43,7 +43,7 @@ def _pure(program: weakref.ref[Any]) -> Any:
     def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         closed = program()  # alive: the caller holds it
         border, (jaxpr, consts) = _border(closed), closed_parts(closed)
-        state = State(dict(zip(border.touched, values, strict=True)))
+        state = State(zip(border.touched, values, strict=True))
         return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
 
     return pure

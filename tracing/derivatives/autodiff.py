@@ -73,19 +73,18 @@ def _value_and_grad(
 ) -> Callable[..., Any]:
     """`value_and_grad`, as errors of `function`."""
     _check_function(function, fun)
-    if variables is None and argnums is None:
-        argnums = 0
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        wrt, wrt_tree = _flat_variables(function, variables)
-        picked, picked_tree, rebuild = _pick(function, args, argnums)
-        _check_any(function, wrt, picked)
-        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
-        warn_of_unread(function, wrt, pure.effects)
-        (value, aux), grads = pure.value_and_grad(rows)
-        by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
-        by_argument = jax.tree_util.tree_unflatten(picked_tree, grads[1])
-        gradient = _chosen(variables, argnums, by_variable, by_argument)
+        wrt = _Wrt(function, variables, argnums, args)
+        pure = _Pure(
+            lambda *leaves: _loss(fun(*wrt.arguments(leaves), **kwargs), has_aux),
+            wrt.variables,
+            wrt.leaves,
+            by_rows=True,
+        )
+        warn_of_unread(function, wrt.variables, pure.effects)
+        (value, aux), gradients = pure.value_and_grad(rows)
+        gradient = wrt.gradient(*gradients)
         return ((value, aux), gradient) if has_aux else (value, gradient)
 
     return Derivative(function, fun, differentiated)
@@ -178,28 +177,48 @@ def hvp(
     written once.
     """
     _check_function("hvp", fun)
-    if variables is None and argnums is None:
-        argnums = 0
 
     @hides_frames
     @functools.wraps(fun)
     def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
-        wrt, tree = _flat_variables("hvp", variables)
-        picked, picked_tree, rebuild = _pick("hvp", args, argnums)
-        _check_any("hvp", wrt, picked)
-        given = _split(variables, argnums, direction)
-        along = [_flat_like("the direction", part, of) for part, of in zip(given, (tree, picked_tree), strict=True)]
-        for leaf, step in zip([*wrt, *picked], [*along[0], *along[1]], strict=True):
-            _check_fits("the direction", step, leaf.type if is_variable(leaf) else array_type_of(leaf))
-        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), False), wrt, picked)
+        wrt = _Wrt("hvp", variables, argnums, args)
+        along = wrt.flat(direction)
+        pure = _Pure(lambda *leaves: _loss(fun(*wrt.arguments(leaves), **kwargs), False), wrt.variables, wrt.leaves)
         gradient = jax.grad(pure.scalar_first, argnums=(0, 1), has_aux=True)
-        _, moved, after = jax.jvp(gradient, (pure.start, picked), tuple(along), has_aux=True)
+        _, moved, after = jax.jvp(gradient, (pure.start, wrt.leaves), along, has_aux=True)
         pure.write_back(after)
-        by_variable = jax.tree_util.tree_unflatten(tree, moved[0])
-        by_argument = jax.tree_util.tree_unflatten(picked_tree, moved[1])
-        return _chosen(variables, argnums, by_variable, by_argument)
+        return wrt.gradient(*moved)
 
     return product
+
+
+class _Wrt:
+    """What a function is differentiated with respect to: `variables`, and `leaves` of its arguments."""
+
+    def __init__(self, function: str, variables: Any, argnums: int | Sequence[int] | None, args: Any) -> None:
+        if variables is None and argnums is None:
+            argnums = 0
+        self._by_variable, self._by_argument = variables is not None, argnums is not None
+        self.variables, tree = _flat_variables(function, variables)
+        #: `arguments` puts new leaves in their places among the arguments.
+        self.leaves, picked_tree, self.arguments = _pick(function, args, argnums)
+        self._trees = (tree, picked_tree)
+        if not self.variables and not self.leaves:
+            raise _nothing(function, "there is no variable and no array")
+
+    def gradient(self, by_variable: Sequence[Any], by_argument: Sequence[Any]) -> Any:
+        """Values for the variables and leaves in the structure of the gradient that the user gets."""
+        both = tuple(map(jax.tree_util.tree_unflatten, self._trees, (by_variable, by_argument)))
+        return both if self._by_variable and self._by_argument else both[self._by_argument]
+
+    def flat(self, direction: Any) -> tuple[list[Any], list[Any]]:
+        """The values of a direction, which has that structure, for the variables and for the leaves."""
+        is_pair = self._by_variable and self._by_argument
+        parts = tuple(direction) if is_pair else (direction, ()) if self._by_variable else (None, direction)
+        first, second = (_flat_like("the direction", part, tree) for part, tree in zip(parts, self._trees, strict=True))
+        for leaf, step in zip([*self.variables, *self.leaves], [*first, *second], strict=True):
+            _check_fits("the direction", step, leaf.type if is_variable(leaf) else array_type_of(leaf))
+        return first, second
 
 
 class _Pure:
@@ -305,18 +324,14 @@ def _finished(variable: Variable, gradient: Any) -> Any:
         changed = variable.gradient(gradient)
         _check_fits(f"what the gradient function of variable {variable.name!r} gives", changed, variable.type)
         gradient = changed
-    return name(gradient, _label(variable))
+    return name(gradient, f"grad/{variable.name}")
 
 
 def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
     """As `_finished`, of a gradient that is known by rows."""
     if as_rows and variable.gradient is None:
-        return RowGradient(indices, name(rows, _label(variable)), variable.shape)
+        return RowGradient(indices, name(rows, f"grad/{variable.name}"), variable.shape)
     return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
-
-
-def _label(variable: Variable) -> str:
-    return f"grad/{variable.name}"
 
 
 def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
@@ -324,18 +339,20 @@ def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
     return _scalar(value), aux
 
 
-def _chosen(variables: Any, argnums: Any, by_variable: Any, by_argument: Any) -> Any:
-    return by_argument if variables is None else by_variable if argnums is None else (by_variable, by_argument)
-
-
-def _split(variables: Any, argnums: Any, both: Any) -> tuple[Any, Any]:
-    """The parts by variable and by argument of something that `_chosen` would have given."""
-    return (None, both) if variables is None else (both, ()) if argnums is None else tuple(both)
-
-
 def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
     wrt, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
-    _check_variables(function, wrt)
+    for leaf in wrt:
+        if not isinstance(leaf, Variable):
+            raise VariableError(
+                f"{function} was given {type(leaf).__name__} among its variables",
+                "to differentiate with respect to arguments, give argnums",
+            )
+        _check_floating(f"variable {leaf.name!r}", leaf.dtype)
+        if not leaf.trainable:
+            raise VariableError(
+                f"variable {leaf.name!r} is not trainable",
+                "leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True",
+            )
     return wrt, tree
 
 
@@ -357,11 +374,6 @@ def _check_fits(what: str, value: Any, type: Any) -> None:
         raise GraphTypeError(f"{what}: expected {type}, got {given}", at=caller())
 
 
-def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None:
-    if not wrt and not picked:
-        raise _nothing(function, "there is no variable and no array")
-
-
 def _nothing(function: str, why: str) -> GraphTypeError:
     return GraphTypeError(
         f"nothing to differentiate: {why}",
@@ -375,21 +387,6 @@ def _check_function(function: str, fun: Any) -> None:
             f"{function} was given {type(fun).__name__} to differentiate, which is no function",
             f"the function comes first: dflow.{function}(loss, [w])",
         )
-
-
-def _check_variables(function: str, wrt: Sequence[Any]) -> None:
-    for leaf in wrt:
-        if not isinstance(leaf, Variable):
-            raise VariableError(
-                f"{function} was given {type(leaf).__name__} among its variables",
-                "to differentiate with respect to arguments, give argnums",
-            )
-        _check_floating(f"variable {leaf.name!r}", leaf.dtype)
-        if not leaf.trainable:
-            raise VariableError(
-                f"variable {leaf.name!r} is not trainable",
-                "leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True",
-            )
 
 
 def _check_floating(what: str, dtype: Any) -> None:

@@ -302,8 +302,6 @@ def bind_node(node: Node, operands: Sequence[Any]) -> list[Any]:
 
     Raises DflowError when the node was read from text that could not carry one of its attributes.
     """
-    if all(_is_jax_param(value) for value in node.attributes.values()):
-        return bind(node.op.primitive, dict(node.attributes), operands, node.origin)
     if has_body_rule(node):
         return _BOUND_BY_BODY[node.op.name](node, list(operands))
     found = opaque_attribute(node)
@@ -327,12 +325,6 @@ def _cannot_run(node: Node, found: tuple[str, Opaque | Record] | None) -> str:
         f"{first}its attribute {key!r} is {value}, which the text of a graph does not carry{at(node.loc)}\n"
         "  trace the function again instead of reading its text"
     )
-
-
-def _is_jax_param(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_jax_param(item) for item in value)
-    return not isinstance(value, (Body, Opaque, Record))
 
 
 def _jax_param(value: Any) -> Any:

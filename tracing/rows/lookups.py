@@ -43,6 +43,8 @@ from dflow.tracing.primitives.state_primitives import gather_p, read_p
 
 #: Calls whose body is looked into, and which parameter holds it.
 CALLS: Mapping[str, str] = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+#: Calls that say how to differentiate, which was done before there is a program to pass over, and likewise.
+RULED: Mapping[str, str] = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 #: Equations whose lookups are done before them.
 BODIES = frozenset(("scan", "cond", "checkpoint", "remat2"))
 
@@ -74,10 +76,12 @@ class BodyUse:
     """An equation with lookups in its bodies.
 
     `tables`  the variables that operands are reads of, by the number of the operand
+    `sites`   the lookups, of all iterations
     """
 
     equation: Equation
     tables: Mapping[int, Any]
+    sites: Sequence[Site]
 
 
 class Search:
@@ -131,11 +135,12 @@ class Search:
         self._count(equation, body, functools.reduce(operator.and_, by_part))
         self.used_whole |= body.used_whole
         self.inside = body.inside | self.inside
-        self.sites += [_repeated(site, equation) for site in body.sites]
         if body.sites:
             reads = enumerate(equation.invars)
             held = {number: tables[atom] for number, atom in reads if not is_literal(atom) and atom in tables}
-            self.bodies.append(BodyUse(equation, held))
+            sites = [_repeated(site, equation) for site in body.sites]
+            self.sites += sites
+            self.bodies.append(BodyUse(equation, held, sites))
 
     def _count(self, equation: Equation, body: Search, least: Counter[Any]) -> None:
         """Count the rows that the bodies of an equation look up at least, in one iteration."""
@@ -262,7 +267,10 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
 
 
 class Found(NamedTuple):
-    """The rows that a lookup found, and their places: counted from the start, and past an end where they were."""
+    """The rows that a lookup found, and their places.
+
+    Places count from the start. That of a row that does not exist is negative or too large; its row is that at the end.
+    """
 
     rows: Any
     places: Any
@@ -285,16 +293,18 @@ class Lookups(ABC):
         return self._find(variable, jnp.where(indices < 0, indices + variable.shape[0], indices)).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
-        """What JAX's own gather gives, by a lookup; `starts` is its second operand."""
+        """The result of a gather of JAX, which takes whole rows, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
         rows, places = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
         if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
-            rows = jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
+            fill = equation.params["fill_value"]
+            fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
+            rows = jnp.where(_is_there(variable, places), rows, fill)
         return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
     @abstractmethod
     def _find(self, variable: Any, places: Any) -> Found:
-        """Rows by places from the start; of one past an end, that at the end."""
+        """Look rows up by places that count from the start."""
 
     @abstractmethod
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
@@ -364,11 +374,6 @@ def _wide(indices: Any) -> Any:
 
 def _wide_dtype(dtype: Any) -> Any:
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
-
-
-def _fill_value(stated: Any, dtype: Any) -> Any:
-    """What JAX gives for a row that does not exist."""
-    return jnp.asarray(jnp.nan if stated is None else stated, dtype)
 
 
 def rows_found(
