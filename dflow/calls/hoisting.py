@@ -28,7 +28,7 @@ def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
     pure = _PURE.get(closed)
     if pure is None:
         pure = _PURE.setdefault(closed, _pure(weakref.ref(closed)))
-    results, after = pure(on_one_device(border.values()), [*closed_tracers(looked), *leaves])
+    results, after = pure(on_one_device([*map(border.value, border.touched)]), [*closed_tracers(looked), *leaves])
     border.write_back(after)
     return jax.tree_util.tree_unflatten(looked.out_tree, results)
 

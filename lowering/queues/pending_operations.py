@@ -148,7 +148,7 @@ class SharedResource(ABC):
         return lambda error: self._end(ticket, error)
 
     def _do(self, act: Callable[[], Iterable[Any]], where: str) -> None:
-        """Have the machine act for no waiter of its own; answer the waiters that this completes."""
+        """Have the machine act; answer the waiters that this completes."""
 
         def decide(answers: Answers) -> None:
             self._check_there(where)
@@ -182,7 +182,7 @@ class SharedResource(ABC):
         self._answering(decide)
 
     def _decided(self, act: Callable[[], Iterable[Any]], answers: Answers) -> None:
-        """Have the machine act; record the answers, in `answers` and in the waiters. The lock is held."""
+        """Have the machine act; record the answers in `answers` and in the waiters. The lock is held."""
         # A single line, so that an interrupt here drops no answer.
         answers.extend(map(self._answer, act()))
         for ticket, answer in answers:

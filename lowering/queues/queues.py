@@ -85,9 +85,10 @@ class HeldQueue(SharedResource):
         self._do(lambda: self.machine.close(cancel_pending), where)
 
     def fail(self, failure: str, fed: str, cause: BaseException | None = None) -> None:
-        """Close the queue because its feed, at the line `fed`, failed with an error of the text `failure`.
+        """Close the queue because the feed that fills it failed.
 
-        A later enqueue, and a dequeue of more elements than it holds, raise FeedError with this text and cause.
+        A later enqueue, and a dequeue of more elements than it holds, raise FeedError with `failure` (the text of the
+        error), `fed` (the line that feeds the queue) and `cause`.
         """
 
         def close() -> list[QueueCommand]:

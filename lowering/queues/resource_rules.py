@@ -1,4 +1,4 @@
-"""Parts of the rules by which ops on queues and accumulators run."""
+"""Parts of the rules that run the ops on queues and accumulators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) ->
 
     def start(resource: Any, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         on_results(tuple(act(resource, op, operands)))
-        return _nothing_to_cancel
+        return lambda error: None  # the op has ended, so that there is nothing to cancel
 
     return start
 
@@ -69,7 +69,3 @@ def copied(array: Any) -> Sent:
 
 #: For a small array it takes a quarter of the time of `jnp.array`.
 _copy = jax_jit(jnp.copy)
-
-
-def _nothing_to_cancel(error: BaseException) -> None:
-    """Do nothing: the op has ended already."""

@@ -99,7 +99,7 @@ def grad(
     has_aux: bool = False,
     rows: bool = False,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
+    """Like `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
     both = _value_and_grad("grad", fun, variables, argnums, has_aux, rows)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -136,8 +136,8 @@ def jvp(
         _check_fits(f"the direction of variable {variable.name!r}", direction, variable.type)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
     primal, out, after = jax.jvp(pure.values_first, (pure.start, leaves), (along, moved), has_aux=True)
-    pure.write_back(after)
-    return pure.result(primal), pure.result(out)
+    pure.border.write_back(after)
+    return jax.tree_util.tree_unflatten(pure.tree, primal), jax.tree_util.tree_unflatten(pure.tree, out)
 
 
 @hides_frames
@@ -153,17 +153,17 @@ def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[
     leaves, in_tree = _flat_arguments(primals)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
     value, pull, after = jax.vjp(pure.values_first, pure.start, leaves, has_aux=True)
-    pure.write_back(after)
+    pure.border.write_back(after)
 
     def pulled(cotangent: Any) -> Any:
-        by_variable, by_argument = pull(pure.flat_result(cotangent))
+        by_variable, by_argument = pull(_flat_like("the cotangent", cotangent, pure.tree))
         by_argument = jax.tree_util.tree_unflatten(in_tree, by_argument)
         if variables is None:
             return by_argument
         named = [_finished(variable, gradient) for variable, gradient in zip(wrt, by_variable, strict=True)]
         return jax.tree_util.tree_unflatten(tree, named), by_argument
 
-    return pure.result(value), pulled
+    return jax.tree_util.tree_unflatten(pure.tree, value), pulled
 
 
 @suggests_keywords
@@ -186,14 +186,14 @@ def hvp(
         pure = _Pure(lambda *leaves: _loss(fun(*wrt.arguments(leaves), **kwargs), False), wrt.variables, wrt.leaves)
         gradient = jax.grad(pure.scalar_first, argnums=(0, 1), has_aux=True)
         _, moved, after = jax.jvp(gradient, (pure.start, wrt.leaves), along, has_aux=True)
-        pure.write_back(after)
+        pure.border.write_back(after)
         return wrt.gradient(*moved)
 
     return product
 
 
 class _Wrt:
-    """What a function is differentiated with respect to: `variables`, and `leaves` of its arguments."""
+    """The `variables`, and the `leaves` of the arguments, to differentiate a function with respect to."""
 
     def __init__(self, function: str, variables: Any, argnums: int | Sequence[int] | None, args: Any) -> None:
         if variables is None and argnums is None:
@@ -241,19 +241,19 @@ class _Pure:
 
         self._jaxpr, self._consts, _ = make_jaxpr(flat, *picked)
         self.effects = self._jaxpr.effects
-        self._tree, self._aux_tree = trees
+        #: The structure of the results.
+        self.tree, self._aux_tree = trees
         self._wrt, self._picked = wrt, picked
         kept = {id(variable) for variable in wrt}
         at_once = not is_tracing()
-        self._border = Border(
+        self.border = Border(
             self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or is_on_task(variable.device))
         )
-        self._writes = self._border.writes
         self._sites = lookup_sites(self._jaxpr, wrt if by_rows else [])
         tables = {site.variable for site in self._sites}
-        touched = dict.fromkeys([*self._border.touched, *wrt])
+        touched = dict.fromkeys([*self.border.touched, *wrt])
         held = [variable for variable in touched if variable not in tables]
-        self._before = dict(zip(held, on_one_device([self._border.value(variable) for variable in held]), strict=True))
+        self._before = dict(zip(held, on_one_device([self.border.value(variable) for variable in held]), strict=True))
         self._whole = [variable for variable in wrt if variable not in tables]
         #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
         self.start = [self._before[variable] for variable in self._whole]
@@ -264,7 +264,7 @@ class _Pure:
         return results, after
 
     def scalar_first(self, values: list[Any], leaves: list[Any]) -> tuple[Any, list[Any]]:
-        """As `values_first`, of a function with one result."""
+        """Like `values_first`, for a function with one result."""
         (value,), after = self.values_first(values, leaves)
         return value, after
 
@@ -282,7 +282,7 @@ class _Pure:
         except ValueError as error:
             _advise(error)
             raise
-        self.write_back(after)
+        self.border.write_back(after)
         whole = dict(zip(self._whole, grads[0], strict=True))
         by_variable = [
             _finished(variable, whole[variable])
@@ -296,20 +296,8 @@ class _Pure:
         lookups = TappedLookups(self._sites, taps)
         state = State({**self._before, **dict(zip(self._whole, values, strict=True))}, lookups)
         flat = evaluate(self._jaxpr, self._consts, leaves, state)
-        count = self._tree.num_leaves
-        return flat[:count], flat[count:], state.of(self._writes), lookups.indices
-
-    def write_back(self, after: list[Any]) -> None:
-        """Write what the function wrote."""
-        self._border.write_back(after)
-
-    def result(self, flat: Sequence[Any]) -> Any:
-        """The results in the structure that the function gave."""
-        return jax.tree_util.tree_unflatten(self._tree, flat)
-
-    def flat_result(self, tree: Any) -> list[Any]:
-        """The leaves of something that has the structure of the results."""
-        return _flat_like("the cotangent", tree, self._tree)
+        count = self.tree.num_leaves
+        return flat[:count], flat[count:], state.of(self.border.writes), lookups.indices
 
 
 def _advise(error: ValueError) -> None:
@@ -328,15 +316,10 @@ def _finished(variable: Variable, gradient: Any) -> Any:
 
 
 def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
-    """As `_finished`, of a gradient that is known by rows."""
+    """Like `_finished`, for a gradient that is known by rows."""
     if as_rows and variable.gradient is None:
         return RowGradient(indices, name(rows, f"grad/{variable.name}"), variable.shape)
     return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
-
-
-def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    value, aux = result if has_aux else (result, None)
-    return _scalar(value), aux
 
 
 def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
@@ -420,7 +403,9 @@ def _pick(
     return leaves, tree, rebuild
 
 
-def _scalar(value: Any) -> Any:
+def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The real scalar that the function to differentiate returned, as an array, and the aux beside it."""
+    value, aux = result if has_aux else (result, None)
     if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
         raise GraphTypeError(
             f"the function to differentiate returned {type(value).__name__}, not a scalar",
@@ -432,4 +417,4 @@ def _scalar(value: Any) -> Any:
             f"the function to differentiate returned {array_type_of(array)}, not a real scalar",
             "reduce it, for instance with .mean() or .sum()",
         )
-    return array
+    return array, aux

@@ -52,7 +52,7 @@ from dflow.tracing.rows.lookups import (
 
 
 class Border:
-    """How the variables of a region of a program pass its border: a value in, and what it is left with out.
+    """The values of variables that enter a region of a program, and those that leave it.
 
     With `adds`, a variable that the region only adds to comes in as zero, and what it is left with is added to it as
     one update: so nothing is lost that others add meanwhile.
@@ -65,12 +65,8 @@ class Border:
         self.added = frozenset(variable for variable in only_added(effects) if variable in summed or adds(variable))
         self._summed = self.added.intersection(summed)
 
-    def values(self) -> list[Any]:
-        """What each variable touched comes in as."""
-        return [self.value(variable) for variable in self.touched]
-
     def value(self, variable: Any) -> Any:
-        """What one variable comes in as."""
+        """The value of a variable that enters."""
         return jnp.zeros(variable.shape, variable.dtype) if variable in self.added else variable.read()
 
     def write_back(self, after: Sequence[Any]) -> None:
@@ -167,14 +163,16 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: St
 
 def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
     """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
+    has_table = any(isinstance(operand, Table) for operand in operands)
     if state.lookups.tables and equation.primitive.name in BODIES:
         sites = sites_inside(equation, operands, state.lookups.tables)
-        if sites or any(isinstance(operand, Table) for operand in operands):
+        if sites or has_table:
             return state.lookups.inside(sites, lambda state, found: run_bodies(equation, operands, state, found), state)
-    if any(isinstance(operand, Table) for operand in operands):
-        return _apply_to_table(equation, operands, state)
+    if has_table and equation.primitive.name not in CALLS:
+        with origin_of(equation).restored():
+            return [state.lookups.gather(equation, operands[0].variable, operands[1])]
     rule = _RULES.get(equation.primitive.name)
-    if not touches_state(equation.effects) and (rule is None or not state.gives(equation)):
+    if not has_table and not touches_state(equation.effects) and (rule is None or not state.gives(equation)):
         return bind(equation.primitive, equation.params, operands, origin_of(equation))
     if rule is None:
         reads, writes = accesses(equation.effects)
@@ -199,14 +197,6 @@ def run_bodies(
         results, values, places = run(equation.params, list(operands), state, written, found)
     state.update(zip(written, values, strict=True))
     return list(results), places
-
-
-def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
-    """Run a gather from a variable that is only looked up in, or a call of a function that contains one."""
-    with origin_of(equation).restored():
-        if equation.primitive.name in CALLS:
-            return evaluate(*closed_parts(equation.params[CALLS[equation.primitive.name]]), operands, state)
-        return [state.lookups.gather(equation, operands[0].variable, operands[1])]
 
 
 def _read(equation: Equation, operands: list[Any], state: State) -> list[Any]:
@@ -253,21 +243,13 @@ class _Body:
         self._written = written
         self._within = state.within
 
-    def __call__(self, operands: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results, after, _ = self.looking(operands, values, ())
-        return results, after
-
-    def looking(self, operands: Sequence[Any], values: Sequence[Any], found: _Given) -> _Looked:
+    def __call__(self, operands: Sequence[Any], values: Sequence[Any], found: _Given = ()) -> _Looked:
         """Run the body on operands, the values of the variables written, and rows."""
         lookups = BodyLookups(self._tables, found)
         inner = self._within(self._fixed, lookups)
         inner.update(zip(self._written, values, strict=True))
         results = evaluate(self._jaxpr, self._consts, operands, inner)
         return results, inner.of(self._written), lookups.places
-
-    def sites(self, operands: Sequence[Any]) -> list[Site]:
-        """The lookups in tables."""
-        return sites_of(self._jaxpr, operands, self._tables)
 
 
 def without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
@@ -287,7 +269,7 @@ def _scan(params: Mapping[str, Any], operands: list[Any], state: State, written:
     body = _Body(params["jaxpr"], state, written)
 
     def step(carry: Any, x: Any) -> Any:
-        results, values, places = body.looking([*consts, *carry[0], *x[0]], carry[1], x[1])
+        results, values, places = body([*consts, *carry[0], *x[0]], carry[1], x[1])
         return (results[: len(init)], values), (results[len(init) :], places)
 
     kept = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
@@ -299,7 +281,7 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
     index, *rest = operands
     arrays, all_of = without_tables(rest)
     bodies = [_Body(branch, state, written) for branch in params["branches"]]
-    by_branch = [body.sites(rest) for body in bodies]
+    by_branch = [sites_of(closed_parts(branch)[0], rest, state.lookups.tables) for branch in params["branches"]]
     ends, sites = [0, *itertools.accumulate(map(len, by_branch))], [*itertools.chain(*by_branch)]
 
     def run(number: int) -> Callable[..., Any]:
@@ -307,7 +289,7 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
 
         def branch(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
             own = None if found is None else found[first:last]
-            results, after, places = bodies[number].looking(all_of(arrays), values, own)
+            results, after, places = bodies[number](all_of(arrays), values, own)
             if found is None:
                 # The rows of all branches are looked up, whichever runs, but only that one computes places: another's
                 # computation may not end, or may call back. The first row stands in, and its gradient gets zeros.
@@ -330,7 +312,7 @@ def _remat(params: Mapping[str, Any], operands: list[Any], state: State, written
     body = _Body(params["jaxpr"], state, written)
 
     def run(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
-        return body.looking(all_of(arrays), values, found)
+        return body(all_of(arrays), values, found)
 
     checkpointed = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
     looked: _Looked = checkpointed(arrays, state.of(written), found)
@@ -350,7 +332,7 @@ def _while(equation: Equation, operands: list[Any], state: State) -> list[Any]:
         return test([*cond_consts, *carry[0]], carry[1])[0][0]
 
     def step(carry: Any) -> Any:
-        after, values = body([*body_consts, *carry[0]], carry[1])
+        after, values, _ = body([*body_consts, *carry[0]], carry[1])
         return still_live(params["cond_jaxpr"], lambda: live(carry), after, carry[0]), values
 
     results, values = jax.lax.while_loop(lambda carry: live(carry).any(), step, (init, state.of(written)))

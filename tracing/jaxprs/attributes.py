@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import jax
@@ -26,16 +27,7 @@ from jax.extend.core import Primitive
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.graph import Graph, Literal, Node, Value
-from dflow.tracing.ir.types import (
-    DTYPES,
-    AccumulatorType,
-    ArrayType,
-    QueueType,
-    RefType,
-    TokenType,
-    dtype_name,
-    parse_dtype,
-)
+from dflow.tracing.ir.types import DTYPES, ArrayType, Type, dtype_name, parse_dtype
 from dflow.tracing.jax_frontend import (
     bind,
     closed_parts,
@@ -58,7 +50,7 @@ LARGEST_PRINTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What the text form cannot carry; `text` is all that it prints. A node that has one can be read, not run."""
+    """An object without a text form, which prints as `text`. A node that has one can be read, not run."""
 
     text: str
 
@@ -99,23 +91,7 @@ _CLASSES: Mapping[str, Any] = {
     if isinstance(member, type) and (issubclass(member, Enum) or hasattr(member, "_fields") or is_dataclass(member))
 } | {jax.memory.Space.__name__: jax.memory.Space}
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    ArrayType,
-    RefType,
-    QueueType,
-    AccumulatorType,
-    TokenType,
-    Opaque,
-    Symbol,
-    Record,
-    Body,
-)
+_PLAIN = (NoneType, bool, int, float, complex, str, *get_args(Type), Opaque, Symbol, Record, Body)
 
 
 def normal(value: Any) -> Any:
@@ -244,7 +220,7 @@ def _jit_defaults(inputs: int, outputs: int) -> Mapping[str, Any]:
 
 
 def restored(value: Any) -> Any:
-    """What `normal` was given; what cannot be had again stays an Opaque, a Record or a Body."""
+    """The inverse of `normal`; a value that cannot be made again stays an Opaque, a Record or a Body."""
     if isinstance(value, Symbol):
         return _restored_symbol(value.name)
     if isinstance(value, Record):

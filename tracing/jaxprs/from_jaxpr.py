@@ -111,15 +111,14 @@ def _border(equation: Equation) -> Border:
     return Border(equation.effects, lambda variable: is_on_task(variable.device))
 
 
-def _tasks_bound(border: Border) -> set[str | None]:
-    """The tasks of the variables whose values come in; None among them for the caller."""
+def _tasks_of_changes(border: Border) -> set[str | None]:
+    """The tasks of the variables whose values come in, None among them for the caller.
+
+    Empty if no variable of another task is written by more than adding to it.
+    """
     bound = [variable for variable in border.touched if variable not in border.added]
-    return {variable.device if is_on_task(variable.device) else None for variable in bound}
-
-
-def _changes_tasks(border: Border) -> bool:
-    """Whether variables of other tasks are written by more than adding to them."""
-    return any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
+    is_changed = any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
+    return {variable.device if is_on_task(variable.device) else None for variable in bound if is_changed}
 
 
 def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
@@ -129,8 +128,7 @@ def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
         return True
     if is_on_task(own) or not touches_state(equation.effects):
         return False
-    border = _border(equation)
-    return _changes_tasks(border) and len(_tasks_bound(border)) > 1
+    return len(_tasks_of_changes(_border(equation))) > 1
 
 
 def handle_type(resource: Any) -> Type:
@@ -283,7 +281,7 @@ class _Builder:
         values = [self._read(variable, origin) for variable in carried]
         first = len(self.nodes)
         results = self.inline(jaxpr, [*map(self.captured, consts), *values, *inputs], origin, names)
-        if _changes_tasks(border) and len(tasks := _tasks_bound(border)) == 1:
+        if len(tasks := _tasks_of_changes(border)) == 1:
             # There it is one call with the reads and the assigns, and no other step comes between.
             [task] = tasks
             self.nodes[first:] = [replace(node, device=node.device or task) for node in self.nodes[first:]]

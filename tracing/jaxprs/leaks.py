@@ -34,14 +34,8 @@ class Leak:
     holder: str
 
 
-class _ThisThread(threading.local):
-    """Whether the thread watches the functions that it traces."""
-
-    watches = False
-
-
 class _Watches:
-    """The watches of all threads, and the functions traced in them: where they stand, and their names for warnings.
+    """The threads that watch the functions they trace; and these functions' names for warnings, by where they stand.
 
     Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
     ends last looks for the values of all.
@@ -49,25 +43,24 @@ class _Watches:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
+        self.threads: set[int] = set()
         self.names: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Note that a watch begins."""
+        """Note that this thread starts watching."""
         with self._lock:
-            self._running += 1
+            self.threads.add(threading.get_ident())
 
     def end(self) -> dict[str, str]:
-        """Note that a watch ends; return the functions to look at now."""
+        """Note that this thread stops watching; return the functions to look at now."""
         with self._lock:
-            self._running -= 1
-            if self._running:
+            self.threads.discard(threading.get_ident())
+            if self.threads:
                 return {}
             names, self.names = self.names, {}
             return names
 
 
-_this_thread = _ThisThread()
 _watches = _Watches()
 _living = LivingTraces()
 #: The traces already examined, so that a living trace is reported once.
@@ -76,22 +69,20 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def note_trace(source: str, name: str) -> None:
     """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
-    if _this_thread.watches:
+    if threading.get_ident() in _watches.threads:
         _watches.names[source] = name
 
 
 @contextmanager
 def watched_for_leaks() -> Iterator[None]:
     """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
-    if _this_thread.watches:
+    if threading.get_ident() in _watches.threads:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
-    _this_thread.watches = True
     _watches.begin()
     try:
         yield
     finally:
-        _this_thread.watches = False
         names = _watches.end()
     if names:
         for trace in _living.found():
@@ -101,7 +92,7 @@ def watched_for_leaks() -> Iterator[None]:
 
 
 def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
-    """What the function of a living trace is called, if it was noted and not looked at before."""
+    """The name of the function of a living trace, if it was noted and not looked at before."""
     if trace is None or trace in _looked_at or (name := names.get(source_of_trace(trace))) is None:
         return None
     _looked_at.add(trace)
@@ -143,7 +134,7 @@ def _has_values(trace: weakref.ref[Any]) -> bool:
 
 
 def _described(holder: Any, value: Any, holders: list[Any]) -> str | None:
-    """What a user calls a holder, one of `holders`, or None when it is JAX's or ours."""
+    """A holder, one of `holders`, in words of the user; None when it is JAX's or ours."""
     if isinstance(holder, types.FrameType) or _is_of(holder, "jax", "jaxlib", "dflow"):
         return None
     if isinstance(holder, dict):

@@ -85,7 +85,7 @@ def noted_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[list[jax.ShapeDtypeS
 
 
 def _arrays(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The results of a program, passed over by itself, as arrays."""
+    """The results of a program as arrays, from a run that starts here."""
     return _Pass(_counts(jaxpr)).outputs(jaxpr, consts, args)
 
 
@@ -283,7 +283,7 @@ class _Pass:
         return [Rowwise(equation, operands, value.rest, value.index, rows)]
 
     def _stored(self, variable: Any) -> Stored:
-        """What a variable holds at this point of the program."""
+        """The value of a variable at this point of the program."""
         return Stored(variable, (self._foreign_writes, self._writes.get(variable, 0)))
 
     def _settle(self, variables: Sequence[Any], *, everything: bool = False) -> None:

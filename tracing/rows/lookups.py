@@ -132,7 +132,11 @@ class Search:
             body.walk(inner, _tables_inside(inner.invars[: len(given)], given, tables))
             by_part.append(body.least)
         self._whole(equation.invars[last:], tables)
-        self._count(equation, body, functools.reduce(operator.and_, by_part))
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for variable, count in functools.reduce(operator.and_, by_part).items():
+            self.least[variable] += times * count
+        here = {site.variable: equation for site in body.sites} if equation.primitive.name == "cond" else {}
+        self.branched = body.branched | here | self.branched
         self.used_whole |= body.used_whole
         self.inside = body.inside | self.inside
         if body.sites:
@@ -141,13 +145,6 @@ class Search:
             sites = [_repeated(site, equation) for site in body.sites]
             self.sites += sites
             self.bodies.append(BodyUse(equation, held, sites))
-
-    def _count(self, equation: Equation, body: Search, least: Counter[Any]) -> None:
-        """Count the rows that the bodies of an equation look up at least, in one iteration."""
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        self.least.update({variable: times * count for variable, count in least.items()})
-        here = {site.variable: equation for site in body.sites} if equation.primitive.name == "cond" else {}
-        self.branched = body.branched | here | self.branched
 
     def _inside(self, equation: Equation) -> None:
         """Note the variables that a body touches: all are used whole, some by lookups alone."""
@@ -239,17 +236,17 @@ def _is_plain_gather(equation: Equation) -> bool:
 
 
 def _mode(equation: Equation) -> Any:
-    """What a gather does with a place past an end."""
+    """The mode of a gather: its rule for a place past an end."""
     return equation.params["mode"] if equation.primitive.name == "gather" else GatherScatterMode.CLIP
 
 
 def _batch_dims(equation: Equation) -> int:
-    """How many dimensions the indices have that name rows."""
+    """Number of dimensions of the indices that name rows."""
     return len(equation.invars[1].aval.shape) - 1 if equation.primitive.name == "gather" else 0
 
 
 def _kept_dim(equation: Equation) -> int | None:
-    """Where the result has a dimension of size 1 for each single row, or None when it has none."""
+    """The dimension of size 1 that the result has for the rows, or None."""
     if equation.primitive.name == "gather" and equation.params["dimension_numbers"].collapsed_slice_dims:
         return None
     return _batch_dims(equation)
@@ -282,7 +279,7 @@ RunBody: TypeAlias = Callable[[Any, Sequence[Found] | None], tuple[list[Any], li
 
 
 class Lookups(ABC):
-    """How lookups in `tables` are served, in the order of the program."""
+    """Serves the lookups in `tables`, in the order of the program."""
 
     def __init__(self, tables: Collection[Any]) -> None:
         self.tables = tables

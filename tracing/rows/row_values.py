@@ -99,7 +99,7 @@ class Index:
         return {}
 
     def is_there(self, ndim: int) -> Any:
-        """Which places are of a row that there is, in a shape that broadcasts with rows of `ndim` dimensions."""
+        """Whether there is a row at each place, in a shape that broadcasts with rows of `ndim` dimensions."""
         return (self.places < self.count).reshape((-1,) + (1,) * (ndim - 1))
 
     @cached_property
@@ -230,7 +230,7 @@ _SHAPES = ("shape", "new_sizes")
 
 
 def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
-    """Run an equation on `size` rows of its operands."""
+    """The result of an equation for some rows; `operands` are these rows of its operands, `size` is their number."""
     params = {key: (size, *value[1:]) if key in _SHAPES and value else value for key, value in equation.params.items()}
     return bind(equation.primitive, params, operands, None)[0]
 

@@ -32,8 +32,8 @@ _REDUCTIONS: Mapping[str, Callable[[Any, Any, Any], Any]] = {
     "reduce_sum": lambda rows, there, zero: jnp.sum(rows, where=there, dtype=rows.dtype),
     "reduce_max": lambda rows, there, other: jnp.max(rows, where=there, initial=other),
     "reduce_min": lambda rows, there, other: jnp.min(rows, where=there, initial=other),
-    "reduce_or": lambda rows, there, other: jnp.any(rows, where=there) | other,
-    "reduce_and": lambda rows, there, other: jnp.all(rows, where=there) & other,
+    "reduce_or": lambda rows, there, other: jnp.bitwise_or.reduce(rows, axis=None, where=there) | other,
+    "reduce_and": lambda rows, there, other: jnp.bitwise_and.reduce(rows, axis=None, where=there) & other,
 }
 
 
@@ -115,11 +115,12 @@ def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | No
 def _is_linear(equation: Equation, operands: Sequence[Any]) -> bool:
     """Whether the sum of results for rows of one place is the result for their sum."""
     name, has_rows = equation.primitive.name, [*map(_has_rows, operands)]
-    if not all(operand.is_sparse for operand, has in zip(operands, has_rows, strict=True) if has):
+    known = [*filter(_has_rows, operands)]
+    if not all(operand.is_sparse for operand in known):
         return False
     if name in ("neg", "copy", "copy_p"):
         return True
-    if any(operand.rows.dtype.itemsize < 4 for operand, has in zip(operands, has_rows, strict=True) if has):
+    if any(operand.rows.dtype.itemsize < 4 for operand in known):
         return False  # a sum of few bits is to be rounded, or to overflow, as that of the dense gradient
     if name == "convert_element_type":
         was, will_be = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
