@@ -209,7 +209,7 @@ class _Wrt:
     def gradient(self, by_variable: Sequence[Any], by_argument: Sequence[Any]) -> Any:
         """Values for the variables and leaves in the structure of the gradient that the user gets."""
         both = tuple(map(jax.tree_util.tree_unflatten, self._trees, (by_variable, by_argument)))
-        return both if self._by_variable and self._by_argument else both[self._by_argument]
+        return both[1] if not self._by_variable else both[0] if not self._by_argument else both
 
     def flat(self, direction: Any) -> tuple[list[Any], list[Any]]:
         """The values of a direction, which has that structure, for the variables and for the leaves."""

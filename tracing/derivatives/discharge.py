@@ -52,7 +52,7 @@ from dflow.tracing.rows.lookups import (
 
 
 class Border:
-    """The values of variables that enter a region of a program, and those that leave it.
+    """The values of variables that enter a region of a program, and the values that leave it.
 
     With `adds`, a variable that the region only adds to comes in as zero, and what it is left with is added to it as
     one update: so nothing is lost that others add meanwhile.
