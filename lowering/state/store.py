@@ -19,7 +19,7 @@ from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_rules import HeldResource
+from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.held_value import READ, HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed

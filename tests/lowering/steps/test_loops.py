@@ -20,8 +20,7 @@ import dflow
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_rules import OnResults
+from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
