@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ import numpy as np
 
 from dflow.calls.function import jit
 from dflow.calls.static_arguments import static_arguments
-from dflow.exporting.export_manifest import FunctionSignature, Parameter
-from dflow.lowering.programs.export import Arguments, PureProgram, exported, pure_program
+from dflow.exporting.export_manifest import FunctionSignature, Parameter, arguments_of
+from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.derivatives.discharge import constants_within
 from dflow.tracing.errors import ExportError
@@ -67,12 +68,9 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     jaxpr, consts = closed_parts(looked.jaxpr)
     parameters, fixed = _parameters(name, jitted, args, kwargs, looked)
     result = _tree(name, looked.out_tree, list(map(_type_of, jaxpr.outvars)), "result")
-    positional = [parameter.tree for parameter in parameters if parameter.by != "name"]
-    named = {parameter.name: parameter.tree for parameter in parameters if parameter.by == "name"}
-    arguments = Arguments(positional, named, result)
     types = list(map(_type_of, jaxpr.invars))
     constants = _constants(fn, constants_within(jaxpr, consts))
-    pure = pure_program(name, jaxpr, consts, constants, arguments, types)
+    pure = pure_program(name, jaxpr, consts, constants, arguments_of(parameters), types, result)
     program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
     returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
@@ -86,6 +84,8 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
         platforms=list(options.platforms),
         vjp_order=options.vjp_order,
         calling_convention_version=program.calling_convention_version,
+        size_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
     )
     return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
 
@@ -96,7 +96,7 @@ def _type_of(var: Any) -> ArrayType:
 
 def _tree(name: str, treedef: Any, types: Sequence[ArrayType], path: str) -> Tree:
     try:
-        return tree_of(treedef, list(map(str, types)), path)
+        return tree_of(treedef, map(str, types), path)
     except UnknownNodeError as error:
         raise ExportError(
             f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which needs the code to load",
