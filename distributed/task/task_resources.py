@@ -53,7 +53,7 @@ class TaskResources:
             known = self._made.get(message.name)
             if known is None:
                 self._made[message.name] = made
-                self._store.create_resource(message.name, made)
+                self._store.resources[message.name] = made
         if known is not None and known.description != made.description:
             error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
             raise error(

@@ -380,7 +380,7 @@ class TaskServer:
     @REQUESTS.handles(ForgetState)
     @in_pool
     def _forget(self, message: ForgetState, arrival: RequestArrival) -> Handled:
-        held = self.store if message.is_variable else self._resources
+        held = self.store.table if message.is_variable else self._resources
         held.forget(message.key, message.reason, message.remedy)
         return Ok()
 

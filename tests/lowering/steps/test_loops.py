@@ -78,7 +78,7 @@ class Run:
             if isinstance(ref.type, RefType):
                 self.store.create(ref.name, ref.type.of, lambda name=ref.name: jnp.int32(variables[name]))
             else:
-                self.store.create_resource(ref.name, self.queues[ref.name])
+                self.store.resources[ref.name] = self.queues[ref.name]
         part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs})[ALONE]
         self.plan = part.plan
         programs = [program.compile() for program in lower_programs(part, self.store)]
