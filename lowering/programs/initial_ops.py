@@ -104,7 +104,7 @@ class InitialOps(TypedInitial):
         """Return the ops for another process, and add their programs to `exports`."""
         arrays = [_plain(const, var) for var, const in zip(self._jaxpr.constvars, self._consts, strict=True)]
         numbers: dict[Any, int] = {var: number for number, var in enumerate(self._jaxpr.constvars)}
-        for literal in self._literals():
+        for literal in (atom for equation in self._jaxpr.eqns for atom in equation.invars if is_literal(atom)):
             numbers[id(literal)] = len(arrays)
             arrays.append(_plain(literal.val, literal))
         calls, following = [], len(arrays)
@@ -114,9 +114,6 @@ class InitialOps(TypedInitial):
             numbers.update(zip(equation.outvars, range(following, following + len(equation.outvars)), strict=True))
             following += len(equation.outvars)
         return Recipe(arrays, calls, numbers[self._jaxpr.outvars[0]])
-
-    def _literals(self) -> list[Any]:
-        return [atom for equation in self._jaxpr.eqns for atom in equation.invars if is_literal(atom)]
 
 
 def _value(atom: Any, env: dict[Any, Any]) -> Any:
