@@ -117,7 +117,7 @@ def _with_calls_opened(bound: BoundGraph, names: Sequence[str], use: str) -> Bou
 
 
 def _not_found(bound: BoundGraph, name: str, use: str, holders: Sequence[Node]) -> tuple[str, str]:
-    """Return the fact and the remedy of the error; `holders` are nodes with bodies in which the name is a value."""
+    """Return the fact and the remedy of the error; the bodies of the nodes `holders` have a value of this name."""
     if holders:
         node = holders[0]
         return (
