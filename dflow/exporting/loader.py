@@ -100,10 +100,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
-        programs = {
-            name: _told(name, manifest.signatures[name].vjp_order, _program(place, name, content, manifest, read))
-            for name, content in contents.items()
-        }
+        programs = {name: _program(place, name, content, manifest, read) for name, content in contents.items()}
     values = read_values(place, VARIABLES, manifest.variables)
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
@@ -150,7 +147,7 @@ def _program(
     try:
         program = read(content)
         check_program(manifest, signature, program)
-        return program
+        return _with_order(name, signature.vjp_order, program)
     except RefusedCall as error:
         raise ExportError(
             f"the program {name!r} of {place} calls {error.target!r}, which is no library routine of JAX and could "
@@ -169,7 +166,7 @@ def _program(
         raise damaged(place / PROGRAMS / name, str(error)) from error
 
 
-def _told(name: str, order: int, program: export.Exported) -> export.Exported:
+def _with_order(name: str, order: int, program: export.Exported) -> export.Exported:
     """Return the program, whose `vjp` raises a clear ExportError beyond the exported order."""
     often = "more often" if order else "once"
     fields = [field.name for field in dataclasses.fields(export.Exported)]
@@ -208,7 +205,7 @@ def _function(
         leaves = [leaf for parameter in parameters for leaf in _leaves(name, parameter, values[parameter.name])]
         plain_args, plain_kwargs = build(arguments, iter(leaves))
         state = {key: variables[key].read() for key in signature.variables}
-        with _told_by_name(name, positional):
+        with _naming_sizes(name, positional):
             results, after = program.call(state, given, *plain_args, **plain_kwargs)
         for key in signature.writes:
             variables[key].assign(after[key])
@@ -223,7 +220,7 @@ def _function(
 
 
 @contextmanager
-def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
+def _naming_sizes(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
     """Replace JAX's errors about inconsistent sizes by SignatureError, with the parameters' names."""
     try:
         yield
