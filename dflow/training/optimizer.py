@@ -193,7 +193,7 @@ class Optimizer:
 
     @property
     def variables(self) -> Any:
-        """The variables, in the structure in which they were given."""
+        """The variables, structured as they were given."""
         return self._tree.unflatten(self._variables)
 
     @functools.cached_property

@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -256,25 +256,19 @@ class _Stored:
 
     def chunk_shape(self) -> tuple[int, ...]:
         """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
-        shape = whole = self.value.shape
-        if isinstance(self.value, jax.Array):
-            shape = self.value.sharding.shard_shape(whole)
-        return _small(shape, whole, self.value.dtype.itemsize)
-
-
-def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of chunks for parts of an array; `shape` is that of a part, `whole` that of the array."""
-    chunk = [max(1, size) for size in shape]
-    for axis, size in enumerate(chunk):
-        inner = itemsize * math.prod(chunk[axis + 1 :])
-        if inner * size <= _CHUNK_BYTES:
-            break
-        rows = max(1, _CHUNK_BYTES // inner)
-        # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
-        # divided among devices any number of rows will do, and the last chunk is short.
-        divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
-        chunk[axis] = rows if size == whole[axis] else divisor
-    return tuple(chunk)
+        whole, itemsize = self.value.shape, self.value.dtype.itemsize
+        part = self.value.sharding.shard_shape(whole) if isinstance(self.value, jax.Array) else whole
+        chunk = [max(1, size) for size in part]
+        for axis, size in enumerate(chunk):
+            inner = itemsize * math.prod(chunk[axis + 1 :])
+            if inner * size <= _CHUNK_BYTES:
+                break
+            rows = max(1, _CHUNK_BYTES // inner)
+            # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
+            # divided among devices any number of rows will do, and the last chunk is short.
+            divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
+            chunk[axis] = rows if size == whole[axis] else divisor
+        return tuple(chunk)
 
 
 def _restored(type: ArrayType, data: Any) -> Any:
