@@ -67,7 +67,7 @@ class SavableFunctions:
         return str(self._programs[self._chosen(signature)].mlir_module())
 
     def _chosen(self, name: str | None) -> str:
-        """Return `name`, or the only function's name. Raises ExportError, listing the functions, if it is none."""
+        """Return `name`, or the only function's name. Raises ExportError, listing the functions, for any other name."""
         among = self.signatures
         if name is None and len(among) == 1:
             return among[0]
