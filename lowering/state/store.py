@@ -185,7 +185,12 @@ class Store:
         """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""
         held = self.table.entry(key)
         _check_type(key, held.type, value)
-        self.replace({key: _placed(key, jnp.array(value, copy=True), self.table.buffer(key))})
+        own, before = jnp.array(value, copy=True), self.table.buffer(key)
+        if before.committed:
+            own = jax.device_put(own, before.sharding)
+        else:
+            refuse_divided(key, own)
+        self.replace({key: own})
 
     def update(self, key: str, kind: str, *operands: Any) -> None:
         """Change the value in place; `kind` is a key of `updates.KINDS`. Raises VariableShapeError."""
@@ -233,15 +238,6 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
             f"variable {key!r} exists and holds {held.type}, but is created again with {type}; "
             "give one of them another name"
         )
-
-
-def _placed(key: str, value: jax.Array, before: jax.Array) -> jax.Array:
-    """Return the value with the sharding of the previous one. Raises like `refuse_divided`."""
-    if not before.committed:
-        refuse_divided(key, value)
-        return value
-    placed: jax.Array = jax.device_put(value, before.sharding)
-    return placed
 
 
 def _beside(operand: Any, value: jax.Array) -> Any:
