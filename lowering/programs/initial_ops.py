@@ -9,7 +9,7 @@ Invariant: values that the initialiser closes over are read when the ops are rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.lowering.programs.program import export_program
+from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import (
     Equation,
@@ -53,13 +54,16 @@ class Exports:
 
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
-        self._numbers: dict[Any, tuple[int, Equation]] = {}
+        self._numbers: dict[Hashable, tuple[int, Equation]] = {}
 
     def number(self, equation: Equation) -> int:
         """Return the index in `blobs` of the program of an equation, exporting it if it is new."""
         types = [_type_of(atom) for atom in equation.invars]
-        # The equation is kept alive, since some of its parameters are compared by `id`.
-        key = (equation.primitive, *map(_identity, sorted(equation.params.items())), *types)
+        key: Hashable = equation.primitive, exact_attributes(equation.params), *types
+        try:
+            hash(key)
+        except TypeError:  # a parameter without a hash; the equation is kept alive
+            key = id(equation)
         if key not in self._numbers:
             self._numbers[key] = len(self.blobs), equation
             self.blobs.append(export_program(_program(equation, types), list(map(_plain_type, types))))
@@ -122,14 +126,6 @@ def _value(atom: Any, env: dict[Any, Any]) -> Any:
 
 def _type_of(atom: Any) -> ArrayType:
     return ArrayType(atom.aval.dtype, tuple(atom.aval.shape))
-
-
-def _identity(parameter: tuple[str, Any]) -> Any:
-    try:
-        hash(parameter)
-    except TypeError:
-        return parameter[0], id(parameter[1])
-    return parameter
 
 
 def _program(equation: Equation, types: Sequence[ArrayType]) -> Callable[..., list[Any]]:
