@@ -46,7 +46,7 @@ _PART_LENGTH = 200
 #: Names of the files of zarr, Orbax and dflow.
 _RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "descriptor"}
 
-Started = TypeVar("Started")
+Transfer = TypeVar("Transfer")
 
 
 def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
@@ -180,9 +180,9 @@ def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
     return ArrayFiles(**vars(manifest), path=place)
 
 
-def _in_flight(started: Iterable[tuple[int, Started]]) -> Iterator[Started]:
+def _in_flight(started: Iterable[tuple[int, Transfer]]) -> Iterator[Transfer]:
     """Yield reads or writes, each with its size in bytes, after the next ones are started, up to a limit in bytes."""
-    waiting: deque[tuple[int, Started]] = deque()
+    waiting: deque[tuple[int, Transfer]] = deque()
     total = 0
     for size_bytes, one in started:
         waiting.append((size_bytes, one))
@@ -279,7 +279,7 @@ def _restored(type: ArrayType, data: Any) -> Any:
 
 def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
     opening: dict[str, Any] = {}
-    writing: list[Any] = []
+    writing: deque[Any] = deque()
 
     def started() -> Iterator[tuple[int, tuple[str, Any]]]:
         for name, part in parts.items():
@@ -293,6 +293,7 @@ def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[st
         for name, written in _in_flight(started()):
             with _unless_refused(name, folder):
                 written.result()
+            writing.popleft()
     finally:
         # After a failure no writes must be left running.
         for future in (*opening.values(), *writing):
