@@ -15,7 +15,7 @@ import jax
 
 from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.near_names import near_keywords
-from dflow.tracing.source import at, caller, raised_at
+from dflow.tracing.source import Loc, at, caller, raised_at
 
 _CONCRETE = (
     jax.errors.ConcretizationTypeError,
@@ -30,25 +30,26 @@ _NOT_KNOWN = (
     "  `with dflow.eager():`"
 )
 
-_NOT_HASHABLE = "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
-
-
-_NOT_MAPPED = (
-    "  what was loaded from an export is a program for one shape, or for some sizes: jax.vmap does not map it. Export\n"
-    "  jax.vmap of the function, or call it for one after the other, by jax.lax.map"
-)
-
-
-_TABLE_SPREAD = (
-    "  for a variable: variable.read().at[indices].get(out_sharding=sharding), with a sharding, or with a spec within\n"
-    "  jax.set_mesh(mesh)"
-)
-
-_NOT_ON_MESH = (
-    "  for a gradient: it is spread as its variable is; make a variable that all devices are to hold by\n"
-    "  dflow.Variable(..., sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))"
-)
-
+#: Remedies by the beginning of JAX's error.
+_REMEDIES = {
+    "Shapes must be 1D sequences of concrete values": _NOT_KNOWN,
+    NOT_REVERSED: REVERSED,
+    "Use `.at[...].get(out_sharding=)`": (
+        "  for a variable: variable.read().at[indices].get(out_sharding=sharding), with a sharding, or with a spec "
+        "within\n  jax.set_mesh(mesh)"
+    ),
+    "Contracting dimensions are sharded": (
+        "  for a gradient: it is spread as its variable is; make a variable that all devices are to hold by\n"
+        "  dflow.Variable(..., sharding=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))"
+    ),
+    "Non-hashable static arguments": (
+        "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
+    ),
+    "Batching rule for 'call_exported'": (
+        "  what was loaded from an export is a program for one shape, or for some sizes: jax.vmap does not map it. "
+        "Export\n  jax.vmap of the function, or call it for one after the other, by jax.lax.map"
+    ),
+}
 
 #: JAX's error for an argument that is neither an array nor static; group 1 is the argument's path.
 _NO_ARGUMENT = re.compile(
@@ -56,21 +57,25 @@ _NO_ARGUMENT = re.compile(
 )
 
 
-def advise_on_trace(error: Exception) -> None:
-    """Add a note to an error that JAX raised in traced code, if a remedy is known."""
-    remedy = next((remedy for is_meant, remedy in _REMEDIES if is_meant(error)), None)
+def advise(error: Exception) -> None:
+    """Add a note with the remedy to an error that JAX raised for traced code or its arguments, if one is known."""
+    remedy = _remedy(error)
     if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
-        error.add_note(f"{at(raised_at(error) or caller()).lstrip(chr(10))}\n{remedy}")
+        _note(error, raised_at(error) or caller(), remedy)
 
 
-#: Tests for errors with the remedy of each; the first that matches counts.
-_REMEDIES: tuple[tuple[Callable[[Exception], bool], str], ...] = (
-    (lambda error: isinstance(error, _CONCRETE), _NOT_KNOWN),
-    (lambda error: str(error).startswith("Shapes must be 1D sequences of concrete values"), _NOT_KNOWN),
-    (lambda error: str(error).startswith(NOT_REVERSED), REVERSED),
-    (lambda error: str(error).startswith("Use `.at[...].get(out_sharding=)`"), _TABLE_SPREAD),
-    (lambda error: str(error).startswith("Contracting dimensions are sharded"), _NOT_ON_MESH),
-)
+def _remedy(error: Exception) -> str | None:
+    if isinstance(error, _CONCRETE):
+        return _NOT_KNOWN
+    text = str(error)
+    if (found := _NO_ARGUMENT.search(text)) is not None:
+        name = found[1] if found[1].isidentifier() else "..."
+        return f"  name it static: dflow.jit(fn, static_argnames={name!r})"
+    return next((remedy for start, remedy in _REMEDIES.items() if text.startswith(start)), None)
+
+
+def _note(error: Exception, loc: Loc | None, remedy: str) -> None:
+    error.add_note(f"{at(loc).lstrip(chr(10))}\n{remedy}")
 
 
 @contextmanager
@@ -80,25 +85,9 @@ def advised_options(jit: Callable[..., Any], fn: Any, options: Any) -> Iterator[
         yield
     except ValueError as error:
         if str(error).startswith("Jitted function has invalid argnames"):
-            known = inspect.signature(fn).parameters
-            error.add_note(f"{at(caller()).lstrip(chr(10))}\n  the parameters are {', '.join(known)}")
+            _note(error, caller(), f"  the parameters are {', '.join(inspect.signature(fn).parameters)}")
         raise
     except TypeError as error:
         remedy = near_keywords(jit, options) or "decorate a function: @dflow.jit, or dflow.jit(function, options)"
-        error.add_note(f"{at(caller()).lstrip(chr(10))}\n  {remedy}")
+        _note(error, caller(), f"  {remedy}")
         raise
-
-
-def advise_on_arguments(error: TypeError | ValueError) -> None:
-    """Add a note to an error about an argument that is not an array, or is static but not hashable."""
-    if str(error).startswith("Non-hashable static arguments"):
-        error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_HASHABLE}")
-    if (found := _NO_ARGUMENT.search(str(error))) is not None:
-        name = found[1] if found[1].isidentifier() else "..."
-        error.add_note(f"{at(caller()).lstrip(chr(10))}\n  name it static: dflow.jit(fn, static_argnames={name!r})")
-
-
-def advise_on_mapping(error: NotImplementedError) -> None:
-    """Add a note to an error about `jax.vmap` of a loaded function."""
-    if "call_exported" in str(error):
-        error.add_note(f"{at(caller()).lstrip(chr(10))}\n{_NOT_MAPPED}")

@@ -23,7 +23,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 import jax
 from jax import jit as jax_jit  # bound here once, since a program may replace `jax.jit` by `dflow.jit`
 
-from dflow.calls.advice import advise_on_arguments, advise_on_mapping, advised_options
+from dflow.calls.advice import advise, advised_options
 from dflow.calls.eager_mode import call_eagerly, eager
 from dflow.calls.hoisting import hoisted
 from dflow.calls.methods import BoundMethod, bound, weakly, without_self
@@ -105,7 +105,7 @@ class Function(Generic[P, R]):
             except (NotEntered, PlainJitError):  # types not seen yet, or types with a plan of dflow's
                 forget_failed_dispatch(self._jitted if single is None else single.jitted)
             except (TypeError, ValueError) as error:
-                advise_on_arguments(error)
+                advise(error)
                 raise
             return self._planned(given, named)
         except Exception as error:
@@ -191,7 +191,7 @@ class Function(Generic[P, R]):
         try:
             return cast(R, call_staged(stage, leaves) if is_staged() else self._planner.jitted(*args, **kwargs))
         except NotImplementedError as error:
-            advise_on_mapping(error)
+            advise(error)
             raise
         except PlainJitError:
             return cast(R, hoisted(stage, leaves))

@@ -24,7 +24,7 @@ _PURE: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
 def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
     """Return the result of `looked`, a trace by `jax.jit(fn).trace(...)`, for the leaves of its arguments."""
     closed = looked.jaxpr
-    border = _border(closed)
+    border = Border(closed_parts(closed)[0].effects, lambda variable: True)
     pure = _PURE.get(closed)
     if pure is None:
         pure = _PURE.setdefault(closed, _pure(weakref.ref(closed)))
@@ -33,16 +33,11 @@ def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
     return jax.tree_util.tree_unflatten(looked.out_tree, results)
 
 
-def _border(closed: Any) -> Border:
-    jaxpr, _ = closed_parts(closed)
-    return Border(jaxpr.effects, lambda variable: True)
-
-
 def _pure(program: weakref.ref[Any]) -> Any:
     @jax_jit
     def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        closed = program()  # alive: the caller holds it
-        border, (jaxpr, consts) = _border(closed), closed_parts(closed)
+        jaxpr, consts = closed_parts(program())  # alive: the caller holds it
+        border = Border(jaxpr.effects, lambda variable: True)
         state = State(zip(border.touched, values, strict=True))
         return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
 

@@ -33,11 +33,10 @@ def run_checked(
     with _unchecked():
         results = run()
         found = _found(names, [*jax.tree_util.tree_leaves(results), *(variable.read() for variable in variables)])
-    if found is None:
-        return results
+        if found is None:
+            return results
+        _restore(variables, before)
     try:
-        with _unchecked():
-            _restore(variables, before)
         if all(isinstance(resource, Variable) for resource in resources):
             anew()
     finally:

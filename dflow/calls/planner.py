@@ -9,31 +9,31 @@ would read the variables. The wrapper's first trace replays the trace that JAX a
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax import jit as jax_jit
 
-from dflow.calls.advice import advise_on_arguments, advise_on_trace
-from dflow.calls.graph_dump import dumper
-from dflow.calls.jax_alone import refuse_state, refuse_types_alone, takes_constants
+from dflow.calls.advice import advise
+from dflow.calls.jit_options import constrained, refuse_state, refuse_types_alone, takes_constants
 from dflow.calls.plans import UNKNOWN, CallPlan
-from dflow.calls.shardings import constrained
 from dflow.calls.shared_traces import SharedTraces
 from dflow.calls.single_executable import NotEntered, SingleExecutable
-from dflow.calls.static_arguments import StaticArguments
-from dflow.calls.trace_log import captured_types, described
+from dflow.calls.trace_log import described
 from dflow.config import CONFIG
+from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.state_backends import LOCAL, home_of
 from dflow.tracing.errors import InternalError
+from dflow.tracing.ir.graph import Graph
+from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import (
     Handle,
     ShardingTypeError,
@@ -47,16 +47,26 @@ from dflow.tracing.jax_frontend import (
     source_of,
     touches_state,
 )
-from dflow.tracing.jaxprs.captured import closed_over
+from dflow.tracing.jaxprs.captured import closed_over, is_large
 from dflow.tracing.jaxprs.from_jaxpr import holds_device
 from dflow.tracing.jaxprs.leaks import note_trace, watched_for_leaks
-from dflow.tracing.jaxprs.trace import Traced, argument_names, traced_from
+from dflow.tracing.jaxprs.trace import Traced, argument_names, traced_from, written_keys
+from dflow.tracing.primitives.namesakes import StepResources
 from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.source import caller
 from dflow.tracing.state.variable_trees import handles
+from dflow.tracing.syntax.text import text
 
 #: Whether checks or dumps of graphs are on, so that every function goes through the passes.
 _LOOK_AT_GRAPHS = CONFIG.check or CONFIG.dump is not None
+_dumps = itertools.count()
+
+
+class _FirstTrace(threading.local):
+    """Per thread: the trace that the wrapper's next trace replays, if any, and the variables that it returns."""
+
+    stage: Any = None
+    found: Mapping[int, Handle] = MappingProxyType({})
 
 
 class Planner:
@@ -71,19 +81,17 @@ class Planner:
     def __init__(self, fn: Callable[..., Any], options: Mapping[str, Any], raw: Any, shared: SharedTraces) -> None:
         self.fn, self.options, self.shared = fn, options, shared
         self._raw = raw
-        self._giving_handles: Any = None
-        self._first = _First()
+        self._wrapped: Any = None
+        self._first = _FirstTrace()
 
     @property
     def jitted(self) -> Any:
         """The `jax.jit` function that JAX traces and runs: of `fn`, or of its wrapper once `fn` returned a variable."""
         if not self.shared.returns_variables:
             return self._raw
-        if self._giving_handles is None:
-            self._giving_handles = _giving_handles(
-                self.fn, self.options, self.shared.log.name, self.shared.static, self._first
-            )
-        return self._giving_handles
+        if self._wrapped is None:
+            self._wrapped = self._returning_handles()
+        return self._wrapped
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of `jax.jit`'s `trace`; log the trace if it is new."""
@@ -96,7 +104,7 @@ class Planner:
                 stage = self._traced_by_jax(args, kwargs)
                 jaxpr, _ = closed_parts(stage.jaxpr)
         except (TypeError, ValueError, IndexError, ShardingTypeError) as error:
-            advise_on_trace(error)
+            advise(error)
             raise
         if jaxpr not in shared.jaxprs:
             shared.jaxprs.add(jaxpr)
@@ -115,8 +123,30 @@ class Planner:
         if not found and not returned_variables(closed_parts(stage.jaxpr)[0]):
             return stage
         self.shared.returns_variables = True
-        with self._first.being(stage, found):
+        self._first.stage, self._first.found = (stage if found else None), found
+        try:
             return self.jitted.trace(*args, **kwargs)
+        finally:
+            self._first.stage, self._first.found = None, {}
+
+    def _returning_handles(self) -> Any:
+        """Return `jax.jit` of a wrapper of the function that returns handles in place of variables."""
+        fn, static, first = self.fn, self.shared.static, self._first
+
+        @functools.wraps(fn)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            stage, first.stage = first.stage, None
+            if stage is None:
+                return handles(fn(*args, **kwargs))
+            leaves = jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2]))
+            results = replayed(*closed_parts(stage.jaxpr), leaves, first.found)
+            return jax.tree_util.tree_unflatten(stage.out_tree, results)
+
+        wrapper.__name__ = self.shared.log.name  # JAX names the program by it; a `functools.partial` has no name
+        with warnings.catch_warnings():
+            if {"backend", "device"} & self.options.keys():  # JAX already warned about these for `fn`
+                warnings.simplefilter("ignore", DeprecationWarning)
+            return jax_jit(wrapper, **self.options)
 
     def missed(self, jitted: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Have JAX compile and run arguments new to `jitted`, and return what JAX's dispatch expects.
@@ -171,19 +201,15 @@ class Planner:
     def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> CallPlan | None:
         """Trace for arguments of new types, and decide how their calls run: the plan, or None if JAX runs them."""
         started, traces = time.perf_counter(), len(self.shared.log)
-        try:
-            with watched_for_leaks():
-                stage = self.trace(args, kwargs)
-        except (TypeError, ValueError) as error:
-            advise_on_arguments(error)
-            raise
+        with watched_for_leaks():
+            stage = self.trace(args, kwargs)
         jaxpr, consts = closed_parts(stage.jaxpr)
         needed = touches_state(jaxpr.effects) or holds_device(jaxpr)
         if needed:
             refuse_state(self.shared.log.name, self.options, jaxpr)
         constants = list(closed_over(jaxpr, consts))
         possible = takes_constants(self.options, jaxpr, constants)
-        captured = captured_types(constants) if possible else ()
+        captured = tuple(str(array_type_of(const)) for const in constants if is_large(const)) if possible else ()
         self.shared.log.begin(traces, started, captured)
         if not (needed or captured or (_LOOK_AT_GRAPHS and possible)):
             return None
@@ -198,8 +224,9 @@ class Planner:
             return found
         passed = {id(resource) for resource in resources_in((args, kwargs))}
         kept = tuple(resource for resource in traced.variables if id(resource) not in passed)
-        home, observe = home_of(traced), dumper(self.shared.log.name)
-        plan = functools.partial(CallPlan, traced, kept, weakref.ref(jaxpr))
+        home, observe = home_of(traced), _dumper(self.shared.log.name)
+        resources, writes = StepResources(traced.variables), written_keys(traced)
+        plan = functools.partial(CallPlan, weakref.ref(jaxpr), kept, resources, writes)
         if not home.is_local:
             runner = home.runner(traced, check=CONFIG.check, observe=observe)
             return plan(_on_leaves(lambda: runner, traced.out_tree))
@@ -215,6 +242,20 @@ class Planner:
         return plan(lambda args, kwargs, _: run(args, kwargs), lower, single)
 
 
+def _dumper(name: str) -> Observer | None:
+    """Return a function that writes the graph after each pass to a file in DFLOW_DUMP, or None if dumps are off."""
+    if CONFIG.dump is None:
+        return None
+    folder = CONFIG.dump / f"{next(_dumps):03d}-{name.strip('<>')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = itertools.count()
+
+    def write(stage: str, graph: Graph) -> None:
+        (folder / f"{next(files):02d}-{stage}.graph").write_text(text(graph) + "\n")
+
+    return write
+
+
 def _on_leaves(runner: Callable[[], Runner], out_tree: Any) -> Callable[[Any, Any, list[Any]], Any]:
     """Return a function that runs a call: it takes args, kwargs and the leaves of the traced arguments."""
     return lambda args, kwargs, leaves: jax.tree_util.tree_unflatten(out_tree, runner()(leaves))
@@ -224,43 +265,3 @@ def resources_in(tree: Any) -> list[Any]:
     """Return the variables and queues in a pytree. Variables may be there as handles."""
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_resource)
     return [leaf.handle.variable for leaf in leaves if is_resource(leaf)]
-
-
-class _First(threading.local):
-    """Per thread: the trace to replay in the next trace of the wrapper, with the variables it was found to return."""
-
-    stage: Any = None
-    found: Mapping[int, Handle] = MappingProxyType({})
-
-    @contextmanager
-    def being(self, stage: Any, found: Mapping[int, Handle]) -> Iterator[None]:
-        """Replay `stage` in the next trace inside this context, if `found` has variables among its results."""
-        self.stage, self.found = (stage if found else None), found
-        try:
-            yield
-        finally:
-            self.stage, self.found = None, {}
-
-    def replayed(self, leaves: Sequence[Any]) -> Any:
-        """Return the results of the stage, and clear it so that it is replayed only once."""
-        stage, self.stage = self.stage, None
-        results = replayed(*closed_parts(stage.jaxpr), leaves, self.found)
-        return jax.tree_util.tree_unflatten(stage.out_tree, results)
-
-
-def _giving_handles(
-    fn: Callable[..., Any], options: Mapping[str, Any], name: str, static: StaticArguments, first: _First
-) -> Any:
-    """Return `jax.jit` of a wrapper of `fn` that returns handles in place of variables."""
-
-    @functools.wraps(fn)
-    def giving_handles(*args: Any, **kwargs: Any) -> Any:
-        if first.stage is None:
-            return handles(fn(*args, **kwargs))
-        return first.replayed(jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2])))
-
-    giving_handles.__name__ = name  # JAX names the program by it; `functools.partial` has none for `wraps` to copy
-    with warnings.catch_warnings():
-        if {"backend", "device"} & options.keys():  # JAX already warned about these for `fn`
-            warnings.simplefilter("ignore", DeprecationWarning)
-        return jax_jit(giving_handles, **options)

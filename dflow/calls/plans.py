@@ -7,43 +7,39 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from dflow.calls.single_executable import SingleExecutable
 from dflow.lowering.state_backend import LoweredStep
 from dflow.lowering.steps.local_step import LocalStep
 from dflow.lowering.steps.plan import Call
-from dflow.tracing.jaxprs.trace import Traced, written_keys
 from dflow.tracing.primitives.namesakes import StepResources
 
 UNKNOWN: Any = object()
 _NO_KEY: Any = object()
 
 
+@dataclass(frozen=True, eq=False)
 class CallPlan:
     """How to run the calls for one set of argument types.
 
+    `jaxpr`      the jaxpr of the trace
+    `variables`  variables and queues used that are not arguments; the plan keeps them alive
+    `resources`  all variables and queues used, arguments included; the plan does not keep them alive
+    `writes`     keys of the variables it writes
     `run`        runs a call: takes args, kwargs, and the leaves of the traced arguments
     `lower`      returns the lowered programs for arguments of these types; None where another process runs them
     `single`     the single-executable step that runs it, if it is one XLA call of this process
-    `variables`  variables and queues used that are not arguments; the plan keeps them alive
-    `writes`     keys of the variables it writes
-    `jaxpr`      the jaxpr of the trace
-    `resources`  all variables and queues used, arguments included; the plan does not keep them alive
     """
 
-    def __init__(
-        self,
-        traced: Traced,
-        variables: tuple[Any, ...],
-        jaxpr: weakref.ref[Any],
-        run: Callable[[Any, Any, list[Any]], Any],
-        lower: Callable[[Any, Any], LoweredStep] | None = None,
-        single: SingleExecutable | None = None,
-    ) -> None:
-        self.run, self.lower, self.single = run, lower, single
-        self.variables, self.jaxpr = variables, jaxpr
-        self.writes, self.resources = written_keys(traced), StepResources(traced.variables)
+    jaxpr: weakref.ref[Any]
+    variables: tuple[Any, ...]
+    resources: StepResources
+    writes: frozenset[str]
+    run: Callable[[Any, Any, list[Any]], Any]
+    lower: Callable[[Any, Any], LoweredStep] | None = None
+    single: SingleExecutable | None = None
 
 
 class Plans:

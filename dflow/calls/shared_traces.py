@@ -97,21 +97,14 @@ def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedT
         return new()
     if not may_share(fn):
         return new()
-    by_options = _of(fn)
+    number = id(fn)
+    _, by_options = _shared.setdefault(number, (weakref.ref(fn, lambda _: _shared.pop(number, None)), {}))
     found = by_options.get(options)
     if found is not None and not found.is_of(fn):
         by_options.clear()
         jitted.clear_cache()
         found = None
     return by_options.setdefault(options, new()) if found is None else found
-
-
-def _of(fn: Callable[..., Any]) -> dict[Hashable, SharedTraces]:
-    number = id(fn)
-    found = _shared.get(number)
-    if found is None:
-        found = _shared.setdefault(number, (weakref.ref(fn, lambda _: _shared.pop(number, None)), {}))
-    return found[1]
 
 
 def may_share(fn: Any) -> bool:

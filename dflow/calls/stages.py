@@ -15,7 +15,7 @@ from dflow.tracing.jaxprs.trace import leaf_names
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.variable_trees import handles
 
-_KNOWN = (
+_INFO = [
     "args_info",
     "donate_argnums",
     "fun_name",
@@ -25,7 +25,7 @@ _KNOWN = (
     "out_avals",
     "out_info",
     "out_tree",
-)
+]
 
 
 class _Stage:
@@ -35,7 +35,7 @@ class _Stage:
         self._looked = looked
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _KNOWN:
+        if name not in _INFO:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._looked, name)
 

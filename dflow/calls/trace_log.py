@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 
-from dflow.tracing.ir.types import array_type_of, type_of_aval
+from dflow.tracing.ir.types import type_of_aval
 from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.jaxprs.attributes import repr_of
-from dflow.tracing.jaxprs.captured import is_large
 from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.source import Loc, warn_at
 
@@ -172,8 +171,3 @@ def _described(leaf: Any, is_static: bool) -> str:
         return str(type_of_aval(aval) if is_array_type(aval) else aval)
     text = repr_of(leaf.handle.variable if is_resource(leaf) else leaf)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def captured_types(constants: Sequence[Any]) -> tuple[str, ...]:
-    """Return the types of the closed-over arrays that become inputs because of their size."""
-    return tuple(str(array_type_of(constant)) for constant in constants if is_large(constant))

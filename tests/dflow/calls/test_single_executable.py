@@ -21,8 +21,7 @@ from jax.experimental import io_callback
 
 import dflow
 from dflow.calls.plans import UNKNOWN, CallPlan, Plans
-from dflow.tracing.ir.graph import Graph
-from dflow.tracing.jaxprs.trace import Traced
+from dflow.tracing.primitives.namesakes import StepResources
 from tests.effort import examples
 
 THREADS, CALLS = 4, 50
@@ -352,8 +351,7 @@ def both_end(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
 
 
 def plan_of(*resources: Any) -> CallPlan:
-    traced = Traced(Graph((), (), ()), (), (), None)
-    return CallPlan(traced, resources, weakref.ref(Resource()), lambda *_: None)
+    return CallPlan(weakref.ref(Resource()), resources, StepResources(()), frozenset(), lambda *_: None)
 
 
 def test_plans_that_keep_alive_what_others_were_made_for_are_forgotten_at_once() -> None:
