@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from dflow import __version__
-from dflow.cli.certs_command import CERTS
+from dflow.cli.certs import CERTS
 from dflow.cli.command import add_commands
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.cli.launch_command import LAUNCH

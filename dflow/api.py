@@ -5,7 +5,7 @@ from dflow.calls.eager_mode import eager
 from dflow.calls.function import Function, jit
 from dflow.calls.trace_log import RetraceWarning
 from dflow.cluster import connect
-from dflow.device_memory import configure
+from dflow.config import configure
 from dflow.distributed.worker.cluster import ClusterSettings
 from dflow.exporting.exporter import Exported, export, spec
 from dflow.exporting.loader import Loaded, load

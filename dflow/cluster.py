@@ -23,8 +23,9 @@ from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.distributed.worker.standalone import standalone
 from dflow.lowering.queues.timers import TIMERS
-from dflow.state_backends import join_cluster, standalone_cluster
+from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.environment import read
 
@@ -71,17 +72,20 @@ def connect(
     """
     spec = _spec(coordinator, job, index, cluster)
     if spec is None:
-        return standalone_cluster()
+        return standalone(LOCAL.store)
     parent_watch.watch()
-    transport = SocketTransport(security=security or _security(spec))
+    proofs = spec.security
+    security = security or choose_security(os.environ, certificates=proofs.certificates, secret_file=proofs.secret_file)
+    transport = SocketTransport(security=security)
     sidecars = _attend(spec)
     listens = listening_address(address or spec.listens, spec.coordinator)
     with _told_while_it_takes_long(spec):
-        joined = join_cluster(
+        joined = Cluster(
             spec.coordinator,
             transport,
             job=spec.job,
             index=spec.index,
+            store=LOCAL.store,
             address=listens,
             settings=settings or ClusterSettings(),
         )
@@ -135,11 +139,6 @@ def _spec(
     if spec is None:
         return None
     return replace(spec, job=job or spec.job, index=spec.index if index is None else index)
-
-
-def _security(spec: ClusterSpec) -> SecurityPolicy:
-    said = spec.security
-    return choose_security(os.environ, certificates=said.certificates, secret_file=said.secret_file)
 
 
 def _attend(spec: ClusterSpec) -> Sidecars | None:

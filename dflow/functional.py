@@ -72,34 +72,34 @@ def public_names(source: ModuleType) -> list[str]:
     return [name for name in dir(source) if not name.startswith("_")]
 
 
-def mirror(name: str, source: ModuleType) -> ModuleType:
-    """Return the module called `name` with the members of `source`; it can be imported by that name."""
-    if name not in sys.modules:
-        made = ModuleType(name, source.__doc__)
-        fill(made, source)
-        sys.modules[name] = made
-    return sys.modules[name]
+def mirrored(name: str, source: ModuleType) -> Callable[[str], Any]:
+    """Return the `__getattr__` of the module called `name`, which looks up the members of `source` on first use."""
+    module = sys.modules[name]
 
-
-def fill(module: ModuleType, source: ModuleType) -> None:
-    """Let `module` look up the members of `source` on first use."""
-
-    def find(name: str) -> Any:
+    def find(member: str) -> Any:
         # Names with underscores are private, except the array API's; `__path__` would make the module a package.
-        if name.startswith("_") and not name.startswith("__array_"):
-            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}", name=name, obj=module)
+        if member.startswith("_") and not member.startswith("__array_"):
+            raise AttributeError(f"module {name!r} has no attribute {member!r}", name=member, obj=module)
         try:
-            member = getattr(source, name)
+            theirs = getattr(source, member)
         except AttributeError as error:
-            message = f"module {module.__name__!r} has no attribute {name!r}, for {error}"
-            raise AttributeError(message, name=name, obj=module) from None
-        inner = isinstance(member, ModuleType)
-        made = mirror(f"{module.__name__}.{name}", member) if inner else accepting(member)
-        setattr(module, name, made)
-        return made
+            message = f"module {name!r} has no attribute {member!r}, for {error}"
+            raise AttributeError(message, name=member, obj=module) from None
+        found = _mirror(f"{name}.{member}", theirs) if isinstance(theirs, ModuleType) else accepting(theirs)
+        setattr(module, member, found)
+        return found
 
     names = public_names(source)
-    module.__dict__.update(__getattr__=find, __dir__=lambda: names, __all__=names)
-    for name in names:
-        if isinstance(source.__dict__.get(name), ModuleType):
-            find(name)
+    module.__dict__.update(__dir__=lambda: names, __all__=names)
+    for member in names:
+        if isinstance(source.__dict__.get(member), ModuleType):
+            find(member)
+    return find
+
+
+def _mirror(name: str, source: ModuleType) -> ModuleType:
+    """Return the module called `name` with the members of `source`; it can be imported by that name."""
+    if name not in sys.modules:
+        made = sys.modules[name] = ModuleType(name, source.__doc__)
+        made.__dict__["__getattr__"] = mirrored(name, source)
+    return sys.modules[name]

@@ -7,6 +7,7 @@ runs on the CPU by Pallas' interpreter; any other is only traced, which compares
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from dflow.tracing.errors import KernelError
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.jax_frontend import closed_parts, is_jaxpr
+from dflow.tracing.jax_frontend import closed_parts, inner_parts, is_jaxpr
 from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.kernels import Kernel
 from dflow.tracing.primitives.kernel_choice import Implementation, floating
@@ -26,8 +27,6 @@ from dflow.tracing.source import at, caller
 
 #: Default tolerance, relative and absolute, by the size in bytes of the dtype's real numbers.
 _TOLERANCES = {1: 0.1, 2: 2e-2, 4: 1e-4, 8: 1e-8}
-
-_NO_DEVICE = "no {platform} device here"
 
 
 @dataclass(frozen=True)
@@ -87,48 +86,39 @@ def check_kernel(
     for platform, made in sorted(plain.by_platform.items()):
         judge = _Judge(kernel.name, platform, made, rtol, atol)
         own = backward.by_platform.get(platform)
-        run = _way_to_run(platform, made, leaves)
-        if isinstance(run, str):
-            checked.append(Checked(platform, made.label, run))
+        how, call_by = _way_to_run(platform, made, leaves)
+        if call_by is None:
+            checked.append(Checked(platform, made.label, how))
             continue
-        values = judge.compare(plain.plain, made, run.call, leaves, results)
+        values = judge.compare(plain.plain, made, call_by, leaves, results)
         gradients = None
         if own is not None:
             moved = [f"gradient by {operands[place]}" for place in floating(leaves)]
             given = [*leaves, *_cotangents(call.choice.types([jax.typeof(leaf) for leaf in leaves]))]
-            gradients = judge.compare(backward.plain, own, run.call, given, moved)
-        checked.append(Checked(platform, made.label, run.how, values, gradients))
+            gradients = judge.compare(backward.plain, own, call_by, given, moved)
+        checked.append(Checked(platform, made.label, how, values, gradients))
     return KernelCheck(kernel.name, ", ".join(str(array_type_of(leaf)) for leaf in leaves), tuple(checked))
 
 
-@dataclass(frozen=True)
-class _RunnableCase:
-    how: str
-    call: Callable[..., Sequence[Any]]
+def _way_to_run(
+    platform: str, made: Implementation, leaves: Sequence[Any]
+) -> tuple[str, Callable[..., Sequence[Any]] | None]:
+    """Return how the implementation can be run here, and a function that so calls a function on operands.
 
-
-def _way_to_run(platform: str, made: Implementation, leaves: Sequence[Any]) -> _RunnableCase | str:
-    """Return how to run a function as the implementation runs on its platform, or the reason why it cannot run."""
-    structs = [array_type_of(leaf).struct for leaf in leaves]
-    device = _device(platform)
-    if device is not None:
-        return _RunnableCase("run", lambda fn, *operands: jax_jit(fn)(*jax.device_put(list(operands), device)))
+    If it cannot be run, return the reason, and None.
+    """
+    with suppress(RuntimeError):
+        device = jax.local_devices(backend=platform)[0]
+        return "run", lambda fn, *operands: jax_jit(fn)(*jax.device_put(list(operands), device))
     try:
-        closed = jax.make_jaxpr(made)(*structs)
+        closed = jax.make_jaxpr(made)(*(array_type_of(leaf).struct for leaf in leaves))
     except KernelError:
         raise
     except Exception as error:  # such as an import of a library for that platform only
-        return f"{_NO_DEVICE.format(platform=platform)}, and not traced, for {type(error).__name__}: {error}"
-    if not _has_pallas(closed):
-        return f"{_NO_DEVICE.format(platform=platform)}, types agree"
-    return _RunnableCase("interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands))
-
-
-def _device(platform: str) -> Any:
-    try:
-        return jax.local_devices(backend=platform)[0]
-    except RuntimeError:
-        return None
+        return f"no {platform} device here, and not traced, for {type(error).__name__}: {error}", None
+    if not _has_pallas(closed_parts(closed)[0]):
+        return f"no {platform} device here, types agree", None
+    return "interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands)
 
 
 @dataclass(frozen=True)
@@ -149,7 +139,7 @@ class _Judge:
         operands: Sequence[Any],
         names: Sequence[str],
     ) -> float:
-        """Return the largest difference. Raises KernelError if one exceeds its tolerance."""
+        """Return the largest difference between the two functions' results. Raises KernelError if one is too large."""
         worst = 0.0
         for name, got, wanted in zip(names, call(made, *operands), call(plain, *operands), strict=True):
             worst = max(worst, self._distance(name, _numbers(got), _numbers(wanted)))
@@ -159,11 +149,12 @@ class _Judge:
         rtol, atol = (_usual(wanted.dtype) if given is None else given for given in (self.rtol, self.atol))
         if not jnp.issubdtype(wanted.dtype, jnp.inexact):
             rtol = atol = 0.0
-        same = (got == wanted) | (_is_nan(got) & _is_nan(wanted))
+        wide, expected = _wide(got), _wide(wanted)
+        same = (got == wanted) | (np.isnan(wide) & np.isnan(expected))
         with np.errstate(invalid="ignore"):  # inf - inf, which is handled below
-            apart = np.where(same, 0.0, np.abs(_wide(got) - _wide(wanted)))
+            apart = np.where(same, 0.0, np.abs(wide - expected))
         apart = np.where(np.isnan(apart), np.inf, apart)
-        allowed = atol + rtol * np.where(np.isfinite(_wide(wanted)), np.abs(_wide(wanted)), 0.0)
+        allowed = atol + rtol * np.where(np.isfinite(expected), np.abs(expected), 0.0)
         # float64 cannot hold all 64-bit integers: values that differ but convert to equal floats must not pass.
         apart = np.where(~same & (apart == 0.0), np.finfo(np.float64).tiny, apart)
         if np.all(apart <= allowed):
@@ -195,10 +186,6 @@ def _wide(values: Any) -> Any:
     return values.astype(np.complex128 if is_complex else np.float64)
 
 
-def _is_nan(values: Any) -> Any:
-    return np.isnan(_wide(values))
-
-
 def _cotangents(types: Sequence[Any]) -> list[jax.Array]:
     """Return random cotangents, from a fixed seed, for the floating results."""
     wanted = [type for type in types if jnp.issubdtype(type.dtype, jnp.inexact)]
@@ -206,16 +193,11 @@ def _cotangents(types: Sequence[Any]) -> list[jax.Array]:
     return [jax.random.normal(key, type.shape, type.dtype) for key, type in zip(keys, wanted, strict=True)]
 
 
-def _has_pallas(closed: Any) -> bool:
+def _has_pallas(jaxpr: Any) -> bool:
     return any(
-        equation.primitive.name == "pallas_call" or any(map(_has_pallas, _bodies(equation)))
-        for equation in closed_parts(closed)[0].eqns
+        equation.primitive.name == "pallas_call" or any(_has_pallas(inner) for inner, _ in inner_parts(equation.params))
+        for equation in jaxpr.eqns
     )
-
-
-def _bodies(equation: Any) -> list[Any]:
-    values = [item for value in equation.params.values() for item in (value if isinstance(value, tuple) else (value,))]
-    return [value for value in values if is_jaxpr(value)]
 
 
 def _interpreted(fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:

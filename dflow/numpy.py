@@ -1,16 +1,7 @@
 """`jax.numpy`, with variables accepted wherever it takes arrays."""
 
-from __future__ import annotations
-
-import sys
-from typing import Any
-
 import jax.numpy
 
-from dflow.functional import fill
+from dflow.functional import mirrored
 
-
-def __getattr__(name: str) -> Any: ...  # for the type checker; `fill` puts the working one here
-
-
-fill(sys.modules[__name__], jax.numpy)
+__getattr__ = mirrored(__name__, jax.numpy)

@@ -1,16 +1,7 @@
 """`jax.random`, with variables accepted wherever it takes arrays."""
 
-from __future__ import annotations
-
-import sys
-from typing import Any
-
 import jax.random
 
-from dflow.functional import fill
+from dflow.functional import mirrored
 
-
-def __getattr__(name: str) -> Any: ...  # for the type checker; `fill` puts the working one here
-
-
-fill(sys.modules[__name__], jax.random)
+__getattr__ = mirrored(__name__, jax.random)

@@ -39,13 +39,10 @@ def device(name: str | jax.Device | Sequence[str | jax.Device]) -> Iterator[None
         with device_scope(AUTO if isinstance(name, str) else _choice(name)):
             yield
         return
-    try:
-        written = _written(name)
-        full = _full(written, [AUTO, *local_devices()])
-        # Look up the platform as written, since the full name does not distinguish `cuda` and `rocm`.
-        here = device_named(":".join(written.split("/")[-1].split(":")[-2:])) if not task_of(full) else None
-    except DeviceError as error:
-        raise _with_line(error) from None
+    written = _written(name)
+    full = _full(written, [AUTO, *local_devices()])
+    # Look up the platform as written, since the full name does not distinguish `cuda` and `rocm`.
+    here = device_named(":".join(written.split("/")[-1].split(":")[-2:])) if not task_of(full) else None
     with device_scope(full), nullcontext() if here is None or is_tracing() else jax.default_device(here):
         yield
 
@@ -67,19 +64,14 @@ def colocate_with(variable: Variable) -> Iterator[None]:
 
 def _choice(names: Sequence[str | jax.Device]) -> str:
     """Return the scope name for a choice among these devices of this process."""
-    try:
-        written = [_written(name) for name in names]
-        if not names:
-            raise DeviceError("no device is listed to choose among", "name some, or say 'auto' for any")
-        fulls = [_full(name, local_devices()) for name in written]
-        if tasks := [task_of(full) for full in fulls if task_of(full)]:
-            raise DeviceError(
-                f"{tasks[0]!r} is a task, and a choice is among devices of this process", "name these, such as cpu:1"
-            )
-        here = [local_name(device_named(split_device_name(full)[1])) for full in fulls]
-    except DeviceError as error:
-        raise _with_line(error) from None
-    return choice_among(here)
+    if not names:
+        raise DeviceError("no device is listed to choose among", "name some, or say 'auto' for any")
+    fulls = [_full(_written(name), local_devices()) for name in names]
+    if tasks := [task_of(full) for full in fulls if task_of(full)]:
+        raise DeviceError(
+            f"{tasks[0]!r} is a task, and a choice is among devices of this process", "name these, such as cpu:1"
+        )
+    return choice_among([local_name(device_named(split_device_name(full)[1])) for full in fulls])
 
 
 def _written(given: object) -> str:
@@ -106,10 +98,4 @@ def _full(name: str, known: Iterable[str]) -> str:
     try:
         return full_device_name(name)
     except DeviceError as error:
-        raise DeviceError(f"{error}\n  {remedy}" if (remedy := did_you_mean(name, known, "")) else str(error)) from None
-
-
-def _with_line(error: DeviceError) -> DeviceError:
-    """Return the error with the user's line after its fact."""
-    fact, _, remedy = str(error).partition("\n  ")
-    return error if remedy.startswith("at ") else DeviceError(fact, remedy, at=caller())
+        raise DeviceError(str(error), did_you_mean(name, known, ""), at=caller()) from None

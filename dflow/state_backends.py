@@ -7,10 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from dflow.config import CONFIG
-from dflow.distributed.transport.base import Transport
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings, cluster_with
+from dflow.distributed.worker.cluster import cluster_with
 from dflow.distributed.worker.cluster_home import ClusterHome
-from dflow.distributed.worker.standalone import standalone
 from dflow.lowering.local import LocalHome
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.devices.device_name import is_on_task, task_of
@@ -23,18 +21,6 @@ from dflow.tracing.state.resources import Variable
 
 LOCAL = LocalHome(CONFIG.placement_s)
 set_default_home(LOCAL)
-
-
-def join_cluster(
-    coordinator: str, transport: Transport, *, job: str, index: int, address: str, settings: ClusterSettings
-) -> Cluster:
-    """Join a cluster; its steps may also use the variables of this process. See `Cluster`."""
-    return Cluster(coordinator, transport, job=job, index=index, store=LOCAL.store, address=address, settings=settings)
-
-
-def standalone_cluster() -> Cluster:
-    """Return a cluster whose only task is this process."""
-    return standalone(LOCAL.store)
 
 
 def by_backend(variables: Mapping[str, Variable]) -> dict[StateBackend, dict[str, Variable]]:

@@ -9,7 +9,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
-from dflow.state_backends import join_cluster
+from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
 
 
@@ -27,11 +27,12 @@ class MemoryCluster:
 
     def worker(self, index: int = 0, settings: ClusterSettings | None = None) -> Cluster:
         """Join as worker `index`, and return its cluster; close that before this one."""
-        return join_cluster(
+        return Cluster(
             self.coordinator.address,
             self.network,
             job="worker",
             index=index,
+            store=LOCAL.store,
             address="",
             settings=settings or ClusterSettings(),
         )

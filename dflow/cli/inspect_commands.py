@@ -30,15 +30,9 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
 
 def _show_cluster(options: argparse.Namespace) -> int:
     from dflow.cli.live_status import show_status
-    from dflow.cli.status_view import closing_tables, make_console
+    from dflow.cli.status_view import make_console
 
-    show_status(
-        transport_of(options),
-        coordinator_of(options),
-        make_console(),
-        watch=options.watch,
-        closing=lambda status: closing_tables(status, {}),
-    )
+    show_status(transport_of(options), coordinator_of(options), make_console(), watch=options.watch)
     return 0
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from dflow.cli.option_types import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import LaunchPlace
-from dflow.distributed.launching.ray_resources import RayResources
+from dflow.distributed.launching.ray_resources import ray_resources
 from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
@@ -99,7 +99,7 @@ def _ray_options(parser: argparse.ArgumentParser) -> None:
     for job, text in (("ps", "each stock task"), ("worker", "each task that runs the script")):
         resources.add_argument(
             f"--{job}-resources",
-            type=checked(RayResources.parse),
+            type=checked(ray_resources),
             metavar="NAME=AMOUNT,...",
             help=f"resources of {text}, such as CPU=1,GPU=0.5 (default: CPU=1)",
         )
@@ -112,9 +112,9 @@ def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPol
         if (error.name or "").partition(".")[0] != RAY:
             raise
         raise ConfigError("--on ray needs Ray, which is not installed", "pip install 'dflow[ray]'") from None
-    asked: dict[str, RayResources] = {}
+    asked: dict[str, dict[str, float]] = {}
     for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
-        asked |= dict.fromkeys(jobs, each or RayResources())
+        asked |= dict.fromkeys(jobs, each or {"CPU": 1.0})
     place = OnRay(asked, plan.restarts, is_secured=not isinstance(security, SameMachine))
     return place, f"{place.described(plan.counts)}; "
 

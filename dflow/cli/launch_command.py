@@ -17,7 +17,7 @@ from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.cli.option_types import at_least_one, checked, count, job_count
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
-from dflow.distributed.launching.restarts import RestartPolicy
+from dflow.distributed.launching.restarts import restart_limit
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
@@ -81,13 +81,13 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     # After Ray has started, because Ray installs its own SIGTERM handler.
     stop = StopSignal()
-    from dflow.cli.status_view import LoggedView, make_console, make_view
+    from dflow.cli.status_view import LoggedView, launch_view, make_console
     from dflow.distributed.launching.launcher import launch
     from dflow.distributed.launching.run_logs import RunLogs
 
     logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
     with (
-        make_view(make_console()) as shown,
+        launch_view(make_console()) as shown,
         contextlib.closing(logs),
         tempfile.TemporaryDirectory(prefix="dflow-state-") as state,
     ):
@@ -138,12 +138,12 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
     )
 
 
-def _restart(text: str) -> tuple[str, RestartPolicy]:
-    """Parse `POLICY` or `JOB=POLICY` to the job (empty if absent) and the policy."""
+def _restart(text: str) -> tuple[str, int]:
+    """Parse `POLICY` or `JOB=POLICY` to the job (empty if absent) and its number of restarts."""
     job, equals, policy = text.rpartition("=")
     if equals and not job:
         raise argparse.ArgumentTypeError(f"{text!r} has no job before the =; write it as ps=on-failure")
-    return job, checked(RestartPolicy.parse)(policy)
+    return job, checked(restart_limit)(policy)
 
 
 def _add_counts(parser: argparse._ArgumentGroup, option: str, dest: str, text: str) -> None:

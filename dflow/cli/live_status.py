@@ -17,8 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from dflow.cli.observing import TOOL
-from dflow.cli.status_view import grouped_traffic, make_table, progress_line, size_text
-from dflow.cli.task_table import TaskLine, task_table
+from dflow.cli.status_view import closing_tables, progress_line, size_text, traffic_table
+from dflow.cli.tables import TaskLine, task_table
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
@@ -92,10 +92,9 @@ def show_status(
     console: Console,
     *,
     watch: bool,
-    closing: Callable[[Status], RenderableType],
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Print the tables once, followed by `closing(status)`; or with `watch`, refresh them until Ctrl-C or the run ends.
+    """Print the tables, and those of a run's end; or with `watch`, refresh the first until Ctrl-C or the run ends.
 
     raises  DeadlineExceeded when the coordinator does not answer; with `watch`, that ends the display instead
     """
@@ -105,7 +104,7 @@ def show_status(
         wait(LOOK_S)
         now = watched.look()
         if not watch:
-            console.print(live_view(before, now), closing(now.status))
+            console.print(live_view(before, now), closing_tables(now.status, {}))
             return
         with Live(live_view(before, now), console=console, auto_refresh=False) as live:
             while True:
@@ -126,10 +125,21 @@ def live_view(before: Look, now: Look) -> RenderableType:
     """Return the progress line, the table of tasks, and the table of the edges with the most traffic."""
     took_s = max(now.at_s - before.at_s, 1e-9)
     done = now.status.steps_done - before.status.steps_done
+
+    def rate_text(size_bytes: int) -> str:
+        return f"{size_text(int(size_bytes / took_s))}/s"
+
     parts: list[RenderableType] = [Text(progress_line(now.status, done / took_s)), Text(), _tasks(before, now)]
     traffic = _recent_traffic(before.status, now.status)
     if traffic:
-        parts += [Text(), _edges(traffic, took_s)]
+        edges = traffic_table(
+            traffic,
+            MOST_EDGES,
+            lambda size_bytes: f"Sent now: {rate_text(size_bytes)}",
+            (">values/s", ">bytes/s"),
+            lambda row: (f"{row.values / took_s:.1f}", rate_text(row.size_bytes)),
+        )
+        parts += [Text(), edges]
     return Group(*parts)
 
 
@@ -157,18 +167,26 @@ def _tasks(before: Look, now: Look) -> RenderableType:
 
 
 def _line(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], before: Look, now: Look) -> TaskLine:
-    state, earlier = now.states.get(info.task), before.states.get(info.task)
+    load = _load(now.states.get(info.task), before.states.get(info.task), now.at_s - before.at_s)
+    heard, doing = "never", ""
+    if known is not None:
+        heard, doing = f"{now.status.now_s - known.heard_at_s:.1f} s ago", known.doing
     said, style = _state_text(info, known, slow, now)
-    rest = (
-        _rate(state, earlier, now.at_s - before.at_s),
-        f"{1e3 * state.step_s:.1f} ms" if state is not None and state.step_s else "",
-        str(state.running) if state is not None else "",
-        str(state.waiting) if state is not None else "",
-        Text(_depths(state)),
-        f"{now.status.now_s - known.heard_at_s:.1f} s ago" if known is not None else "never",
-        Text(known.doing if known is not None else ""),
-    )
-    return TaskLine(short_task_name(info.task), said, style, rest, needs_a_look=said != LIVE)
+    return TaskLine(short_task_name(info.task), said, style, (*load, heard, Text(doing)), needs_a_look=said != LIVE)
+
+
+def _load(state: TaskState | None, earlier: TaskState | None, took_s: float) -> tuple[RenderableType, ...]:
+    """Return the cells of a task's steps per second, step time, parts and values awaited, and its fullest queues."""
+    if state is None:
+        return ("",) * 5
+    rate = ""
+    if earlier is not None and state.steps and took_s > 0:
+        rate = f"{max(state.steps - earlier.steps, 0) / took_s:.1f}"
+    step_time = f"{1e3 * state.step_s:.1f} ms" if state.step_s else ""
+    fullest = sorted(state.depths, key=lambda depth: -depth.size)[:3]
+    depths = [f"{depth.name} {depth.size}" + (f"/{depth.capacity}" if depth.capacity else "") for depth in fullest]
+    more = f" and {len(state.depths) - 3} more" if len(state.depths) > 3 else ""
+    return rate, step_time, str(state.running), str(state.waiting), Text(", ".join(depths) + more)
 
 
 def _state_text(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], now: Look) -> tuple[str, str]:
@@ -185,19 +203,6 @@ def _state_text(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, flo
     return LIVE, "green"
 
 
-def _rate(state: TaskState | None, earlier: TaskState | None, took_s: float) -> str:
-    if state is None or earlier is None or not state.steps or took_s <= 0:
-        return ""
-    return f"{max(state.steps - earlier.steps, 0) / took_s:.1f}"
-
-
-def _depths(state: TaskState | None) -> str:
-    depths = state.depths if state is not None else ()
-    fullest = sorted(depths, key=lambda depth: -depth.size)[:3]
-    said = [f"{depth.name} {depth.size}" + (f"/{depth.capacity}" if depth.capacity else "") for depth in fullest]
-    return ", ".join(said) + (f" and {len(depths) - 3} more" if len(depths) > 3 else "")
-
-
 def _recent_traffic(before: Status, now: Status) -> list[EdgeTraffic]:
     earlier = {(entry.edge, entry.source, entry.destination): entry for entry in before.traffic}
     found = []
@@ -208,16 +213,3 @@ def _recent_traffic(before: Status, now: Status) -> list[EdgeTraffic]:
         if values > 0 and size >= 0:
             found.append(EdgeTraffic(entry.edge, entry.source, entry.destination, values, size))
     return found
-
-
-def _edges(traffic: list[EdgeTraffic], took_s: float) -> RenderableType:
-    rows = grouped_traffic(traffic)
-    total = sum(row.size_bytes for row in rows)
-    table = make_table(f"Sent now: {size_text(int(total / took_s))}/s", "value", "from -> to", ">values/s", ">bytes/s")
-    for row in rows[:MOST_EDGES]:
-        rate = f"{size_text(int(row.size_bytes / took_s))}/s"
-        table.add_row(Text(row.edge), f"{row.source} -> {row.destination}", f"{row.values / took_s:.1f}", rate)
-    if len(rows) > MOST_EDGES:
-        size = sum(row.size_bytes for row in rows[MOST_EDGES:])
-        table.add_row(f"{len(rows) - MOST_EDGES} more", "", "", f"{size_text(int(size / took_s))}/s")
-    return table

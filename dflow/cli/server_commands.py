@@ -95,7 +95,8 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _be_task(options: argparse.Namespace) -> int:
-    stop = _become_server()
+    stop = StopSignal()  # before slow imports, during which a signal could be missed
+    watch()
     from dflow.distributed.detection.cluster_spec import Variables
     from dflow.distributed.detection.this_host import listening_address
     from dflow.distributed.detection.variables import task_index
@@ -114,7 +115,8 @@ def _be_task(options: argparse.Namespace) -> int:
 
 
 def _be_coordinator(options: argparse.Namespace) -> int:
-    stop = _become_server()
+    stop = StopSignal()  # before slow imports, during which a signal could be missed
+    watch()
     from dflow.distributed.coordinator.coordinator import serve_coordinator
     from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
     from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
@@ -144,13 +146,6 @@ def _told_who_listens(address: str) -> Iterator[None]:
             "words",
             "end it, or listen elsewhere by --address HOST:PORT",
         ) from error
-
-
-def _become_server() -> StopSignal:
-    """Watch for SIGTERM and the launcher's end, before slow imports during which either could be missed."""
-    stop = StopSignal()
-    watch()
-    return stop
 
 
 TASK = Command(

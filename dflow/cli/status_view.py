@@ -7,28 +7,25 @@ line is printed every two seconds.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
-from functools import partial
-from types import TracebackType
-from typing import Self
+from typing import Any
 
 from msgspec.structs import replace
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dflow.cli.task_table import launch_table
+from dflow.cli.tables import launch_table, make_table
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.status import Status, TaskHealth, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
-from dflow.tracing.errors import DeviceError
 
 #: Most rows of a table; one more row sums up the rest.
 MOST_ROWS = 30
@@ -43,19 +40,19 @@ _LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"
 
 
 class StepRate:
-    """Steps per second over the last `RATE_WINDOW_S` seconds."""
+    """Steps per second over the last `RATE_WINDOW_S` seconds, not counting time before the first step."""
 
     def __init__(self) -> None:
         self._seen: deque[tuple[float, int]] = deque()
 
-    def add(self, status: Status) -> float:
-        """Add a status, and return the rate up to it; 0 until two are known. Time before the first run is ignored."""
-        if not status.steps_total:
-            return 0.0
-        self._seen.append((status.now_s, status.steps_done))
-        while len(self._seen) > 2 and status.now_s - self._seen[1][0] >= RATE_WINDOW_S:
+    def add(self, now_s: float, done: int) -> float:
+        """Add the number of steps done by now, and return the rate up to it; 0 until two numbers are known."""
+        if not done:
+            self._seen.clear()
+        self._seen.append((now_s, done))
+        while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
             self._seen.popleft()
-        (then_s, before), (now_s, done) = self._seen[0], self._seen[-1]
+        then_s, before = self._seen[0]
         return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
 
 
@@ -78,15 +75,22 @@ def progress_line(status: Status, steps_per_s: float) -> str:
 
 def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
     """Return the tables shown at the end of a run. `ends` tells how each process ended, by full task name."""
+    traffic = traffic_table(
+        status.traffic,
+        MOST_ROWS,
+        lambda size_bytes: f"Sent: {size_text(size_bytes)}",
+        (">values", ">MB"),
+        lambda row: (str(row.values), f"{row.size_bytes / 1e6:.3f}"),
+    )
     tables = (
         _results_table(status),
         _steps_table(status),
         _not_finite_table(status),
-        _traffic_table(status.traffic),
+        traffic,
         _variables_table(status.variables),
         _tasks_table(status, ends),
     )
-    return Group(*(part for table in tables if table is not None for part in (Text(), table)))
+    return Group(*(part for table in tables if table.row_count for part in (Text(), table)))
 
 
 def type_text(dtype: str, shape: Sequence[int]) -> str:
@@ -135,61 +139,42 @@ def _grouped(rows: Iterable[EdgeTraffic], end: str, other: str) -> list[EdgeTraf
 class TerminalView:
     """The launcher's display on a terminal: output of the tasks above a table of the tasks and a progress line."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, live: Live) -> None:
+        self._live = live
         self._rate = StepRate()
-        self._rates: dict[str, StepRate] = {}
-        self._newest_rates: dict[str, float] = {}
-        self._live = Live(Text("starting"), console=console, refresh_per_second=8, transient=True)
-
-    def __enter__(self) -> Self:
-        self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.stop()
+        self._worker_rates: defaultdict[str, StepRate] = defaultdict(StepRate)
+        self._steps_per_s: dict[str, float] = {}
 
     def show_line(self, task: str, line: str) -> None:
-        """Print the line above the progress."""
         text = Text(f"[{task}] ", style=_colour(task))
         text.append_text(Text.from_ansi(line))
-        self._console.print(text, soft_wrap=True)
+        self._live.console.print(text, soft_wrap=True)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Refresh the table and the progress line."""
-        text = progress_line(status, self._rate.add(status)) if status is not None else NO_ANSWER
-        line = Text(text, style="bold", overflow="ellipsis", no_wrap=True)
+        text = NO_ANSWER
         if status is not None:
-            self._newest_rates = self._worker_rates(status)
-        table = launch_table(rows, self._newest_rates, most=max(self._console.height // 2, 4))
-        self._live.update(Group(table, line))
+            text = progress_line(status, self._rate.add(status.now_s, status.steps_done))
+            self._steps_per_s = {
+                short_task_name(worker.task): self._worker_rates[worker.task].add(status.now_s, worker.steps)
+                for worker in status.workers
+            }
+        table = launch_table(rows, self._steps_per_s, most=max(self._live.console.height // 2, 4))
+        self._live.update(Group(table, Text(text, style="bold", overflow="ellipsis", no_wrap=True)))
 
     def show_event(self, text: str) -> None:
-        """Print the text above the progress."""
-        self._console.print(Text(f"dflow: {text}", style="bold"), soft_wrap=True)
+        self._live.console.print(Text(f"dflow: {text}", style="bold"), soft_wrap=True)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """Replace the progress line by the closing tables."""
         self._live.stop()
         if status is not None:
-            self._console.print(closing_tables(status, ends))
-
-    def _worker_rates(self, status: Status) -> dict[str, float]:
-        """Return the steps per second of each worker, by short name."""
-        rates = {}
-        for worker in status.workers:
-            name = short_task_name(worker.task)
-            own = replace(status, steps_done=worker.steps, steps_total=max(status.steps_total, 1))
-            rates[name] = self._rates.setdefault(name, StepRate()).add(own)
-        return rates
+            self._live.console.print(closing_tables(status, ends))
 
 
 class PlainView:
     """The launcher's display in a file or a pipe: no colours, no cursor, one progress line every two seconds.
 
-    Before the first run, the line counts the tasks that are up; unchanged, it is repeated every half minute.
+    Before the first run, the line counts the tasks that are up; unchanged, it is repeated every half minute. The rows
+    of tasks are not shown: events report the tasks.
     """
 
     def __init__(self, console: Console) -> None:
@@ -198,34 +183,22 @@ class PlainView:
         self._shown_at_s = 0.0
         self._present = ""
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
     def show_line(self, task: str, line: str) -> None:
-        """Print the line."""
         self._print(f"[{task}] {line}")
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Print a progress line if the last one is old enough. The rows are not used: events report the tasks."""
         if status is None:
             return
-        rate, present = self._rate.add(status), "" if status.steps_total else _present(status)
+        rate, present = self._rate.add(status.now_s, status.steps_done), "" if status.steps_total else _present(status)
         is_news = not present or present != self._present
         if status.now_s - self._shown_at_s >= (PLAIN_LINE_S if is_news else SAME_LINE_S):
             self._shown_at_s, self._present = status.now_s, present
             self._print(progress_line(status, rate))
 
     def show_event(self, text: str) -> None:
-        """Print the text."""
         self._print(f"dflow: {text}")
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """Print the tables."""
         if status is not None:
             self._console.print(closing_tables(status, ends))
 
@@ -245,31 +218,27 @@ class LoggedView:
         self._is_shown = True
 
     def show_line(self, task: str, line: str) -> None:
-        """Log and show the line."""
         self._log(task, line)
-        self._show(partial(self._view.show_line, task, line))
+        self._show(self._view.show_line, task, line)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Show the status."""
-        self._show(partial(self._view.show_status, status, rows))
+        self._show(self._view.show_status, status, rows)
 
     def show_event(self, text: str) -> None:
-        """Log the text, and show it."""
         self._log("launcher", _dated(text))
-        self._show(partial(self._view.show_event, text))
+        self._show(self._view.show_event, text)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
-        """Show the closing tables."""
-        self._show(partial(self._view.show_end, status, ends))
+        self._show(self._view.show_end, status, ends)
 
     def _log(self, task: str, line: str) -> None:
         if news := self._logs.write(task, line):
-            self._show(partial(self._view.show_line, "launcher", news))
+            self._show(self._view.show_line, "launcher", news)
 
-    def _show(self, show: Callable[[], None]) -> None:
+    def _show(self, show: Callable[..., None], *shown: Any) -> None:
         """Call `show`. An OSError is logged once; BrokenPipeError ends the run, as for other programs in a pipe."""
         try:
-            show()
+            show(*shown)
         except BrokenPipeError:
             raise
         except OSError as error:
@@ -288,9 +257,14 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=PLAIN_WIDTH)
 
 
-def make_view(console: Console) -> TerminalView | PlainView:
-    """Return the view for the console's kind of output, as a context manager."""
-    return TerminalView(console) if console.is_terminal else PlainView(console)
+@contextmanager
+def launch_view(console: Console) -> Iterator[TerminalView | PlainView]:
+    """Yield the view for the console's kind of output."""
+    if not console.is_terminal:
+        yield PlainView(console)
+        return
+    with Live(Text("starting"), console=console, refresh_per_second=8, transient=True) as live:
+        yield TerminalView(live)
 
 
 def _present(status: Status) -> str:
@@ -300,35 +274,43 @@ def _present(status: Status) -> str:
 
 
 def _colour(task: str) -> str:
-    try:
-        job, index = split_task_name("/job:" + task.replace(":", "/task:"))
-    except DeviceError:
+    job, _, index = task.partition(":")
+    if not index:
         return "white"
-    return _COLOURS[(index + (len(_COLOURS) // 2 if job == "ps" else 0)) % len(_COLOURS)]
+    return _COLOURS[(int(index) + (len(_COLOURS) // 2 if job == "ps" else 0)) % len(_COLOURS)]
 
 
-def make_table(title: str, *columns: str) -> Table:
-    """Return a table with left-aligned columns, or right-aligned if the name starts with `>`."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(
-            column.removeprefix(">"), justify="right" if column.startswith(">") else "left", overflow="fold"
-        )
+def traffic_table(
+    traffic: Iterable[EdgeTraffic],
+    most: int,
+    title: Callable[[int], str],
+    columns: tuple[str, str],
+    cells: Callable[[EdgeTraffic], tuple[str, str]],
+) -> Table:
+    """Return a table of the edges with the most traffic.
+
+    most     number of rows; one more row sums up the rest
+    title    returns the title for the total number of bytes
+    columns  the last two columns, for which `cells` returns the texts of a row
+    """
+    rows = grouped_traffic(traffic)
+    table = make_table(title(sum(row.size_bytes for row in rows)), "value", "from -> to", *columns)
+    for row in rows[:most]:
+        table.add_row(Text(row.edge), f"{row.source} -> {row.destination}", *cells(row))
+    if rest := rows[most:]:
+        values, size_bytes = sum(row.values for row in rest), sum(row.size_bytes for row in rest)
+        table.add_row(f"{len(rest)} more", "", *cells(replace(rest[0], values=values, size_bytes=size_bytes)))
     return table
 
 
-def _results_table(status: Status) -> Table | None:
-    if not status.results:
-        return None
+def _results_table(status: Status) -> Table:
     table = make_table("Results", "result", ">value")
     for name, value in status.results.items():
         table.add_row(Text(name), f"{value:.6g}")
     return table
 
 
-def _steps_table(status: Status) -> Table | None:
-    if not status.workers:
-        return None
+def _steps_table(status: Status) -> Table:
     drops = any(worker.dropped for worker in status.workers)
     columns = ["worker", ">steps", *([">dropped"] if drops else []), ">step time", "metrics"]
     table = make_table(f"Steps: {status.steps_done} of {status.steps_total}", *columns)
@@ -340,43 +322,21 @@ def _steps_table(status: Status) -> Table | None:
     return table
 
 
-def _not_finite_table(status: Status) -> Table | None:
-    if not status.not_finite:
-        return None
+def _not_finite_table(status: Status) -> Table:
     table = make_table("Not finite", "run", "metric", "value", ">first at step", "worker")
     for one in status.not_finite:
         table.add_row(Text(one.run), Text(one.metric), str(one.value), str(one.step), short_task_name(one.task))
     return table
 
 
-def _traffic_table(traffic: Sequence[EdgeTraffic]) -> Table | None:
-    if not traffic:
-        return None
-    rows = grouped_traffic(traffic)
-    total = sum(row.size_bytes for row in rows)
-    table = make_table(f"Sent: {size_text(total)}", "value", "from -> to", ">values", ">MB")
-    for row in rows[:MOST_ROWS]:
-        table.add_row(
-            Text(row.edge), f"{row.source} -> {row.destination}", str(row.values), f"{row.size_bytes / 1e6:.3f}"
-        )
-    rest = rows[MOST_ROWS:]
-    if rest:
-        size = sum(row.size_bytes for row in rest)
-        table.add_row(f"{len(rest)} more", "", str(sum(row.values for row in rest)), f"{size / 1e6:.3f}")
-    return table
-
-
-def _variables_table(variables: Sequence[VariableInfo]) -> Table | None:
-    if not variables:
-        return None
+def _variables_table(variables: Sequence[VariableInfo]) -> Table:
     total = sum(info.size_bytes for info in variables)
     table = make_table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
     largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
     for info in largest[:MOST_ROWS]:
         kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)
         table.add_row(Text(info.name), kind, size_text(info.size_bytes), short_task_name(info.task))
-    rest = largest[MOST_ROWS:]
-    if rest:
+    if rest := largest[MOST_ROWS:]:
         table.add_row(f"{len(rest)} more", "", size_text(sum(info.size_bytes for info in rest)), "")
     return table
 

@@ -68,25 +68,6 @@ class Finding:
     why: str
 
 
-def even_cluster(
-    coordinator: str, processes: int, number: int, stock: int, *, node: int, nodes: int, is_first_of_node: bool
-) -> ClusterSpec:
-    """Return the spec of process `number` of `processes` that are all started alike, as workers.
-
-    The first process also starts the coordinator, and the first process of each node starts the task servers of that
-    node: task i of `stock` is on node i modulo `nodes`.
-    """
-    here = [index for index in range(stock) if index % nodes == node] if is_first_of_node else []
-    starts = [COORDINATOR] if number == 0 else []
-    return ClusterSpec(
-        coordinator,
-        SCRIPT_JOB,
-        number,
-        {STOCK_JOB: stock, SCRIPT_JOB: processes} if stock else {SCRIPT_JOB: processes},
-        starts=(*starts, *(task_name(STOCK_JOB, index) for index in here)),
-    )
-
-
 def described(spec: ClusterSpec) -> str:
     """Describe a spec in one line."""
     jobs = ", ".join(f"{job}={count}" for job, count in spec.jobs.items())
@@ -124,11 +105,37 @@ class Variables:
             raise ConfigError(f"{self._source}: {name} is {text!r}, but has to be a number of 0 or more")
         return int(text)
 
+    def finding(self, why: str, spec: ClusterSpec | None = None) -> Finding:
+        """Return the finding of these variables."""
+        return Finding(self._source, self.seen, spec, why)
+
     def missing(self, name: str, what: str, remedy: str = "") -> ConfigError:
         """Return the error that `name`, which gives `what`, is not set; it lists the variables that are set."""
         seen = ", ".join(f"{name}={value}" for name, value in self.seen.items()) or "nothing else"
-        remedy = remedy or "set it, or say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead"
         return ConfigError(
             f"{self._source}: {name} is not set, which says {what}; seen: {seen}",
-            remedy,
+            remedy or "set it, or say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead",
         )
+
+
+def even_cluster(
+    said: Variables, host: str, port: int, processes: int, number: int, *, node: int, nodes: int, is_first: bool = True
+) -> ClusterSpec:
+    """Return the spec of process `number` of `processes` that are all started alike, as workers.
+
+    host, port  where the coordinator is, whose port DFLOW_PORT overrides
+    is_first    whether the process is the first of its node
+
+    The first process also starts the coordinator, and the first process of each node starts the task servers of that
+    node: of as many as DFLOW_PS says, by default one for each node, task i is on node i modulo `nodes`.
+    """
+    coordinator, stock = f"{host}:{said.number('DFLOW_PORT', port)}", said.number("DFLOW_PS", nodes)
+    here = [index for index in range(stock) if index % nodes == node] if is_first else []
+    starts = [COORDINATOR] if number == 0 else []
+    return ClusterSpec(
+        coordinator,
+        SCRIPT_JOB,
+        number,
+        {STOCK_JOB: stock, SCRIPT_JOB: processes} if stock else {SCRIPT_JOB: processes},
+        starts=(*starts, *(task_name(STOCK_JOB, index) for index in here)),
+    )

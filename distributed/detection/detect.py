@@ -62,11 +62,11 @@ def from_cluster_file(around: Surroundings) -> Finding:
     said = Variables("cluster file", around.environment)
     path = said.get(VARIABLE)
     if not path:
-        return Finding("cluster file", said.seen, None, f"{VARIABLE} is not set")
+        return said.finding(f"{VARIABLE} is not set")
     job = said.get("DFLOW_JOB") or SCRIPT_JOB
     spec = around.read_file(path).spec(job, task_index(said))
     listens = said.get("DFLOW_ADDRESS") or spec.listens
-    return Finding("cluster file", said.seen, replace(spec, listens=listens), f"{path} says so")
+    return said.finding(f"{path} says so", replace(spec, listens=listens))
 
 
 def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> str:

@@ -26,11 +26,11 @@ def from_kubernetes(environment: Mapping[str, str]) -> Finding:
     """Return the finding for this process in a pod. Raises ConfigError when the variables are incomplete or invalid."""
     said = Variables(SOURCE, environment)
     if not said.get("KUBERNETES_SERVICE_HOST"):
-        return Finding(SOURCE, said.seen, None, "no pod: KUBERNETES_SERVICE_HOST is not set")
+        return said.finding("no pod: KUBERNETES_SERVICE_HOST is not set")
     service, workers = said.get("DFLOW_SERVICE"), said.get("DFLOW_WORKERS")
     index, name = said.get("JOB_COMPLETION_INDEX"), said.get("HOSTNAME")
     if not service and not workers:
-        return Finding(SOURCE, said.seen, None, f"a pod that is told of no cluster; for one, {_REMEDY}")
+        return said.finding(f"a pod that is told of no cluster; for one, {_REMEDY}")
     if not service:
         raise said.missing("DFLOW_SERVICE", "by which name pods are reached", _REMEDY)
     if not workers:
@@ -50,7 +50,5 @@ def from_kubernetes(environment: Mapping[str, str]) -> Finding:
             f"{SOURCE}: {name} is pod {number}, but DFLOW_WORKERS is {count}",
             "give it the number of pods: completions and parallelism of the Job, or replicas of the StatefulSet",
         )
-    stock = said.number("DFLOW_PS", count)
-    coordinator = f"{found[1]}-0.{service}:{said.number('DFLOW_PORT', DEFAULT_PORT)}"
-    spec = even_cluster(coordinator, count, number, stock, node=number, nodes=count, is_first_of_node=True)
-    return Finding(SOURCE, said.seen, spec, f"pod {number} of {count} behind the Service {service}")
+    spec = even_cluster(said, f"{found[1]}-0.{service}", DEFAULT_PORT, count, number, node=number, nodes=count)
+    return said.finding(f"pod {number} of {count} behind the Service {service}", spec)

@@ -31,51 +31,42 @@ def from_tpu_vm(environment: Mapping[str, str], product: str, metadata: Metadata
     if names:
         number = said.number("TPU_WORKER_ID")
         hosts = [name.strip().rpartition("://")[2].partition(":")[0] for name in names.split(",")]
-        return _finding(said, hosts, number, said.get)
+        return _finding(said, hosts, number)
     if said.get("TPU_SKIP_MDS_QUERY") or not product.startswith("Google"):
-        return Finding(SOURCE, said.seen, None, "no TPU host: TPU_WORKER_HOSTNAMES is not set, and no TPU chip is here")
+        return said.finding("no TPU host: TPU_WORKER_HOSTNAMES is not set, and no TPU chip is here")
     text = metadata("agent-worker-number")
     if text is None:
-        return Finding(SOURCE, said.seen, None, "a machine of Google's, but its metadata has no agent-worker-number")
-    said.seen["agent-worker-number"] = text
+        return said.finding("a machine of Google's, but its metadata has no agent-worker-number")
     endpoints = metadata("worker-network-endpoints") or ""
-    said.seen["worker-network-endpoints"] = endpoints
     if not text.strip().isdigit() or not endpoints.strip():
         raise ConfigError(
             f"{SOURCE}: the metadata have agent-worker-number {text!r} and worker-network-endpoints {endpoints!r}, "
             "which do not say which host this is",
             "say DFLOW_COORDINATOR, DFLOW_JOB and DFLOW_INDEX instead",
         )
-    env = _tpu_env(metadata("tpu-env") or "")
-    return _finding(said, _hosts(endpoints), int(text), lambda name: said.get(name) or env.get(name, ""))
+    of_instance = _tpu_env(metadata("tpu-env") or "")
+    said = Variables(SOURCE, of_instance | {name: value for name, value in environment.items() if value})
+    said.seen |= {"agent-worker-number": text, "worker-network-endpoints": endpoints}
+    return _finding(said, _hosts(endpoints), int(text))
 
 
-def _finding(said: Variables, hosts: list[str], number: int, multislice: Callable[[str], str]) -> Finding:
+def _finding(said: Variables, hosts: list[str], number: int) -> Finding:
     if number >= len(hosts):
         raise ConfigError(
             f"{SOURCE}: this is host {number}, but there are {len(hosts)}: {', '.join(hosts)}",
             "check TPU_WORKER_ID and TPU_WORKER_HOSTNAMES",
         )
-    slices = _number("MEGASCALE_NUM_SLICES", multislice, 1)
-    within = _number("MEGASCALE_SLICE_ID", multislice, 0)
-    first = multislice("MEGASCALE_COORDINATOR_ADDRESS").partition(":")[0]
+    slices = said.number("MEGASCALE_NUM_SLICES", 1)
+    within = said.number("MEGASCALE_SLICE_ID", 0)
+    first = said.get("MEGASCALE_COORDINATOR_ADDRESS").partition(":")[0]
     count = slices * len(hosts)
     if count == 1:
-        return Finding(SOURCE, said.seen, None, "the only host of its slice, which is alone")
+        return said.finding("the only host of its slice, which is alone")
     if slices > 1 and not first:
         raise said.missing("MEGASCALE_COORDINATOR_ADDRESS", "where the first of several slices is")
     place = within * len(hosts) + number
-    coordinator = f"{first or hosts[0]}:{said.number('DFLOW_PORT', DEFAULT_PORT)}"
-    stock = said.number("DFLOW_PS", count)
-    spec = even_cluster(coordinator, count, place, stock, node=place, nodes=count, is_first_of_node=True)
-    return Finding(SOURCE, said.seen, spec, f"host {number} of {len(hosts)} in slice {within} of {slices}")
-
-
-def _number(name: str, multislice: Callable[[str], str], default: int) -> int:
-    text = multislice(name) or str(default)
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"{SOURCE}: {name} is {text!r}, but has to be a number of 0 or more")
-    return int(text)
+    spec = even_cluster(said, first or hosts[0], DEFAULT_PORT, count, place, node=place, nodes=count)
+    return said.finding(f"host {number} of {len(hosts)} in slice {within} of {slices}", spec)
 
 
 def _hosts(endpoints: str) -> list[str]:

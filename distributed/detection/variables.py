@@ -22,10 +22,10 @@ def from_variables(environment: Mapping[str, str]) -> Finding:
     said = Variables(SOURCE, environment)
     coordinator = said.get(COORDINATOR_VARIABLE)
     if not coordinator:
-        return Finding(SOURCE, said.seen, None, f"{COORDINATOR_VARIABLE} is not set")
+        return said.finding(f"{COORDINATOR_VARIABLE} is not set")
     job = said.get("DFLOW_JOB") or SCRIPT_JOB
     spec = ClusterSpec(coordinator, job, task_index(said), listens=said.get("DFLOW_ADDRESS"))
-    return Finding(SOURCE, said.seen, spec, "they say so")
+    return said.finding("they say so", spec)
 
 
 def task_index(said: Variables) -> int:

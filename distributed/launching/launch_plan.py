@@ -7,13 +7,11 @@ of the user.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
-from dflow.distributed.launching.own_programs import coordinator_program, stock_program
-from dflow.distributed.launching.place import TaskProgram
-from dflow.distributed.launching.restarts import RestartPolicy
+from dflow.distributed.launching.place import TaskProgram, coordinator_program, stock_program
 from dflow.tracing.devices.task_name import split_task_name, task_name
 from dflow.tracing.errors import ConfigError
 
@@ -57,7 +55,7 @@ class LaunchPlan:
 
     `stock`        number of task servers of each of their jobs
     `jobs`         number of tasks of each job that runs the script; the two share no name
-    `restarts`     the policy of each job and of the coordinator; a job without one is never restarted
+    `restarts`     the most restarts in a row of each task of a job, and of the coordinator; by default 0
     `environment`  variables for some or all of the tasks; later ones override earlier ones
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
     raises         ConfigError when a name refers to no job, or to two
@@ -67,7 +65,7 @@ class LaunchPlan:
     arguments: tuple[str, ...] = ()
     stock: Mapping[str, int] = field(default_factory=lambda: {"ps": 1})
     jobs: Mapping[str, int] = field(default_factory=lambda: {"worker": 1})
-    restarts: Mapping[str, RestartPolicy] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
     environment: tuple[Setting, ...] = ()
     state: str = ""
 
@@ -79,7 +77,10 @@ class LaunchPlan:
             task_name(job, 0)
             if job == COORDINATOR:
                 raise ConfigError(f"a job cannot be called {job!r}: that is the name of the coordinator itself")
-        self._require_jobs([*self.restarts, *(setting.job for setting in self.environment if setting.job)])
+        known = [*self.counts, COORDINATOR]
+        for name in (*self.restarts, *(setting.job for setting in self.environment if setting.job)):
+            if name not in known:
+                raise ConfigError(f"there is no job {name!r} in this launch; its jobs are {', '.join(known)}")
         for setting in self.environment:
             count = self.counts.get(setting.job, 0)
             if setting.index is not None and setting.index >= count:
@@ -117,12 +118,6 @@ class LaunchPlan:
         if job in self.stock:
             return stock_program(task, (), {**said, **role})
         return TaskProgram(task, (self.script, *self.arguments), {**said, **role})
-
-    def _require_jobs(self, names: Iterable[str]) -> None:
-        known = [*self.counts, COORDINATOR]
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"there is no job {name!r} in this launch; its jobs are {', '.join(known)}")
 
 
 def _tasks(jobs: Mapping[str, int]) -> tuple[str, ...]:

@@ -57,19 +57,15 @@ class LaunchView(Protocol):
 
     def show_line(self, task: str, line: str) -> None:
         """Show a line that a process printed; `task` is its short name."""
-        ...
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         """Show the run's progress, about five times a second; no status while the coordinator does not answer."""
-        ...
 
     def show_event(self, text: str) -> None:
         """Show an event of the launcher, which is not a line of any process."""
-        ...
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         """Show that the run is over, with the end of each task that has ended."""
-        ...
 
 
 def launch(stop: StopSignal, plan: LaunchPlan, place: LaunchPlace, view: LaunchView, transport: Transport) -> int:
@@ -98,9 +94,9 @@ class _Fault(Exception):
 class _Task:
     """One task: its newest process, or the time of its next start, or its end."""
 
-    def __init__(self, task: str) -> None:
+    def __init__(self, task: str, restarts: Mapping[str, int]) -> None:
         self.task = task
-        self.job = task if task == COORDINATOR else split_task_name(task)[0]
+        self.restarts = Restarts(restarts.get(task if task == COORDINATOR else split_task_name(task)[0], 0))
         self.name = short_task_name(task)
         self.running: Running | None = None
         self.started_s = 0.0
@@ -123,17 +119,13 @@ class _Launch:
         self._view = view
         self._transport = transport
         self._stop = stop
-        self._restarts = Restarts(plan.restarts)
-        self._coordinator = _Task(COORDINATOR)
-        self._servers = [_Task(task) for task in plan.servers]
-        self._workers = [_Task(task) for task in plan.workers]
+        self._coordinator = _Task(COORDINATOR, plan.restarts)
+        self._servers = [_Task(task, plan.restarts) for task in plan.servers]
+        self._workers = [_Task(task, plan.restarts) for task in plan.workers]
+        self._everyone = [self._coordinator, *self._servers, *self._workers]
         self._address = ""
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
-
-    @property
-    def _everyone(self) -> list[_Task]:
-        return [self._coordinator, *self._servers, *self._workers]
 
     def run(self) -> int:
         """Start everything, wait for the workers, end the rest, and show the result."""
@@ -196,7 +188,11 @@ class _Launch:
         if task.running is None:
             if time.monotonic() >= task.due_s:
                 self._start(task)
-                self._say_what_is_lost(task)
+                if task in self._servers:
+                    self._view.show_event(
+                        f"{task.name} runs again and is empty: the variables that it held are lost, and a worker whose "
+                        "steps use them fails, until it is started again and makes them anew"
+                    )
             return
         status = task.running.poll()
         if status is None:
@@ -231,22 +227,15 @@ class _Launch:
 
     def _is_started_again(self, task: _Task, status: int) -> bool:
         now_s = time.monotonic()
-        pause_s = self._restarts.pause_s(task.task, task.job, status, now_s - task.started_s)
+        pause_s = task.restarts.pause_s(status, now_s - task.started_s)
         if pause_s is None:
             return False
         task.running, task.due_s = None, now_s + pause_s
         self._view.show_event(
             f"{task.name} ended: {describe_end(status)}; it is started again in {pause_s:g} s "
-            f"(restart {self._restarts.standing(task.task, task.job)})"
+            f"(restart {task.restarts.in_a_row} of {task.restarts.limit})"
         )
         return True
-
-    def _say_what_is_lost(self, task: _Task) -> None:
-        if task in self._servers:
-            self._view.show_event(
-                f"{task.name} runs again and is empty: the variables that it held are lost, and a worker whose steps "
-                "use them fails, until it is started again and makes them anew"
-            )
 
     def _has_joined(self, task: _Task) -> bool:
         """Whether the task was ever in the cluster; true when the coordinator has never answered."""
@@ -269,7 +258,7 @@ class _Launch:
         for task in self._everyone:
             task.was_live |= task.running is not None and task.task in live
         return [
-            TaskRow(task.name, _state(task, task.task in live), self._restarts.count(task.task), _last_line(task))
+            TaskRow(task.name, _state(task, task.task in live), task.restarts.count, _last_line(task))
             for task in self._everyone
         ]
 

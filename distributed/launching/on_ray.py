@@ -18,15 +18,14 @@ import secrets
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
 
 from dflow.distributed.launching.place import TaskProgram
-from dflow.distributed.launching.ray_resources import RayResources, amounts_text
-from dflow.distributed.launching.restarts import NEVER, RestartPolicy
+from dflow.distributed.launching.ray_resources import amounts_text
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess, describe_end
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -47,15 +46,15 @@ class OnRay:
     """The Ray cluster found by RAY_ADDRESS or Ray's own search, else a new one on this machine.
 
     `resources`  the resources requested by the tasks of each job
-    `restarts`   the number of times that Ray may restart the actors of each job
+    `restarts`   the number of times that Ray may restart the actors of each job; by default 0
     `is_secured` whether tasks have certificates or a secret, and so may connect over the network
     raises       ConfigError for several nodes without certificates or a secret; errors of `ray.init`
     """
 
     def __init__(
         self,
-        resources: Mapping[str, RayResources],
-        restarts: Mapping[str, RestartPolicy],
+        resources: Mapping[str, Mapping[str, float]],
+        restarts: Mapping[str, int],
         *,
         is_secured: bool,
     ) -> None:
@@ -76,16 +75,16 @@ class OnRay:
             )
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> _OnActor:
-        """Start an actor; see `place.Place`."""
+        """Start an actor; see `LaunchPlace.start`."""
         is_coordinator = not program.task.startswith("/")
         job = program.task if is_coordinator else split_task_name(program.task)[0]
-        asked = RayResources(cpus=0.0) if is_coordinator else self._resources[job]
-        limit = self._restarts.get(job, NEVER).limit
+        asked = {"CPU": 0.0} if is_coordinator else dict(self._resources[job])
+        limit = self._restarts.get(job, 0)
         actor = ray.remote(TaskActor).options(
             name=f"dflow {short_task_name(program.task)} {secrets.token_hex(8)}",
-            num_cpus=asked.cpus,
-            num_gpus=asked.gpus,
-            resources=dict(asked.others),
+            num_cpus=asked.pop("CPU"),
+            num_gpus=asked.pop("GPU", 0.0),
+            resources=asked,
             max_restarts=limit,
             max_task_retries=limit,
             max_concurrency=4,
@@ -107,10 +106,10 @@ class OnRay:
     def described(self, jobs: Mapping[str, int]) -> str:
         """Describe the cluster's resources, and any that the tasks of `jobs` request beyond these."""
         has = ray.cluster_resources()
-        asked: dict[str, float] = {}
+        asked: defaultdict[str, float] = defaultdict(float)
         for job, count in jobs.items():
-            for name, amount in self._resources[job].amounts.items():
-                asked[name] = asked.get(name, 0.0) + count * amount
+            for name, amount in self._resources[job].items():
+                asked[name] += count * amount
         short = {name: amount for name, amount in asked.items() if amount > has.get(name, 0.0)}
         nodes = f"{self._nodes} {'node' if self._nodes == 1 else 'nodes'}"
         cluster = f"on a Ray cluster of {nodes} with {amounts_text(has)}"
@@ -193,7 +192,7 @@ class TaskActor:
 
 
 class _OnActor:
-    """The launcher's handle of an actor; see `place.Running`."""
+    """The launcher's handle of an actor; see `Running`."""
 
     def __init__(self, actor: Any, on_line: Callable[[str], None]) -> None:
         self._actor = actor

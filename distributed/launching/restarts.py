@@ -10,9 +10,6 @@ Invariants:
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
@@ -20,50 +17,29 @@ STEADY_S = 300.0
 USUAL_LIMIT = 3
 
 
-@dataclass(frozen=True)
-class RestartPolicy:
-    """A task that fails is restarted up to `limit` times in a row; 0 for never."""
-
-    limit: int = 0
-
-    @staticmethod
-    def parse(text: str) -> RestartPolicy:
-        """Parse `never`, `on-failure` or `on-failure:N`; raises ValueError for any other text."""
-        found = re.fullmatch(r"never|on-failure(?::([0-9]+))?", text)
-        if found is None:
-            raise ValueError(
-                f"{text!r} is no restart policy; give never, on-failure or on-failure:5, or another number"
-            )
-        if text == "never":
-            return RestartPolicy(0)
-        return RestartPolicy(USUAL_LIMIT if found[1] is None else int(found[1]))
-
-
-NEVER = RestartPolicy()
+def restart_limit(text: str) -> int:
+    """Parse `never`, `on-failure` or `on-failure:N` to the number of restarts in a row; raises ValueError otherwise."""
+    found = re.fullmatch(r"never|on-failure(?::([0-9]+))?", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no restart policy; give never, on-failure or on-failure:5, or another number")
+    if text == "never":
+        return 0
+    return USUAL_LIMIT if found[1] is None else int(found[1])
 
 
 class Restarts:
-    """The restarts of all tasks, by the policies of their jobs; tasks of a job without a policy are never restarted."""
+    """The restarts of one task that has failed: up to `limit` of them `in_a_row`, and a `count` of all."""
 
-    def __init__(self, policies: Mapping[str, RestartPolicy]) -> None:
-        self._policies = policies
-        self._in_a_row: Counter[str] = Counter()
-        self._in_all: Counter[str] = Counter()
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.in_a_row = self.count = 0
 
-    def pause_s(self, task: str, job: str, status: int, ran_s: float) -> float | None:
-        """Count a task's end with `status` after `ran_s`; return the pause before its restart, None for no restart."""
+    def pause_s(self, status: int, ran_s: float) -> float | None:
+        """Count an end with `status` after `ran_s`; return the pause before the restart, None for no restart."""
         if ran_s >= STEADY_S:
-            self._in_a_row[task] = 0
-        if status == 0 or self._in_a_row[task] >= self._policies.get(job, NEVER).limit:
+            self.in_a_row = 0
+        if status == 0 or self.in_a_row >= self.limit:
             return None
-        self._in_a_row[task] += 1
-        self._in_all[task] += 1
-        return float(min(FIRST_PAUSE_S * 2 ** (self._in_a_row[task] - 1), LONGEST_PAUSE_S))
-
-    def count(self, task: str) -> int:
-        """Return the number of times that the task was restarted."""
-        return self._in_all[task]
-
-    def standing(self, task: str, job: str) -> str:
-        """Return the number of the last restart and the limit, such as "1 of 3"."""
-        return f"{self._in_a_row[task]} of {self._policies.get(job, NEVER).limit}"
+        self.in_a_row += 1
+        self.count += 1
+        return float(min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_S))

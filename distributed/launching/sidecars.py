@@ -1,4 +1,4 @@
-"""Sidecar processes (attendants) of a worker whose scheduler starts workers only: the coordinator and task servers.
+"""Sidecar processes of a worker whose scheduler starts workers only: the coordinator and task servers.
 
 Invariants:
 - they end when this process does, however it ends;
@@ -14,13 +14,12 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, ClusterSpec, SecuritySource
-from dflow.distributed.launching.own_programs import coordinator_program, stock_program
-from dflow.distributed.launching.place import TaskProgram
+from dflow.distributed.launching.place import TaskProgram, coordinator_program, stock_program
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
@@ -36,15 +35,13 @@ _ANSWER_S = 5.0
 
 
 class Sidecars:
-    """The sidecar processes in `spec.starts`, started by construction.
+    """The sidecar processes in `spec.starts`, started by construction; their output goes to stderr.
 
-    `show`   called with lines of their output, and reports about them, from any thread
     raises   OSError when one cannot be started
     """
 
-    def __init__(self, spec: ClusterSpec, show: Callable[[str], None] | None = None) -> None:
+    def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
-        self._show = show or _to_stderr
         self._place = ThisMachine()
         self._closing = threading.Event()
         self._children: dict[str, ChildProcess] = {}
@@ -70,10 +67,9 @@ class Sidecars:
         with suppress(DflowError):
             while waiting := list(self._users(self._client.ask(GetStatus(), _ANSWER_S), time.monotonic() < deadline)):
                 if not has_said:
-                    self._show(
-                        f"dflow: {short_task_name(self._spec.task)} has finished; {self._names()} stay up for "
-                        f"{', '.join(map(short_task_name, waiting))}"
-                    )
+                    sidecars, others = (map(short_task_name, tasks) for tasks in (self._spec.starts, waiting))
+                    finished = short_task_name(self._spec.task)
+                    _show(f"dflow: {finished} has finished; {' and '.join(sidecars)} stay up for {', '.join(others)}")
                 has_said = True
                 time.sleep(_POLL_S)
         self._client.close()
@@ -96,12 +92,9 @@ class Sidecars:
             if split_task_name(task)[0] != STOCK_JOB and task != self._spec.task:
                 yield task
 
-    def _names(self) -> str:
-        return " and ".join(map(short_task_name, self._spec.starts))
-
     def _start(self, task: str) -> None:
         name = short_task_name(task)
-        child = self._place.start(_program(self._spec, task), lambda line: self._show(f"[{name}] {line}"))
+        child = self._place.start(_program(self._spec, task), lambda line: _show(f"[{name}] {line}"))
         self._children[task] = child
         threading.Thread(target=self._watch, args=(name, child), name=f"dflow watch {name}", daemon=True).start()
 
@@ -112,7 +105,7 @@ class Sidecars:
             poll.poll()
         if not self._closing.is_set():
             how = describe_end(child.poll() or 0)
-            self._show(f"dflow: {name}, which this process started, has ended ({how}); those that need it will fail")
+            _show(f"dflow: {name}, which this process started, has ended ({how}); those that need it will fail")
 
 
 def _program(spec: ClusterSpec, task: str) -> TaskProgram:
@@ -139,5 +132,5 @@ def _proofs(security: SecuritySource) -> Collection[str]:
     return ("--secret-file", str(security.secret_file)) if security.secret_file else ()
 
 
-def _to_stderr(line: str) -> None:
+def _show(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

@@ -27,7 +27,7 @@ class ThisMachine:
         self._lifeline, self._held = os.pipe()
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> ChildProcess:
-        """Start a child process; see `place.Place`."""
+        """Start a child process; see `LaunchPlace.start`."""
         share = self._shares.get(program.task, _WHOLE)
         ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
         environment = {**program.defaults, **os.environ, **share.environment, **program.environment, **ours}

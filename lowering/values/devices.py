@@ -48,7 +48,7 @@ def device_named(local: str) -> jax.Device:
     except RuntimeError:  # a platform that this installation of JAX, or this machine, does not have
         devices = []
     if int(number) >= len(devices):
-        raise DeviceError("\n  ".join(no_device(local, list(local_devices()))))
+        raise DeviceError(*no_device(local, list(local_devices())))
     return devices[int(number)]
 
 

@@ -113,12 +113,10 @@ def test_a_running_cluster_is_shown_once_or_until_it_is_interrupted() -> None:
                 raise KeyboardInterrupt
 
         for watch in (False, True):
-            show_status(
-                memory.network, memory.coordinator.address, console, watch=watch, closing=lambda _: "END", wait=wait
-            )
+            show_status(memory.network, memory.coordinator.address, console, watch=watch, wait=wait)
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
     assert looks == 4
-    assert text.count("END") == 1
+    assert text.count("Variables: ") == 1
     assert "ready 1/4" in text
     assert "2 of 2 tasks are up" in text

@@ -9,7 +9,7 @@ from dflow.cli.status_view import (
     TerminalView,
     closing_tables,
     grouped_traffic,
-    make_view,
+    launch_view,
     progress_line,
     size_text,
     type_text,
@@ -79,10 +79,10 @@ def test_before_the_first_step_progress_says_who_is_awaited() -> None:
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:
     rate = StepRate()
-    assert rate.add(status(now_s=0.0, steps_done=0)) == 0.0
-    assert rate.add(status(now_s=2.0, steps_done=20)) == 10.0
+    assert rate.add(0.0, 0) == 0.0
+    assert rate.add(2.0, 20) == 10.0
     for second in range(3, 20):
-        newest = rate.add(status(now_s=float(second), steps_done=20 + 2 * (second - 2)))
+        newest = rate.add(float(second), 20 + 2 * (second - 2))
     assert newest == pytest.approx(2.0)
 
 
@@ -152,9 +152,8 @@ def test_tasks_say_when_they_left_and_why() -> None:
 
 def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> None:
     console = Console(file=io.StringIO(), width=120)
-    view = make_view(console)
-    assert isinstance(view, PlainView)
-    with view:
+    with launch_view(console) as view:
+        assert isinstance(view, PlainView)
         view.show_line("worker:0", "[red]as it is[/red]")
         for tenth in range(20, 45):
             view.show_status(status(now_s=tenth / 10), ())
@@ -180,9 +179,8 @@ def test_in_a_file_who_is_up_is_told_when_it_changes_and_every_half_minute() -> 
 
 def test_a_terminal_gets_a_live_line_and_the_tables_after_it() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    view = make_view(console)
-    assert isinstance(view, TerminalView)
-    with view:
+    with launch_view(console) as view:
+        assert isinstance(view, TerminalView)
         view.show_line("worker:0", "hello")
         view.show_status(status(), ())
         view.show_end(status(results={"accuracy": 0.5}), {})

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.detection.hostlist import expanded
+from dflow.distributed.detection.slurm import expanded
 from dflow.tracing.errors import ConfigError
 
 

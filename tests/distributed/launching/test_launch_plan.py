@@ -4,7 +4,6 @@ import pytest
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
-from dflow.distributed.launching.restarts import RestartPolicy
 from dflow.tracing.errors import ConfigError, DeviceError
 
 PLAN = LaunchPlan(
@@ -66,7 +65,7 @@ def test_what_sets_nothing_is_refused(text: str) -> None:
 
 def test_a_name_that_is_no_job_is_refused() -> None:
     with pytest.raises(ConfigError, match="there is no job 'wroker' in this launch; its jobs are ps, worker, coord"):
-        LaunchPlan("x.py", restarts={"wroker": RestartPolicy(1)})
+        LaunchPlan("x.py", restarts={"wroker": 1})
     with pytest.raises(ConfigError, match="there is no job 'evaluator' in this launch"):
         LaunchPlan("x.py", environment=(Setting("A", "1", "evaluator"),))
     with pytest.raises(ConfigError, match="A is set for worker:1, but worker has 1 tasks, numbered from 0"):

@@ -1,6 +1,6 @@
-"""Terminal table of tasks, one per row, for `dflow launch` and `dflow status`.
+"""Terminal tables, and the table of tasks, one per row, of `dflow launch` and `dflow status`.
 
-The number of rows is limited: tasks that need attention come first, and the last row counts the others by state.
+Its number of rows is limited: tasks that need attention come first, and the last row counts the others by state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,19 @@ from dflow.distributed.launching.launcher import TaskRow
 
 _TROUBLE = "red"
 _STYLES = {"running": "green", "starting": "yellow", "ending": "yellow", "finished": "dim"}
+
+
+def make_table(title: str, *columns: str, is_wide: bool = False) -> Table:
+    """Return a table with left-aligned columns, or right-aligned if the name starts with `>`.
+
+    is_wide  whether the table is as wide as the terminal, and its cells are not folded
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.expand = is_wide
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=is_wide)
+    return table
 
 
 @dataclass(frozen=True)
@@ -40,12 +53,7 @@ def task_table(lines: Sequence[TaskLine], *columns: str, last: str, most: int, t
     columns  columns after task and state; right-aligned if the name starts with `>`
     last     name of the last column, which takes the remaining width and is truncated to it
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
-    if title:
-        table.title, table.title_justify, table.title_style = title, "left", "bold"
-    for column in ("task", "state", *columns):
-        justify = "right" if column.startswith(">") else "left"
-        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table = make_table(title, "task", "state", *columns, is_wide=True)
     table.add_column(last, ratio=1, no_wrap=True, overflow="ellipsis")
     shown = lines if len(lines) <= most else sorted(lines, key=lambda line: not line.needs_a_look)[: most - 1]
     for line in shown:
