@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from dflow.distributed.detection.cluster_file import VARIABLE
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
-from dflow.distributed.detection.detect import detect, found_cluster
-from dflow.distributed.detection.this_host import listening_address, surroundings
+from dflow.distributed.detection.detect import found_cluster
+from dflow.distributed.detection.this_host import detect_here, listening_address
 from dflow.distributed.detection.variables import task_index
 from dflow.distributed.launching.sidecars import Sidecars
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
@@ -135,7 +135,7 @@ def _spec(
     said |= {VARIABLE: os.fspath(cluster)} if cluster is not None else {}
     said |= {"DFLOW_JOB": job} if job is not None else {}
     said |= {"DFLOW_INDEX": str(index)} if index is not None else {}
-    spec = found_cluster(detect(surroundings(said)))
+    spec = found_cluster(detect_here(said))
     if spec is None:
         return None
     return replace(spec, job=job or spec.job, index=spec.index if index is None else index)

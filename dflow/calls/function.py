@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
@@ -25,8 +25,7 @@ from jax import jit as jax_jit  # bound here once, since a program may replace `
 
 from dflow.calls.advice import advise, advised_options
 from dflow.calls.eager_mode import call_eagerly, eager
-from dflow.calls.hoisting import hoisted
-from dflow.calls.methods import BoundMethod, bound, weakly, without_self
+from dflow.calls.methods import OwnFunction, bound, weakly, without_self
 from dflow.calls.number_checks import run_checked
 from dflow.calls.planner import Planner, resources_in
 from dflow.calls.plans import CallPlan
@@ -35,12 +34,15 @@ from dflow.calls.single_executable import NotEntered
 from dflow.calls.stages import TracedFunction
 from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
+from dflow.tracing.derivatives.discharge import Border, State, evaluate
+from dflow.tracing.derivatives.one_device import on_one_device
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.jax_frontend import (
     HandleNeeded,
     call_staged,
     checked_numbers,
     closed_parts,
+    closed_tracers,
     dispatcher,
     forget_failed_dispatch,
     hide_frames,
@@ -59,6 +61,10 @@ from dflow.tracing.state.variable_trees import handles
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+#: The pure function of each program that `_hoisted` ran, so that JAX finds what it compiled. It must not keep the
+#: program alive.
+_PURE: MutableMapping[Any, Any] = weakref.WeakKeyDictionary()
 
 
 class Function(Generic[P, R]):
@@ -82,8 +88,8 @@ class Function(Generic[P, R]):
         self._plans = self._planner.shared.plans
         #: Whether any call had variables among its arguments.
         self._takes_variables = False
-        #: For methods, by the `id` of the instance: a weak reference to it, and the function bound to it.
-        self._methods: dict[int, tuple[weakref.ref[Any], Function[..., Any]]] = {}
+        #: For methods, by the `id` of the instance: a weak reference to it, and its own function.
+        self._methods: dict[int, tuple[weakref.ref[Any], OwnFunction]] = {}
 
     @passes_handles
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -153,8 +159,9 @@ class Function(Generic[P, R]):
         number = id(instance)
         if number not in self._methods:
             alive = weakly(instance, functools.partial(_forget_method, weakref.ref(self), number))
-            self._methods[number] = alive, Function(bound(self.fn, alive), without_self(self._options))
-        return BoundMethod(instance, self._methods[number][1])
+            own = Function(bound(self.fn, alive), without_self(self._options))
+            self._methods[number] = alive, OwnFunction(self.fn, own)
+        return MethodType(self._methods[number][1], instance)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_jitted":
@@ -194,7 +201,7 @@ class Function(Generic[P, R]):
             advise(error)
             raise
         except PlainJitError:
-            return cast(R, hoisted(stage, leaves))
+            return cast(R, _hoisted(stage, leaves))
 
     def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments for JAX, with handles in place of variables except in static arguments."""
@@ -266,3 +273,30 @@ def _shareable(fn: Any) -> Any:
         return fn(*args, **kwargs)
 
     return own
+
+
+def _hoisted(stage: Any, leaves: Sequence[Any]) -> Any:
+    """Return the result of a trace in a JAX transform that runs eagerly, such as an outermost `jax.grad`.
+
+    There is no enclosing trace that could hold the state. So the variables are read, a pure function of their values is
+    called, and its new values are written back.
+    """
+    closed = stage.jaxpr
+    border = Border(closed_parts(closed)[0].effects, lambda variable: True)
+    pure = _PURE.get(closed)
+    if pure is None:
+        pure = _PURE.setdefault(closed, _pure_of(weakref.ref(closed)))
+    results, after = pure(on_one_device([*map(border.value, border.touched)]), [*closed_tracers(stage), *leaves])
+    border.write_back(after)
+    return jax.tree_util.tree_unflatten(stage.out_tree, results)
+
+
+def _pure_of(program: weakref.ref[Any]) -> Any:
+    @jax_jit
+    def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
+        jaxpr, consts = closed_parts(program())  # alive: the caller holds it
+        border = Border(jaxpr.effects, lambda variable: True)
+        state = State(zip(border.touched, values, strict=True))
+        return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
+
+    return pure

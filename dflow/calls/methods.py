@@ -5,38 +5,26 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from dflow.calls.static_arguments import positions_in
 from dflow.tracing.errors import DflowError
 
 
-class BoundMethod:
-    """A function as the method of an object; keeps the object alive, like Python's bound methods."""
+class OwnFunction:
+    """The compiled function of one object, called with that object first, as Python calls the function of a method."""
 
-    def __init__(self, instance: Any, function: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, function, updated=())
-        self.__self__ = instance
+    def __init__(self, fn: Callable[..., Any], function: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._function = function
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.__wrapped__(*args, **kwargs)
+    def __call__(self, instance: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(self.__wrapped__, name)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, BoundMethod):
-            return NotImplemented
-        return self.__self__ is other.__self__ and self.__wrapped__ is other.__wrapped__
-
-    def __hash__(self) -> int:
-        return hash((id(self.__self__), id(self.__wrapped__)))
-
-    def __repr__(self) -> str:
-        return f"<bound {self.__wrapped__!r} of {self.__self__!r}>"
+        return getattr(self._function, name)
 
 
 def weakly(instance: Any, on_death: Callable[[Any], object]) -> weakref.ref[Any]:
@@ -56,7 +44,8 @@ def without_self(options: Mapping[str, Any]) -> dict[str, Any]:
     shifted = dict(options)
     for name in ("static_argnums", "donate_argnums"):
         if (given := options.get(name)) is not None:
-            shifted[name] = tuple(position - 1 if position > 0 else position for position in positions_in(given))
+            positions = given if isinstance(given, Iterable) else (given,)
+            shifted[name] = tuple(position - 1 if position > 0 else position for position in positions)
     return shifted
 
 

@@ -108,9 +108,7 @@ class CompiledFunction(_Stage):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
-        args, kwargs = handles((args, kwargs))
-        self._check(args, kwargs)
-        leaves = jax.tree_util.tree_leaves((args, kwargs))
+        leaves = self._checked(*handles((args, kwargs)))
         return jax.tree_util.tree_unflatten(self._looked.out_tree, self._run(leaves))
 
     def as_text(self) -> str:
@@ -131,23 +129,27 @@ class CompiledFunction(_Stage):
             )
         return programs[0].memory_analysis()
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given: Any = jax.tree_util.tree_structure((args, kwargs))
-        wanted: Any = jax.tree_util.tree_structure(handles(self._looked.args_info))
-        if given != wanted:
+    def _checked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Return the leaves of the arguments. Raises TypeError if they were not compiled for."""
+        name = self._looked.fun_name
+        infos: Any
+        expected: Any
+        leaves, structure = jax.tree_util.tree_flatten((args, kwargs))
+        infos, expected = jax.tree_util.tree_flatten(handles(self._looked.args_info))
+        if expected != structure:
             raise TypeError(
-                f"{self._looked.fun_name} was compiled for arguments of the structure {wanted}, and called with {given}"
+                f"{name} was compiled for arguments of the structure {expected}, and called with {structure}"
                 f"{at(caller())}\n  call the function itself, which compiles for each structure"
             )
-        infos = jax.tree_util.tree_leaves(handles(self._looked.args_info))
-        names = leaf_names("args", args) + leaf_names("kwargs", kwargs)
-        for name, leaf, info in zip(names, jax.tree_util.tree_leaves((args, kwargs)), infos, strict=True):
+        paths = leaf_names("args", args) + leaf_names("kwargs", kwargs)
+        for path, leaf, info in zip(paths, leaves, infos, strict=True):
             given, wanted = array_type_of(leaf).strong, ArrayType(info.dtype, tuple(info.shape))
             if given != wanted:
                 raise TypeError(
-                    f"{self._looked.fun_name} was compiled for {name}: {wanted}, and called with {given}"
+                    f"{name} was compiled for {path}: {wanted}, and called with {given}"
                     f"{at(caller())}\n  call the function itself, which compiles for each type, or convert the argument"
                 )
+        return leaves
 
 
 def _sum(analyses: Any) -> Mapping[str, float]:

@@ -5,7 +5,6 @@ A parameter may be declared static by its position or by its name, and passed ei
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -59,11 +58,3 @@ def static_arguments(jitted: Any) -> StaticArguments:
     """Return the static arguments of a `jax.jit` function."""
     options = jit_options(jitted)
     return StaticArguments(frozenset(options["static_argnums"]), frozenset(options["static_argnames"]))
-
-
-def positions_in(argnums: Any) -> tuple[int, ...]:
-    """Return the positions in an option such as `static_argnums`, which is an integer or several."""
-    try:
-        return (operator.index(argnums),)
-    except TypeError:
-        return tuple(map(operator.index, argnums))

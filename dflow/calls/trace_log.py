@@ -131,25 +131,19 @@ class TraceLog:
         )
 
 
-_FIRST = "first trace"
 _SAME = "no argument changed: a setting of JAX, a device scope, or a cleared cache"
 
 
 def _changes(new: Mapping[str, str], earlier: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     """Return the differences from the most similar earlier trace."""
     if not earlier:
-        return (_FIRST,)
-    differences = [_difference(old, new) for old in reversed(earlier)]
-    return min(differences, key=len) or (_SAME,)
+        return ("first trace",)
+    return min((_differences(old, new) for old in reversed(earlier)), key=len) or (_SAME,)
 
 
-def _difference(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
-    names = dict.fromkeys([*old, *new])
-    return tuple(
-        f"{name}: {old.get(name, 'absent')} -> {new.get(name, 'absent')}"
-        for name in names
-        if old.get(name) != new.get(name)
-    )
+def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
+    pairs = {name: (old.get(name, "absent"), new.get(name, "absent")) for name in [*old, *new]}
+    return tuple(f"{name}: {before} -> {now}" for name, (before, now) in pairs.items() if before != now)
 
 
 def described(

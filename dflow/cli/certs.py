@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from dflow.cli.command import Command, add_commands
-from dflow.cli.option_types import at_least_one
+from dflow.cli.command import Command, add_commands, at_least_one
 from dflow.distributed.transport.security.certificates import KeyPair, issue_certificate, make_authority
 from dflow.distributed.transport.security.challenge import MIN_SECRET_BYTES
 from dflow.distributed.transport.security.identity import parse_identity

@@ -13,8 +13,7 @@ from dflow.cli.cluster_options import (
     coordinator_of,
     transport_of,
 )
-from dflow.cli.command import Command
-from dflow.cli.option_types import at_least_one
+from dflow.cli.command import Command, at_least_one
 from dflow.tracing.errors import ConfigError
 
 
@@ -69,11 +68,11 @@ def _dump_cluster(options: argparse.Namespace) -> int:
 
 
 def _say_where(options: argparse.Namespace) -> int:
-    from dflow.distributed.detection.detect import detect, explained
-    from dflow.distributed.detection.this_host import surroundings
+    from dflow.distributed.detection.detect import explained
+    from dflow.distributed.detection.this_host import detect_here
 
     environment = {**os.environ, **({"DFLOW_CLUSTER": options.cluster} if options.cluster else {})}
-    print(explained(detect(surroundings(environment)), environment))
+    print(explained(detect_here(environment), environment))
     return 0
 
 

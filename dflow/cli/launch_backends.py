@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from dflow.cli.option_types import at_least_one, checked, count
+from dflow.cli.command import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import LaunchPlace
 from dflow.distributed.launching.ray_resources import ray_resources

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from dflow.cli.certs import FILES_OF_CERTIFICATE
 from dflow.cli.cluster_options import add_security
-from dflow.cli.command import Command
+from dflow.cli.command import Command, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
-from dflow.cli.option_types import at_least_one, checked, count, job_count
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.restarts import restart_limit

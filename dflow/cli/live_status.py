@@ -9,27 +9,28 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from dflow.cli.observing import TOOL
+from dflow.cli.observing import ClusterObserver, live_tasks
 from dflow.cli.status_view import closing_tables, progress_line, size_text, traffic_table
 from dflow.cli.tables import TaskLine, task_table
-from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.transport.base import Peer, RefuseAll, Transport
+from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.status import GetStatus, Status, TaskHealth
+from dflow.distributed.wire.messages.status import Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed
 
 LOOK_S = 1.0
-#: Longest wait for an answer of the coordinator, and of each task, in s.
-COORDINATOR_S, TASK_S = 5.0, 2.0
+#: Longest wait for an answer of a task, in s.
+TASK_S = 2.0
 #: A straggler's step time is more than this multiple of its job's median.
 SLOW = 1.5
 #: A task without a heartbeat for longer than this, in s, is shown as silent; heartbeats come every second.
@@ -47,43 +48,20 @@ class Look:
     states: Mapping[str, TaskState]
 
 
-class Watch:
-    """Connections to the coordinator and to the tasks of its cluster.
+def look(observer: ClusterObserver, pool: Executor) -> Look:
+    """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
+    status = observer.status()
+    live = live_tasks(status)
+    answers = zip(live, pool.map(partial(_state_of, observer), live), strict=True)
+    states = {info.task: state for info, state in answers if state is not None}
+    return Look(time.monotonic(), status, states)
 
-    raises  DeadlineExceeded when the coordinator does not answer
-    """
 
-    def __init__(self, transport: Transport, coordinator: str) -> None:
-        self._transport = transport
-        self._client = CoordinatorClient(transport, coordinator, name=TOOL, timeout_s=COORDINATOR_S)
-        self._peers: dict[str, tuple[str, Peer]] = {}
-        self._pool = ThreadPoolExecutor(16, thread_name_prefix="dflow status")
-
-    def look(self) -> Look:
-        """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
-        status = self._client.ask(GetStatus(), COORDINATOR_S)
-        live = [info for info in status.tasks if info.left_at_s is None]
-        answers = zip(live, self._pool.map(self._state_of, live), strict=True)
-        states = {info.task: state for info, state in answers if state is not None}
-        return Look(time.monotonic(), status, states)
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for _, peer in self._peers.values():
-            peer.close()
-        self._client.close()
-
-    def _state_of(self, info: TaskInfo) -> TaskState | None:
-        try:
-            address, peer = self._peers.get(info.task, ("", None))
-            if peer is None or peer.closed or address != info.address:
-                who = short_task_name(info.task)
-                peer = self._transport.connect(info.address, name=TOOL, handler=RefuseAll(), who=who, timeout_s=TASK_S)
-                self._peers[info.task] = (info.address, peer)
-            return peer.call(GetTaskState(), timeout_s=TASK_S).message
-        except (DflowError, OSError, ValueError):
-            return None
+def _state_of(observer: ClusterObserver, info: TaskInfo) -> TaskState | None:
+    try:
+        return observer.peer(info, TASK_S).call(GetTaskState(), timeout_s=TASK_S).message
+    except (DflowError, OSError, ValueError):
+        return None
 
 
 def show_status(
@@ -98,27 +76,25 @@ def show_status(
 
     raises  DeadlineExceeded when the coordinator does not answer; with `watch`, that ends the display instead
     """
-    watched = Watch(transport, coordinator)
-    try:
-        before = watched.look()
-        wait(LOOK_S)
-        now = watched.look()
-        if not watch:
-            console.print(live_view(before, now), closing_tables(now.status, {}))
+    with closing(ClusterObserver(transport, coordinator)) as observer, ThreadPoolExecutor(16) as pool:
+        try:
+            before = look(observer, pool)
+            wait(LOOK_S)
+            now = look(observer, pool)
+            if not watch:
+                console.print(live_view(before, now), closing_tables(now.status, {}))
+                return
+            with Live(live_view(before, now), console=console, auto_refresh=False) as live:
+                while True:
+                    wait(LOOK_S)
+                    before, now = now, look(observer, pool)
+                    live.update(live_view(before, now), refresh=True)
+        except KeyboardInterrupt:
             return
-        with Live(live_view(before, now), console=console, auto_refresh=False) as live:
-            while True:
-                wait(LOOK_S)
-                before, now = now, watched.look()
-                live.update(live_view(before, now), refresh=True)
-    except KeyboardInterrupt:
-        return
-    except (DeadlineExceeded, TransportClosed):
-        if not watch:
-            raise
-        console.print("the coordinator does not answer any more")
-    finally:
-        watched.close()
+        except (DeadlineExceeded, TransportClosed):
+            if not watch:
+                raise
+            console.print("the coordinator does not answer any more")
 
 
 def live_view(before: Look, now: Look) -> RenderableType:
@@ -161,8 +137,7 @@ def _tasks(before: Look, now: Look) -> RenderableType:
     columns = (">steps/s", ">step time", ">running", ">waiting", "queues", ">heard")
     health = {each.task: each for each in now.status.health}
     slow = stragglers(now.states)
-    live = sorted((i for i in now.status.tasks if i.left_at_s is None), key=lambda i: split_task_name(i.task))
-    lines = [_line(info, health.get(info.task), slow, before, now) for info in live]
+    lines = [_line(info, health.get(info.task), slow, before, now) for info in live_tasks(now.status)]
     return task_table(lines, *columns, last="at", most=MOST_TASKS, title="Tasks now")
 
 

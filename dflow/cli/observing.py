@@ -1,17 +1,17 @@
-"""`dflow trace` and `dflow dump`: requests to each task of a running cluster, over separate connections."""
+"""Tools that observe a running cluster over connections of their own; `dflow trace` and `dflow dump`."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.distributed.wire.messages.observing import DumpEvents
-from dflow.distributed.wire.messages.status import GetStatus
+from dflow.distributed.wire.messages.roster import TaskInfo
+from dflow.distributed.wire.messages.status import GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DflowError
 
@@ -21,30 +21,58 @@ CONNECT_S = 5.0
 ANSWER_S = 30.0
 
 
+class ClusterObserver:
+    """Connections to the coordinator and to tasks of its cluster.
+
+    raises  DeadlineExceeded when the coordinator does not answer
+    """
+
+    def __init__(self, transport: Transport, coordinator: str) -> None:
+        self._transport = transport
+        self._client = CoordinatorClient(transport, coordinator, name=TOOL, timeout_s=CONNECT_S)
+        self._peers: dict[str, tuple[str, Peer]] = {}
+
+    def status(self) -> Status:
+        """Return the coordinator's status."""
+        return self._client.ask(GetStatus(), CONNECT_S)
+
+    def peer(self, info: TaskInfo, timeout_s: float = CONNECT_S) -> Peer:
+        """Return the connection to a task, which is made if there is none. Raises DflowError or OSError if it fails."""
+        address, peer = self._peers.get(info.task, ("", None))
+        if peer is None or peer.closed or address != info.address:
+            who = short_task_name(info.task)
+            peer = self._transport.connect(info.address, name=TOOL, handler=RefuseAll(), who=who, timeout_s=timeout_s)
+            self._peers[info.task] = (info.address, peer)
+        return peer
+
+    def close(self) -> None:
+        """Close all connections."""
+        for _, peer in self._peers.values():
+            peer.close()
+        self._client.close()
+
+
+def live_tasks(status: Status) -> list[TaskInfo]:
+    """Return the tasks that have not left, by name."""
+    return sorted(
+        (info for info in status.tasks if info.left_at_s is None), key=lambda info: split_task_name(info.task)
+    )
+
+
 @contextlib.contextmanager
-def live_tasks(transport: Transport, coordinator: str) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
+def live_peers(transport: Transport, coordinator: str) -> Iterator[tuple[dict[str, Peer], dict[str, str]]]:
     """Connect to all live tasks; yield the peers, and for each task not reached the reason, by full task name.
 
     raises  DeadlineExceeded when the coordinator does not answer
     """
-    client = CoordinatorClient(transport, coordinator, name=TOOL, timeout_s=CONNECT_S)
-    try:
-        tasks = [info for info in client.ask(GetStatus(), CONNECT_S).tasks if info.left_at_s is None]
-    finally:
-        client.close()
     reached: dict[str, Peer] = {}
     missing: dict[str, str] = {}
-    with ExitStack() as connections:
-        for info in sorted(tasks, key=lambda info: split_task_name(info.task)):
+    with contextlib.closing(ClusterObserver(transport, coordinator)) as observer:
+        for info in live_tasks(observer.status()):
             try:
-                peer = transport.connect(
-                    info.address, name=TOOL, handler=RefuseAll(), who=short_task_name(info.task), timeout_s=CONNECT_S
-                )
+                reached[info.task] = observer.peer(info)
             except (DflowError, OSError) as error:
                 missing[info.task] = str(error)
-            else:
-                connections.callback(peer.close)
-                reached[info.task] = peer
         yield reached, missing
 
 
@@ -53,7 +81,7 @@ def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, tim
 
     raises  DeadlineExceeded when no step ends within `timeout_s` seconds
     """
-    with live_tasks(transport, coordinator) as (reached, missing):
+    with live_peers(transport, coordinator) as (reached, missing):
         tracer = Tracer(reached, longest_s=timeout_s + ANSWER_S)
         try:
             tracer.wait_for_steps(steps, timeout_s)
@@ -66,7 +94,7 @@ def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, tim
 def dump(transport: Transport, coordinator: str) -> list[str]:
     """Have each live task write its last events to a file; return a line per task with the path."""
     lines = []
-    with live_tasks(transport, coordinator) as (reached, missing):
+    with live_peers(transport, coordinator) as (reached, missing):
         pending = {task: peer.start(DumpEvents("dflow dump")) for task, peer in reached.items()}
         for task, reply in pending.items():
             try:

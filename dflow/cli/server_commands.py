@@ -19,8 +19,7 @@ from dflow.cli.cluster_options import (
     metrics_place_of,
     transport_of,
 )
-from dflow.cli.command import Command
-from dflow.cli.option_types import count, job_count
+from dflow.cli.command import Command, count, job_count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.tracing.devices.task_name import task_name

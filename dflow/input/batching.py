@@ -48,9 +48,7 @@ def batches(
     or `data` cannot be shuffled or repeated as requested; and during iteration, if elements of a batch differ in
     structure or shape.
     """
-    made = Batches(data, size, shuffle, seed, epochs, drop_remainder)
-    _check(made)
-    return made
+    return Batches(data, size, shuffle, seed, epochs, drop_remainder)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +61,9 @@ class Batches:
     seed: int
     epochs: int | None
     drop_remainder: bool
+
+    def __post_init__(self) -> None:
+        _check(self)
 
     def __iter__(self) -> Iterator[Any]:
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
@@ -131,14 +132,12 @@ class _Rows:
     def __init__(self, first: Any, size: int) -> None:
         leaves, tree = jax.tree_util.tree_flatten(first)
         self._tree: Any = tree
-        self.count = 1
-        self._columns, self._shapes = [], []
-        for leaf in leaves:
-            row = np.asarray(leaf)
-            column = np.empty((min(size, max(1, _AT_ONCE_BYTES // max(1, row.nbytes))), *row.shape), row.dtype)
-            column[0] = row
-            self._columns.append(column)
-            self._shapes.append(row.shape)
+        self._columns = [
+            np.empty((min(size, max(1, _AT_ONCE_BYTES // max(1, row.nbytes))), *row.shape), row.dtype)
+            for row in map(np.asarray, leaves)
+        ]
+        self.count = 0
+        self.add(first)
 
     def add(self, element: Any) -> None:
         """Copy an element in. Raises InputError if its structure or shapes differ from those of the first."""
@@ -148,10 +147,10 @@ class _Rows:
             raise InputError(f"an element differs from the first of its batch: {error}", at=caller()) from None
         for place, leaf in enumerate(leaves):
             row, column = np.asarray(leaf), self._columns[place]
-            if row.shape != self._shapes[place]:
+            if row.shape != column.shape[1:]:
                 raise InputError(
                     f"an element has an array of the shape {row.shape} where the first of its batch has "
-                    f"{self._shapes[place]}",
+                    f"{column.shape[1:]}",
                     "pad them to one shape, or feed them to a PaddingFIFOQueue",
                 )
             if row.dtype != column.dtype:

@@ -98,7 +98,11 @@ def feed(
 
 
 class Feed:
-    """The running threads of a `feed` call. As a context manager, it stops and joins them on exit."""
+    """The running threads of a `feed` call. As a context manager, it stops and joins them on exit.
+
+    `count`  number of elements enqueued
+    `error`  the first error of the iterable, of `map` or of an element that does not fit the queue; or None
+    """
 
     def __init__(
         self,
@@ -119,8 +123,8 @@ class Feed:
         self._lock = threading.Lock()
         #: Over: no more elements are taken. Stopped: pending enqueues are cancelled too.
         self._is_over, self._is_stopped = False, False
-        self._error: BaseException | None = None
-        self._count = 0
+        self.error: BaseException | None = None
+        self.count = 0
         self._waiting: set[Callable[[BaseException], None]] = set()
         self._left = threads
         number = next(_numbers)
@@ -132,16 +136,6 @@ class Feed:
         weakref.finalize(queue, _stop_soon, weakref.ref(self)).atexit = False
         for thread in self._threads:
             thread.start()
-
-    @property
-    def count(self) -> int:
-        """Number of elements enqueued."""
-        return self._count
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error of the iterable, of `map` or of an element that does not fit the queue; or None."""
-        return self._error
 
     def is_running(self) -> bool:
         """Whether at least one thread is still running."""
@@ -181,8 +175,8 @@ class Feed:
         self.join(_LEAVE_S)
 
     def __repr__(self) -> str:
-        state = "running" if self.is_running() else "ended" if self._error is None else "failed"
-        return f"<Feed of {self._title}: {state}, {self._count} elements put in>"
+        state = "running" if self.is_running() else "ended" if self.error is None else "failed"
+        return f"<Feed of {self._title}: {state}, {self.count} elements put in>"
 
     def _run(self) -> None:
         try:
@@ -190,7 +184,7 @@ class Feed:
                 pass
         except BaseException as error:
             with self._lock:
-                self._is_over, self._error = True, self._error or error
+                self._is_over, self.error = True, self.error or error
         finally:
             self._end()
 
@@ -200,12 +194,11 @@ class Feed:
                 return False
             try:
                 element = next(self._elements)
-            except StopIteration:
+            except BaseException as error:
+                # Never call an iterator again after it has ended or failed.
                 self._is_over = True
-                return False
-            except BaseException:
-                # Never call an iterator again after it has failed.
-                self._is_over = True
+                if isinstance(error, StopIteration):
+                    return False
                 raise
         return self._put(self._arrays(element if self._map is None else self._map(element)))
 
@@ -231,7 +224,7 @@ class Feed:
         answer = done.get()
         with self._lock:
             self._waiting.discard(cancel)
-            self._count += not isinstance(answer, BaseException)
+            self.count += not isinstance(answer, BaseException)
         if isinstance(answer, QueueClosed | StepCancelled):
             self._is_over = True
             return False
@@ -247,8 +240,8 @@ class Feed:
         _running.discard(self)
         self._close_elements()
         try:
-            if self._error is not None:
-                self._producer.fail(self._error)
+            if self.error is not None:
+                self._producer.fail(self.error)
             elif self._close:
                 self._producer.close()
         except DflowError:
@@ -261,7 +254,7 @@ class Feed:
             try:
                 self._elements.close()
             except BaseException as error:
-                self._error = self._error or error
+                self.error = self.error or error
 
 
 def _backend(queue: Queue) -> StateBackend:

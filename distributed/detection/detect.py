@@ -6,8 +6,8 @@ scheduler, which come before those of the machine: Slurm may run on TPU hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import VARIABLE, ClusterFile
@@ -28,27 +28,29 @@ from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """All inputs of detection: `product` is the product name of the machine, `read_file` reads a cluster file."""
-
-    environment: Mapping[str, str]
-    product: str
-    metadata: Metadata
-    read_file: Callable[[str], ClusterFile]
-
-
-def detect(around: Surroundings) -> tuple[Finding, ...]:
+def detect(
+    environment: Mapping[str, str], product: str, metadata: Metadata, read_file: Callable[[str], ClusterFile]
+) -> tuple[Finding, ...]:
     """Return the finding for each kind of environment, up to the first with a cluster.
 
-    raises  errors of the functions for each kind; ConfigError if DFLOW_INDEX or DFLOW_JOB is set, but no cluster found
+    product    the product name of the machine
+    metadata   reads an attribute of the instance of Google Compute Engine
+    read_file  reads a cluster file
+    raises     errors of the functions for each kind; ConfigError if DFLOW_INDEX or DFLOW_JOB is set without a cluster
     """
+    kinds: tuple[Callable[[], Finding], ...] = (
+        lambda: from_cluster_file(environment, read_file),
+        lambda: from_variables(environment),
+        lambda: from_slurm(environment),
+        lambda: from_kubernetes(environment),
+        lambda: from_tpu_vm(environment, product, metadata),
+    )
     findings: list[Finding] = []
-    for finding in _each(around):
-        findings.append(finding)
-        if finding.spec is not None:
+    for find in kinds:
+        findings.append(find())
+        if findings[-1].spec is not None:
             return tuple(findings)
-    _refuse_task_of_none(around.environment)
+    _refuse_task_of_none(environment)
     return tuple(findings)
 
 
@@ -57,14 +59,14 @@ def found_cluster(findings: Sequence[Finding]) -> ClusterSpec | None:
     return findings[-1].spec if findings else None
 
 
-def from_cluster_file(around: Surroundings) -> Finding:
+def from_cluster_file(environment: Mapping[str, str], read_file: Callable[[str], ClusterFile]) -> Finding:
     """Return the finding for the file named by DFLOW_CLUSTER, as the task named by DFLOW_JOB and DFLOW_INDEX."""
-    said = Variables("cluster file", around.environment)
+    said = Variables("cluster file", environment)
     path = said.get(VARIABLE)
     if not path:
         return said.finding(f"{VARIABLE} is not set")
     job = said.get("DFLOW_JOB") or SCRIPT_JOB
-    spec = around.read_file(path).spec(job, task_index(said))
+    spec = read_file(path).spec(job, task_index(said))
     listens = said.get("DFLOW_ADDRESS") or spec.listens
     return said.finding(f"{path} says so", replace(spec, listens=listens))
 
@@ -98,14 +100,6 @@ def _refuse_task_of_none(environment: Mapping[str, str]) -> None:
         f"DFLOW_COORDINATOR nor DFLOW_CLUSTER is set; set here: {', '.join(others) or 'no other DFLOW_* variable'}",
         f"set one of them, or give connect() the coordinator; to run alone, unset {which}",
     )
-
-
-def _each(around: Surroundings) -> Iterator[Finding]:
-    yield from_cluster_file(around)
-    yield from_variables(around.environment)
-    yield from_slurm(around.environment)
-    yield from_kubernetes(around.environment)
-    yield from_tpu_vm(around.environment, around.product, around.metadata)
 
 
 def _proof(security: SecuritySource, environment: Mapping[str, str]) -> str:

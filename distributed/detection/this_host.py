@@ -6,7 +6,6 @@ Every wait has a deadline.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 import time
@@ -16,7 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import read_cluster_file
-from dflow.distributed.detection.detect import Surroundings
+from dflow.distributed.detection.cluster_spec import Finding
+from dflow.distributed.detection.detect import detect
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.tracing.errors import DeadlineExceeded
 
@@ -28,9 +28,12 @@ _PRODUCT = Path("/sys/class/dmi/id/product_name")
 _ELSEWHERE = "192.0.2.1"
 
 
-def surroundings(environment: Mapping[str, str] = os.environ) -> Surroundings:
-    """Return the inputs of detection for this process."""
-    return Surroundings(environment, _product(), MetadataServer(environment), read_cluster_file)
+def detect_here(environment: Mapping[str, str]) -> tuple[Finding, ...]:
+    """Return the findings of `detect` for this process, with this environment."""
+    product = ""
+    with contextlib.suppress(OSError):
+        product = _PRODUCT.read_text().strip()
+    return detect(environment, product, MetadataServer(environment), read_cluster_file)
 
 
 class MetadataServer:
@@ -114,10 +117,3 @@ def _own_address_towards(host: str) -> str:
                 sock.connect(address)
                 return str(sock.getsockname()[0])
     return ""
-
-
-def _product() -> str:
-    try:
-        return _PRODUCT.read_text().strip()
-    except OSError:
-        return ""

@@ -21,8 +21,7 @@ from pathlib import Path
 import msgspec
 
 from dflow.distributed.observe.spans import spans
-from dflow.distributed.process.atomic_file import write_whole_file
-from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
+from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE, write_whole_file
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
 from dflow.lowering.steps.recorder import ITEM_BEGAN, PART_BEGAN, Event, Recorder
 from dflow.tracing.devices.task_name import short_task_name

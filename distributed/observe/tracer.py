@@ -16,7 +16,7 @@ import msgspec
 
 from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
-from dflow.distributed.process.atomic_file import write_whole_file
+from dflow.distributed.process.run_folder import write_whole_file
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, StartTrace, StopTrace

@@ -57,17 +57,14 @@ class ChildProcess:
             pass_fds=(lifeline,),
             start_new_session=True,
         )
+        #: The process id, which is also that of its group and session.
+        self.pid = self._process.pid
         if cores:
             # The interpreter has only its first thread yet, and later threads inherit its cores.
             with contextlib.suppress(ProcessLookupError):
-                os.sched_setaffinity(self._process.pid, cores)
+                os.sched_setaffinity(self.pid, cores)
         self._reader = threading.Thread(target=self._read, name=f"dflow output {name}", daemon=True)
         self._reader.start()
-
-    @property
-    def pid(self) -> int:
-        """The process id, which is also that of its group and session."""
-        return self._process.pid
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -76,10 +73,8 @@ class ChildProcess:
 
     def poll(self) -> int | None:
         """Return None while the child runs, else its exit status, negative for the signal that killed it."""
-        if self._process.returncode is None and self._has_ended():
-            self._signal_group(signal.SIGKILL)
-            self._process.wait()
-            self._reader.join(LAST_LINES_S)
+        if self._process.returncode is None and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            self.kill()
         return self._process.returncode
 
     def terminate(self) -> None:
@@ -88,14 +83,11 @@ class ChildProcess:
             self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the child and its process group, and wait until it has ended."""
+        """Kill the child and its process group, wait until it has ended, and reap it."""
         if self._process.returncode is None:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
             self._reader.join(LAST_LINES_S)
-
-    def _has_ended(self) -> bool:
-        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -9,23 +9,17 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-
-WHY = "SIGUSR2"
 
 
 def dump_on_signal(dump: Callable[[str], None]) -> None:
     """Call `dump` with the reason at each SIGUSR2; it must not block."""
-    is_free = signal.getsignal(signal.SIGUSR2) in (signal.SIG_DFL, *_ours)
-    if not is_free or threading.current_thread() is not threading.main_thread():
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        dump(WHY)
-
-    _ours[:] = [handle]
-    signal.signal(signal.SIGUSR2, handle)
+    earlier = signal.getsignal(signal.SIGUSR2)
+    is_free = earlier == signal.SIG_DFL or getattr(earlier, "func", None) is _handle
+    if is_free and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR2, partial(_handle, dump))
 
 
-#: The handler that this file installed last.
-_ours: list[Callable[[int, FrameType | None], None]] = []
+def _handle(dump: Callable[[str], None], number: int, frame: FrameType | None) -> None:
+    dump("SIGUSR2")

@@ -1,8 +1,9 @@
-"""The folder for files that a run's processes write without a path from the user."""
+"""Files that a run's processes write: their folder without a path from the user, and writing one whole."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,3 +17,14 @@ def run_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder in DFLOW_RUN_DIR, else a folder of this user among the temporary files."""
     named = read(RUN_FOLDER_VARIABLE, environment)
     return Path(named) if named else Path(tempfile.gettempdir()) / f"dflow-{os.geteuid()}"
+
+
+def write_whole_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write the file. A reader sees all of it or the older file, even while several processes write it."""
+    place = Path(path)
+    part = place.with_name(f".{place.name}.{secrets.token_hex(8)}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(place)
+    finally:
+        part.unlink(missing_ok=True)

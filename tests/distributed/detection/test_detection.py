@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dflow.distributed.detection.cluster_file import ClusterFile, parse_cluster_file
-from dflow.distributed.detection.cluster_spec import ClusterSpec, SecuritySource
-from dflow.distributed.detection.detect import Surroundings, detect, explained, found_cluster
+from dflow.distributed.detection.cluster_spec import ClusterSpec, Finding, SecuritySource
+from dflow.distributed.detection.detect import detect, explained, found_cluster
 from dflow.tracing.errors import ConfigError
 from tests.distributed.detection.recorded import (
     GOOGLE,
@@ -36,29 +36,29 @@ def nowhere(key: str) -> str | None:
     raise AssertionError(f"the metadata server was asked for {key}")
 
 
-def around(
+def detected(
     environment: Mapping[str, str], product: str = "", metadata: Mapping[str, str] | None = None
-) -> Surroundings:
+) -> tuple[Finding, ...]:
     def read(path: str) -> ClusterFile:
         return parse_cluster_file(path, FILE)
 
-    return Surroundings(environment, product, nowhere if metadata is None else metadata.get, read)
+    return detect(environment, product, nowhere if metadata is None else metadata.get, read)
 
 
 def found(environment: Mapping[str, str], product: str = "", metadata: Mapping[str, str] | None = None) -> ClusterSpec:
-    spec = found_cluster(detect(around(environment, product, metadata)))
+    spec = found_cluster(detected(environment, product, metadata))
     assert spec is not None
     return spec
 
 
 def why_alone(environment: Mapping[str, str], source: str, product: str = "", metadata: Mapping[str, str] = {}) -> str:
-    findings = detect(around(environment, product, metadata))
+    findings = detected(environment, product, metadata)
     assert found_cluster(findings) is None
     return next(finding.why for finding in findings if finding.source == source)
 
 
 def test_a_bare_environment_is_alone_and_every_kind_was_asked() -> None:
-    findings = detect(around({"PATH": "/bin"}))
+    findings = detected({"PATH": "/bin"})
     assert found_cluster(findings) is None
     assert [finding.source for finding in findings] == [
         "cluster file",
@@ -109,13 +109,13 @@ def test_a_pods_number_is_its_index_when_nobody_says_another(pod: dict[str, str]
 @pytest.mark.parametrize(("index", "said"), [("", "not set"), ("two", "'two'"), ("-1", "'-1'")])
 def test_a_coordinator_without_an_index_is_refused(index: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"DFLOW_INDEX is {said}, so it is not known which worker this is"):
-        detect(around({"DFLOW_COORDINATOR": "h:7", "DFLOW_INDEX": index}))
+        detected({"DFLOW_COORDINATOR": "h:7", "DFLOW_INDEX": index})
 
 
 @pytest.mark.parametrize(("name", "value"), [("DFLOW_INDEX", "0"), ("DFLOW_JOB", "evaluator")])
 def test_a_task_of_no_cluster_is_refused_and_a_misspelt_variable_shown(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is {value!r}, .* set here: DFLOW_COORDINATER\n") as caught:
-        detect(around({name: value, "DFLOW_COORDINATER": "h:7"}))
+        detected({name: value, "DFLOW_COORDINATER": "h:7"})
     assert f"to run alone, unset {name}" in str(caught.value)
 
 
@@ -160,7 +160,7 @@ def test_a_missing_variable_is_named_with_those_that_were_seen(missing: str) -> 
     with pytest.raises(
         ConfigError, match=f"Slurm: {missing} is not set, which says a number; seen: SLURM_JOB_ID=200505,"
     ):
-        detect(around(said))
+        detected(said)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_a_missing_variable_is_named_with_those_that_were_seen(missing: str) -> 
 )
 def test_what_cannot_be_is_refused(changes: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        detect(around({**slurm(3), **changes}))
+        detected({**slurm(3), **changes})
 
 
 # Kubernetes.
@@ -209,7 +209,7 @@ def test_a_pod_that_is_told_of_no_cluster_is_alone() -> None:
 )
 def test_half_of_a_cluster_is_refused_with_what_is_missing(more: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        detect(around(indexed_job(2, **more)))
+        detected(indexed_job(2, **more))
 
 
 # TPU hosts.
@@ -235,7 +235,7 @@ def test_slices_follow_each_other() -> None:
     with pytest.raises(
         ConfigError, match="MEGASCALE_COORDINATOR_ADDRESS is not set, which says where the first of sev"
     ):
-        detect(around(gke_tpu(1, **more)))
+        detected(gke_tpu(1, **more))
 
 
 def test_a_tpu_vm_is_known_by_its_metadata() -> None:
@@ -247,7 +247,7 @@ def test_a_tpu_vm_is_known_by_its_metadata() -> None:
 
 def test_the_metadata_server_is_asked_on_googles_machines_with_chips_only() -> None:
     for environment, product in (({}, "Latitude 5400"), ({"TPU_SKIP_MDS_QUERY": "1"}, GOOGLE)):
-        findings = detect(Surroundings(environment, product, nowhere, lambda path: parse_cluster_file(path, FILE)))
+        findings = detected(environment, product)
         assert "no TPU host" in findings[-1].why
     assert "its metadata has no agent-worker-number" in why_alone({}, "TPU VM", GOOGLE)
 
@@ -273,12 +273,12 @@ def test_one_host_is_alone() -> None:
 )
 def test_half_of_a_slice_is_refused(environment: dict[str, str], metadata: dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        detect(around(environment, GOOGLE, metadata))
+        detected(environment, GOOGLE, metadata)
 
 
 def test_the_explanation_says_what_was_seen_and_what_follows() -> None:
     environment = {**slurm(0), "DFLOW_SECRET_FILE": "/run/secret"}
-    lines = explained(detect(around(environment)), environment).splitlines()
+    lines = explained(detected(environment), environment).splitlines()
     assert lines[:3] == [
         "- cluster file: DFLOW_CLUSTER is not set",
         "- DFLOW_* variables: DFLOW_COORDINATOR is not set",
@@ -290,6 +290,6 @@ def test_the_explanation_says_what_was_seen_and_what_follows() -> None:
         f"This process is {cluster} and starts coordinator, ps:0.",
         "Its proof of who it is lies in /run/secret.",
     ]
-    assert "It has no certificate and no secret" in explained(detect(around(slurm(0))), {})
+    assert "It has no certificate and no secret" in explained(detected(slurm(0)), {})
     file = {"DFLOW_CLUSTER": "c.toml", "DFLOW_INDEX": "0"}
-    assert explained(detect(around(file)), file).endswith("lies in certificates.")
+    assert explained(detected(file), file).endswith("lies in certificates.")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.process.atomic_file import write_whole_file
+from dflow.distributed.process.run_folder import write_whole_file
 
 
 def test_the_later_of_two_writers_stays_and_nothing_else_is_left(
