@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks._cluster_model import MB, PAPER, ClusterModel, Computing, Shape, Step
 from benchmarks._coordinator_load import Load, coordinator_load
-from dflow.cli.option_types import at_least_one, count
+from dflow.cli.command import at_least_one, count
 
 #: Bytes sent for a scalar, and for 32 rows of 1,024 float32 with their indices.
 SCALAR_BYTES, ROWS_BYTES = 4.0, 32 * 4100.0

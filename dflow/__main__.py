@@ -27,11 +27,10 @@ def main(words: Sequence[str] | None = None) -> int:
     add_commands(parser, "command", COMMANDS)
     options = parser.parse_args(words)
     try:
-        status: int = options.run(options)
+        return options.run(options) or 0
     except (DflowError, OSError, ValueError) as error:
         print(f"dflow {options.command}: {error}", file=sys.stderr)
         return 1
-    return status
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax import jit as jax_jit
 
-from dflow.calls.static_arguments import StaticArguments, static_arguments
+from dflow.calls.static_arguments import static_arguments
 from dflow.lowering.programs.program import awaited, lie_apart
 from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state_backend import LoweredStep, Runner
@@ -51,17 +51,7 @@ class NotEntered(BaseException):
 class _Entering(threading.local):
     """The step that this thread is compiling, if any."""
 
-    def __init__(self, static: StaticArguments) -> None:
-        self._static = static
-        self.step: LocalStep | None = None
-
-    def traced(self, written: Any, read: Any, constants: Any, args: Any, kwargs: Any) -> Any:
-        """Return the new values of the variables, and the result. Raises NotEntered if this thread compiles no step."""
-        if self.step is None:
-            raise NotEntered
-        leaves = jax.tree_util.tree_leaves(handles(self._static.split(args, kwargs)[:2]))
-        after, results = self.step.values(written, read, constants, leaves)
-        return after, handles(jax.tree_util.tree_unflatten(self.step.traced.out_tree, results))
+    step: LocalStep | None = None
 
 
 class SingleExecutable:
@@ -83,13 +73,17 @@ class SingleExecutable:
         self._keeps = call.keeps
         #: Whether an argument was once on another device, so that calls now check each argument.
         self._looks = False
-        self._static = static_arguments(function)
-        self._entering = entering = _Entering(self._static)
+        self._static = static = static_arguments(function)
+        self._entering = entering = _Entering()
         #: Serializes compilation: two threads would otherwise compile the same program twice.
         self._one_compiles = threading.RLock()
 
         def traced(written: Any, read: Any, constants: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return entering.traced(written, read, constants, args, kwargs)
+            if (step := entering.step) is None:
+                raise NotEntered
+            leaves = jax.tree_util.tree_leaves(handles(static.split(args, kwargs)[:2]))
+            after, results = step.values(written, read, constants, leaves)
+            return after, handles(jax.tree_util.tree_unflatten(step.traced.out_tree, results))
 
         traced.__name__ = traced.__qualname__ = name
         with suppress(ValueError, TypeError):  # a builtin without an inspectable signature

@@ -95,9 +95,8 @@ def _init_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=at_least_one, default=3650, metavar="N", help="default: 3650")
 
 
-def _init(options: argparse.Namespace) -> int:
+def _init(options: argparse.Namespace) -> None:
     print(init_authority(options.directory, days=options.days))
-    return 0
 
 
 def _issue_options(parser: argparse.ArgumentParser) -> None:
@@ -124,18 +123,16 @@ def _issue_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--days", type=at_least_one, default=365, metavar="N", help="default: 365")
 
 
-def _issue(options: argparse.Namespace) -> int:
+def _issue(options: argparse.Namespace) -> None:
     print(issue_to(options.directory, options.names, options.hosts, days=options.days))
-    return 0
 
 
 def _secret_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, metavar="FILE", help="the file to make")
 
 
-def _secret(options: argparse.Namespace) -> int:
+def _secret(options: argparse.Namespace) -> None:
     print(make_secret(options.file))
-    return 0
 
 
 _ACTIONS = (

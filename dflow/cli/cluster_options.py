@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from dflow.distributed.detection.cluster_file import VARIABLE, ClusterFile, read_cluster_file
 from dflow.distributed.detection.variables import COORDINATOR_VARIABLE
+from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
+from dflow.distributed.transport.base import Transport
+from dflow.distributed.transport.security.configuration import choose_security
+from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dflow.distributed.detection.cluster_file import ClusterFile
-    from dflow.distributed.transport.base import Transport
 
 
 def add_coordinator_address(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +59,6 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
 
 def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
     """Return the cluster file to use, if any. `--coordinator` takes precedence over a file named in the environment."""
-    from dflow.distributed.detection.cluster_file import VARIABLE, read_cluster_file
-
     named = options.cluster
     if not named and not getattr(options, "coordinator", None):
         named = read(VARIABLE)
@@ -80,9 +78,6 @@ def coordinator_of(options: argparse.Namespace) -> str:
 
 def transport_of(options: argparse.Namespace) -> Transport:
     """Return the transport, with credentials from the options, else the cluster file, else the environment."""
-    from dflow.distributed.transport.security.configuration import choose_security
-    from dflow.distributed.transport.sockets import SocketTransport
-
     certificates, secret_file = options.certificates, options.secret_file
     file = cluster_file_of(options)
     if file and not (certificates or secret_file):
@@ -92,6 +87,4 @@ def transport_of(options: argparse.Namespace) -> Transport:
 
 def metrics_place_of(options: argparse.Namespace) -> str:
     """Return the `[HOST:]PORT` to serve metrics at; empty to serve none."""
-    from dflow.distributed.observe.metrics import VARIABLE
-
-    return str(options.metrics_port or read(VARIABLE))
+    return str(options.metrics_port or read(METRICS_VARIABLE))

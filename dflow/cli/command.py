@@ -20,13 +20,13 @@ class Command:
     `text`         its description in the list of commands
     `more`         continuation of the description in its own help
     `add_options`  adds its options to a parser
-    `run`          performs it and returns the exit status; None if `add_options` adds further subcommands
+    `run`          performs it and returns the exit status, or None for 0; absent if it has further subcommands
     """
 
     name: str
     text: str
     add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], int] | None = None
+    run: Callable[[argparse.Namespace], int | None] | None = None
     more: str = "."
     epilog: str | None = None
 

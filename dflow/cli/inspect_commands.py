@@ -27,12 +27,11 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
     _running_cluster(parser)
 
 
-def _show_cluster(options: argparse.Namespace) -> int:
+def _show_cluster(options: argparse.Namespace) -> None:
     from dflow.cli.live_status import show_status
     from dflow.cli.status_view import make_console
 
     show_status(transport_of(options), coordinator_of(options), make_console(), watch=options.watch)
-    return 0
 
 
 def _trace_options(parser: argparse.ArgumentParser) -> None:
@@ -46,7 +45,7 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
     _running_cluster(parser)
 
 
-def _trace_cluster(options: argparse.Namespace) -> int:
+def _trace_cluster(options: argparse.Namespace) -> None:
     from dflow.cli.observing import trace
 
     if not options.out.absolute().parent.is_dir():
@@ -56,36 +55,32 @@ def _trace_cluster(options: argparse.Namespace) -> int:
     transport, coordinator = transport_of(options), coordinator_of(options)
     for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):
         print(line)
-    return 0
 
 
-def _dump_cluster(options: argparse.Namespace) -> int:
+def _dump_cluster(options: argparse.Namespace) -> None:
     from dflow.cli.observing import dump
 
     for line in dump(transport_of(options), coordinator_of(options)):
         print(line)
-    return 0
 
 
-def _say_where(options: argparse.Namespace) -> int:
+def _say_where(options: argparse.Namespace) -> None:
     from dflow.distributed.detection.detect import explained
     from dflow.distributed.detection.this_host import detect_here
 
     environment = {**os.environ, **({"DFLOW_CLUSTER": options.cluster} if options.cluster else {})}
     print(explained(detect_here(environment), environment))
-    return 0
 
 
 def _show_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", type=Path, metavar="DIR", help="the directory that dflow.export(...).save wrote")
 
 
-def _show_export(options: argparse.Namespace) -> int:
+def _show_export(options: argparse.Namespace) -> None:
     from dflow.exporting.export_format import read_manifest
     from dflow.exporting.export_manifest import listing
 
     print(listing(read_manifest(options.path)))
-    return 0
 
 
 STATUS = Command(

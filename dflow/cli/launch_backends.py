@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dflow.cli.command import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import LaunchPlace
 from dflow.distributed.launching.ray_resources import ray_resources
-from dflow.distributed.launching.shares import Share, core_shares, gpu_shares, visible_gpus
+from dflow.distributed.launching.shares import core_shares, gpu_shares, visible_gpus
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.tracing.errors import ConfigError
@@ -80,18 +80,14 @@ def _machine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _this_machine(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
-    return ThisMachine(_shares(plan.workers, options)), ""
-
-
-def _shares(workers: Sequence[str], options: argparse.Namespace) -> dict[str, Share]:
-    """Return each worker's share of this machine, by full task name."""
-    given = os.environ
-    gpus = gpu_shares(visible_gpus(given), len(workers), options.gpus_per_worker, given)
-    cores = core_shares(sorted(os.sched_getaffinity(0)), len(workers), options.cpus_per_worker, given)
-    return {
+    given, count = os.environ, len(plan.workers)
+    gpus = gpu_shares(visible_gpus(given), count, options.gpus_per_worker, given)
+    cores = core_shares(sorted(os.sched_getaffinity(0)), count, options.cpus_per_worker, given)
+    shares = {
         task: replace(core, environment={**core.environment, **gpu})
-        for task, core, gpu in zip(workers, cores, gpus, strict=True)
+        for task, core, gpu in zip(plan.workers, cores, gpus, strict=True)
     }
+    return ThisMachine(shares), ""
 
 
 def _ray_options(parser: argparse.ArgumentParser) -> None:

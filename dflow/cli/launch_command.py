@@ -20,7 +20,6 @@ from dflow.distributed.launching.restarts import restart_limit
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
-from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.errors import DflowError
 
@@ -31,8 +30,11 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
     tasks.add_argument(
         "--workers", type=at_least_one, default=1, metavar="N", help="the same as --job worker=N (default: 1)"
     )
-    _add_counts(tasks, "--job", "jobs", "tasks of another job that run the script, such as evaluator=1; repeatable")
-    _add_counts(tasks, "--stock", "stock", "stock tasks of another job, such as embeddings=4; repeatable")
+    for option, dest, text in (
+        ("--job", "jobs", "tasks of another job that run the script, such as evaluator=1; repeatable"),
+        ("--stock", "stock", "stock tasks of another job, such as embeddings=4; repeatable"),
+    ):
+        tasks.add_argument(option, dest=dest, type=job_count, action="append", default=[], metavar="NAME=N", help=text)
     faults = parser.add_argument_group("when a task fails")
     faults.add_argument(
         "--restart",
@@ -73,7 +75,8 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     try:
         plan = _launch_plan(options)
-        backend, security = backend_of(options), _security(options)
+        backend = backend_of(options)
+        security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
         place, note = backend.place(plan, options, security)
     except DflowError as error:
         print(f"dflow launch: {error}", file=sys.stderr)
@@ -92,16 +95,11 @@ def _launch(options: argparse.Namespace) -> int:
     ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
-        kept = (
-            replace(plan, restarts={})
-            if backend.restarts_tasks
-            else _kept_here(plan, f"{state}/coordinator", logs.folder)
-        )
-        return launch(stop, kept, place, view, SocketTransport(security=security))
-
-
-def _security(options: argparse.Namespace) -> SecurityPolicy:
-    return choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
+        if backend.restarts_tasks:
+            plan = replace(plan, restarts={})
+        else:
+            plan = _kept_here(plan, f"{state}/coordinator", logs.folder)
+        return launch(stop, plan, place, view, SocketTransport(security=security))
 
 
 def _proofs(options: argparse.Namespace) -> tuple[Setting, ...]:
@@ -143,10 +141,6 @@ def _restart(text: str) -> tuple[str, int]:
     if equals and not job:
         raise argparse.ArgumentTypeError(f"{text!r} has no job before the =; write it as ps=on-failure")
     return job, checked(restart_limit)(policy)
-
-
-def _add_counts(parser: argparse._ArgumentGroup, option: str, dest: str, text: str) -> None:
-    parser.add_argument(option, dest=dest, type=job_count, action="append", default=[], metavar="NAME=N", help=text)
 
 
 LAUNCH = Command(

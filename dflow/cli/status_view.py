@@ -24,7 +24,7 @@ from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.status import Status, TaskHealth, VariableInfo
+from dflow.distributed.wire.messages.status import Status, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: Most rows of a table; one more row sums up the rest.
@@ -351,15 +351,13 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
         why = _why(info, end)
         if not left and not end:
             stall = stalls.get(info.task)
-            why = "away" if info.task in status.away else _stall(stall) if stall is not None else why
+            if stall is not None:
+                why = f"stalled since {stall.stalled_since_s:.1f} s at: {stall.doing or 'steps that it claimed'}"
+            why = "away" if info.task in status.away else why
         table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(why))
     for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
         table.add_row(short_task_name(task), "never", "", Text(ends.get(task, "")))
     return table
-
-
-def _stall(health: TaskHealth) -> str:
-    return f"stalled since {health.stalled_since_s:.1f} s at: {health.doing or 'steps that it claimed'}"
 
 
 def _why(info: TaskInfo, end: str) -> str:

@@ -19,7 +19,7 @@ from contextlib import suppress
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, ClusterSpec, SecuritySource
-from dflow.distributed.launching.place import TaskProgram, coordinator_program, stock_program
+from dflow.distributed.launching.place import coordinator_program, stock_program
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess, describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
@@ -93,8 +93,12 @@ class Sidecars:
                 yield task
 
     def _start(self, task: str) -> None:
-        name = short_task_name(task)
-        child = self._place.start(_program(self._spec, task), lambda line: _show(f"[{name}] {line}"))
+        name, spec, proofs = short_task_name(task), self._spec, _proofs(self._spec.security)
+        if task == COORDINATOR:
+            program = coordinator_program(spec.jobs, _listening(spec.coordinator), proofs, {})
+        else:
+            program = stock_program(task, ("--coordinator", spec.coordinator, *proofs), {})
+        child = self._place.start(program, lambda line: _show(f"[{name}] {line}"))
         self._children[task] = child
         threading.Thread(target=self._watch, args=(name, child), name=f"dflow watch {name}", daemon=True).start()
 
@@ -106,13 +110,6 @@ class Sidecars:
         if not self._closing.is_set():
             how = describe_end(child.poll() or 0)
             _show(f"dflow: {name}, which this process started, has ended ({how}); those that need it will fail")
-
-
-def _program(spec: ClusterSpec, task: str) -> TaskProgram:
-    proofs = _proofs(spec.security)
-    if task == COORDINATOR:
-        return coordinator_program(spec.jobs, _listening(spec.coordinator), proofs, {})
-    return stock_program(task, ("--coordinator", spec.coordinator, *proofs), {})
 
 
 def _listening(coordinator: str) -> str:

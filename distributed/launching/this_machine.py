@@ -12,8 +12,6 @@ from dflow.distributed.process.child_process import ChildProcess
 from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE
 from dflow.tracing.devices.task_name import short_task_name
 
-_WHOLE = Share()
-
 
 class ThisMachine:
     """Starts programs on this machine, with the interpreter `python` and the environment of this process.
@@ -28,7 +26,7 @@ class ThisMachine:
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> ChildProcess:
         """Start a child process; see `LaunchPlace.start`."""
-        share = self._shares.get(program.task, _WHOLE)
+        share = self._shares.get(program.task, Share())
         ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
         environment = {**program.defaults, **os.environ, **share.environment, **program.environment, **ours}
         command = [self._python, *program.words]

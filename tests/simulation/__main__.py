@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from dflow.cli.option_types import at_least_one, checked, count
+from dflow.cli.command import at_least_one, checked, count
 from tests.simulation.fault_schedule import FaultSchedule, simulate
 from tests.simulation.faults import parse_faults
 from tests.simulation.programs import PROGRAMS, STEPS
