@@ -13,7 +13,7 @@ from dflow.cli.cluster_options import (
     coordinator_of,
     transport_of,
 )
-from dflow.cli.command import Command, at_least_one
+from dflow.cli.command import Command, add_seconds, at_least_one
 from dflow.tracing.errors import ConfigError
 
 
@@ -39,9 +39,7 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="where to write (default: trace.json)"
     )
-    parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="SECONDS", help="how long to wait for the steps (default: 60)"
-    )
+    add_seconds(parser, "--timeout", 60, "how long to wait for the steps")
     _running_cluster(parser)
 
 

@@ -19,7 +19,7 @@ from dflow.cli.cluster_options import (
     metrics_place_of,
     transport_of,
 )
-from dflow.cli.command import Command, count, job_count
+from dflow.cli.command import Command, add_seconds, count, job_count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.tracing.devices.task_name import task_name
@@ -40,13 +40,7 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         help="where to listen (default: what the cluster file says, else the address that leads to the coordinator)",
     )
-    parser.add_argument(
-        "--coordinator-timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="end when the coordinator has been unreachable for this time (default: 600)",
-    )
+    add_seconds(parser, "--coordinator-timeout", 600, "end when the coordinator has been unreachable for this time")
     add_coordinator_address(parser)
     add_security(parser)
     add_metrics(parser)
@@ -68,20 +62,8 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
         help="where to listen (default: what the cluster file says, else a free port of DFLOW_ADDRESS or 127.0.0.1)",
     )
     add_cluster_file(parser)
-    parser.add_argument(
-        "--heartbeat-timeout",
-        type=float,
-        default=10.0,
-        metavar="SECONDS",
-        help="declare a task dead after this time without a heartbeat (default: 10)",
-    )
-    parser.add_argument(
-        "--stall-timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="report a busy task that has ended no step for this time as stalled (default: 60)",
-    )
+    add_seconds(parser, "--heartbeat-timeout", 10, "declare a task dead after this time without a heartbeat")
+    add_seconds(parser, "--stall-timeout", 60, "report a busy task that has ended no step for this time as stalled")
     parser.add_argument(
         "--state",
         type=Path,

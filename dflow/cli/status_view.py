@@ -291,7 +291,7 @@ def traffic_table(
 
     most     number of rows; one more row sums up the rest
     title    returns the title for the total number of bytes
-    columns  the last two columns, for which `cells` returns the texts of a row
+    columns  the last two columns; `cells` returns a row's texts in them
     """
     rows = grouped_traffic(traffic)
     table = make_table(title(sum(row.size_bytes for row in rows)), "value", "from -> to", *columns)

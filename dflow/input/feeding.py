@@ -200,7 +200,8 @@ class Feed:
                 if isinstance(error, StopIteration):
                     return False
                 raise
-        return self._put(self._arrays(element if self._map is None else self._map(element)))
+        arrays = self._arrays(element if self._map is None else self._map(element))
+        return arrays is not None and self._put(arrays)
 
     def _arrays(self, element: Any) -> list[Any] | None:
         """Return the arrays of an element as the queue stores them, or None if the queue was collected."""
@@ -210,9 +211,7 @@ class Feed:
         arrays = queue.fitting("feed", _in_structure(element, self._tree))
         return arrays if self._device is None else [jax.device_put(array, self._device) for array in arrays]
 
-    def _put(self, arrays: list[Any] | None) -> bool:
-        if arrays is None:
-            return False
+    def _put(self, arrays: list[Any]) -> bool:
         # `SimpleQueue.put` is atomic, even when the consumer that frees room is interrupted while calling it.
         done: SimpleQueue[Any] = SimpleQueue()
         cancel = self._producer.enqueue(arrays, done.put)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflow.tracing.devices.task_name import short_task_name, task_name
+from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
@@ -66,16 +66,6 @@ class Finding:
     seen: Mapping[str, str]
     spec: ClusterSpec | None
     why: str
-
-
-def described(spec: ClusterSpec) -> str:
-    """Describe a spec in one line."""
-    jobs = ", ".join(f"{job}={count}" for job, count in spec.jobs.items())
-    parts = [f"{spec.job}:{spec.index} of the cluster with its coordinator at {spec.coordinator}"]
-    parts += [f"({jobs})"] if jobs else []
-    if spec.starts:
-        parts.append("and starts " + ", ".join(map(short_task_name, spec.starts)))
-    return " ".join(parts)
 
 
 class Variables:

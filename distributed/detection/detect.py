@@ -17,13 +17,13 @@ from dflow.distributed.detection.cluster_spec import (
     Finding,
     SecuritySource,
     Variables,
-    described,
 )
 from dflow.distributed.detection.kubernetes import from_kubernetes
 from dflow.distributed.detection.slurm import from_slurm
 from dflow.distributed.detection.tpu_vm import Metadata, from_tpu_vm
 from dflow.distributed.detection.variables import from_variables, task_index
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
@@ -81,9 +81,12 @@ def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> st
     spec = found_cluster(findings)
     if spec is None:
         return "\n".join([*lines, "This process is alone: dflow.connect() gives a cluster of one."])
-    lines.append(f"This process is {described(spec)}.")
-    lines.append(_proof(spec.security, environment))
-    return "\n".join(lines)
+    jobs = f" ({', '.join(f'{job}={count}' for job, count in spec.jobs.items())})" if spec.jobs else ""
+    starts = f" and starts {', '.join(map(short_task_name, spec.starts))}" if spec.starts else ""
+    cluster = f"the cluster with its coordinator at {spec.coordinator}{jobs}{starts}"
+    return "\n".join(
+        [*lines, f"This process is {spec.job}:{spec.index} of {cluster}.", _proof(spec.security, environment)]
+    )
 
 
 def _refuse_task_of_none(environment: Mapping[str, str]) -> None:

@@ -52,11 +52,7 @@ class OnRay:
     """
 
     def __init__(
-        self,
-        resources: Mapping[str, Mapping[str, float]],
-        restarts: Mapping[str, int],
-        *,
-        is_secured: bool,
+        self, resources: Mapping[str, Mapping[str, float]], restarts: Mapping[str, int], *, is_secured: bool
     ) -> None:
         self._resources = resources
         self._restarts = restarts
@@ -90,18 +86,11 @@ class OnRay:
             max_concurrency=4,
         )
         handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
-        return _OnActor(
-            actor.remote(
-                program.task,
-                program.words,
-                {**handed_on, **program.environment},
-                dict(program.defaults),
-                os.getcwd(),
-                self._is_secured,
-                limit > 0,
-            ),
-            on_line,
+        environment, defaults = {**handed_on, **program.environment}, dict(program.defaults)
+        made = actor.remote(
+            program.task, program.words, environment, defaults, os.getcwd(), self._is_secured, limit > 0
         )
+        return _OnActor(made, on_line)
 
     def described(self, jobs: Mapping[str, int]) -> str:
         """Describe the cluster's resources, and any that the tasks of `jobs` request beyond these."""
