@@ -12,9 +12,8 @@ from dataclasses import replace
 
 from dflow.distributed.detection.cluster_file import VARIABLE
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
-from dflow.distributed.detection.detect import found_cluster
+from dflow.distributed.detection.detect import found_cluster, task_index
 from dflow.distributed.detection.this_host import detect_here, listening_address
-from dflow.distributed.detection.variables import task_index
 from dflow.distributed.launching.sidecars import Sidecars
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.process import parent_watch

@@ -25,7 +25,7 @@ from dflow.calls.advice import advise
 from dflow.calls.jit_options import constrained, refuse_state, refuse_types_alone, takes_constants
 from dflow.calls.plans import UNKNOWN, CallPlan
 from dflow.calls.shared_traces import SharedTraces
-from dflow.calls.single_executable import NotEntered, SingleExecutable
+from dflow.calls.single_executable import NotEntered, SingleExecutable, identity_of
 from dflow.calls.trace_log import described
 from dflow.config import CONFIG
 from dflow.lowering.passes.base import Observer
@@ -235,7 +235,7 @@ class Planner:
             lowered = step.lower()
             compiled = functools.cache(lambda: lowered.compile(None)[0])  # by the first call
             return plan(_on_leaves(compiled, traced.out_tree), lambda args, kwargs: lowered)
-        single = self.shared.plans.single_like(step, step.call)
+        single = self.shared.plans.single_of(identity_of(step, step.call))
         if single is None:
             single = SingleExecutable(step, step.call, self.jitted, self.options.get("compiler_options"))
         run, lower = functools.partial(single.run, step), functools.partial(single.lower, step)

@@ -12,8 +12,6 @@ from typing import Any
 
 from dflow.calls.single_executable import SingleExecutable
 from dflow.lowering.state_backend import LoweredStep
-from dflow.lowering.steps.local_step import LocalStep
-from dflow.lowering.steps.plan import Call
 from dflow.tracing.primitives.namesakes import StepResources
 
 UNKNOWN: Any = object()
@@ -101,10 +99,10 @@ class Plans:
             finally:
                 self.drop(_NO_KEY)
 
-    def single_like(self, step: LocalStep, call: Call) -> SingleExecutable | None:
-        """Return the existing single-executable step with the same variables and constants, if any."""
+    def single_of(self, identity: tuple[Any, ...]) -> SingleExecutable | None:
+        """Return the existing single-executable step of this identity, if any."""
         found = (plan.single for plan in self._made() if plan.single is not None)
-        return next((single for single in found if single.takes(step, call)), None)
+        return next((single for single in found if single.identity == identity), None)
 
     def _made(self) -> list[CallPlan]:
         return [plan for plan in list(self._by_key.values()) if plan is not None]

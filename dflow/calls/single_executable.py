@@ -64,7 +64,7 @@ class SingleExecutable:
     def __init__(self, step: LocalStep, call: Call, function: Any, compiler_options: dict[str, Any] | None) -> None:
         """`function` is the `jax.jit` function of the steps; `step`, which is the call `call`, is the first of them."""
         self._has_state = bool(call.writes or call.reads)
-        self._given, self._identity = step.traced.constants, _identity(step, call)
+        self._given, self.identity = step.traced.constants, identity_of(step, call)
         self._device = device_named(call.device) if call.device else None
         self._constants = tuple(map(self._here, self._given))
         name = function.__name__
@@ -92,10 +92,6 @@ class SingleExecutable:
         #: JAX's function of dflow's arguments and the user's.
         self.jitted: Any = jax_jit(traced, keep_unused=True, compiler_options=compiler_options, **options)
         self._call = awaited(self.jitted) if call.keeps else self.jitted
-
-    def takes(self, step: LocalStep, call: Call) -> bool:
-        """Whether a step has these variables, constants, device and `keeps`."""
-        return self._identity == _identity(step, call)
 
     @passes_handles
     def __call__(self, args: Any, kwargs: Any) -> Any:
@@ -207,7 +203,8 @@ class SingleExecutable:
         return jax.device_put(leaf, self._device) if is_elsewhere else leaf
 
 
-def _identity(step: LocalStep, call: Call) -> tuple[Any, ...]:
+def identity_of(step: LocalStep, call: Call) -> tuple[Any, ...]:
+    """Return what the steps of one `SingleExecutable` share: variables, device, `keeps` and constants."""
     return call.writes, call.reads, call.device, call.keeps, [*map(id, step.traced.constants)]
 
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import VARIABLE, ClusterFile, read_cluster_file
-from dflow.distributed.detection.variables import COORDINATOR_VARIABLE
+from dflow.distributed.detection.cluster_spec import COORDINATOR_VARIABLE
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.configuration import choose_security

@@ -79,8 +79,8 @@ def _be_task(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
     from dflow.distributed.detection.cluster_spec import Variables
+    from dflow.distributed.detection.detect import task_index
     from dflow.distributed.detection.this_host import listening_address
-    from dflow.distributed.detection.variables import task_index
     from dflow.distributed.task.stock_task import serve_task
 
     index = task_index(Variables("dflow task", os.environ)) if options.index is None else options.index

@@ -11,6 +11,7 @@ from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
 
 COORDINATOR = "coordinator"
+COORDINATOR_VARIABLE = "DFLOW_COORDINATOR"
 #: The job of the task servers (stock tasks), and the job of the tasks that run the user's script.
 STOCK_JOB = "ps"
 SCRIPT_JOB = "worker"

@@ -6,12 +6,14 @@ scheduler, which come before those of the machine: Slurm may run on TPU hosts.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import VARIABLE, ClusterFile
 from dflow.distributed.detection.cluster_spec import (
+    COORDINATOR_VARIABLE,
     SCRIPT_JOB,
     ClusterSpec,
     Finding,
@@ -21,7 +23,6 @@ from dflow.distributed.detection.cluster_spec import (
 from dflow.distributed.detection.kubernetes import from_kubernetes
 from dflow.distributed.detection.slurm import from_slurm
 from dflow.distributed.detection.tpu_vm import Metadata, from_tpu_vm
-from dflow.distributed.detection.variables import from_variables, task_index
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.environment import read
@@ -69,6 +70,38 @@ def from_cluster_file(environment: Mapping[str, str], read_file: Callable[[str],
     spec = read_file(path).spec(job, task_index(said))
     listens = said.get("DFLOW_ADDRESS") or spec.listens
     return said.finding(f"{path} says so", replace(spec, listens=listens))
+
+
+def from_variables(environment: Mapping[str, str]) -> Finding:
+    """Return the finding for DFLOW_* variables, set by `dflow launch`, the user or a manifest.
+
+    DFLOW_COORDINATOR is `host:port`, DFLOW_JOB the job (by default "worker"), DFLOW_INDEX the task's number in it, and
+    DFLOW_ADDRESS the address where this process listens. Raises ConfigError if the task's number is missing.
+    """
+    said = Variables("DFLOW_* variables", environment)
+    coordinator = said.get(COORDINATOR_VARIABLE)
+    if not coordinator:
+        return said.finding(f"{COORDINATOR_VARIABLE} is not set")
+    job = said.get("DFLOW_JOB") or SCRIPT_JOB
+    spec = ClusterSpec(coordinator, job, task_index(said), listens=said.get("DFLOW_ADDRESS"))
+    return said.finding("they say so", spec)
+
+
+def task_index(said: Variables) -> int:
+    """Return the number of this task in its job; raises ConfigError if it is missing or no number.
+
+    Its default is the number that Kubernetes gives a pod of an indexed Job or a StatefulSet.
+    """
+    text = said.get("DFLOW_INDEX")
+    if not text and said.get("KUBERNETES_SERVICE_HOST"):
+        ordinal = re.search(r"-([0-9]+)$", said.get("HOSTNAME"))
+        text = said.get("JOB_COMPLETION_INDEX") or (ordinal[1] if ordinal else "")
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            f"DFLOW_INDEX is {repr(text) if text else 'not set'}, so it is not known which worker this is",
+            "start the script with `dflow launch`, set DFLOW_INDEX, or give connect() an index",
+        )
+    return int(text)
 
 
 def explained(findings: Sequence[Finding], environment: Mapping[str, str]) -> str:
