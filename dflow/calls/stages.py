@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,11 +29,11 @@ _INFO = [
 ]
 
 
+@dataclass(eq=False, repr=False)
 class _Stage:
     """Properties of the arguments and results that are known since the trace."""
 
-    def __init__(self, looked: Any) -> None:
-        self._looked = looked
+    _looked: Any
 
     def __getattr__(self, name: str) -> Any:
         if name not in _INFO:
@@ -43,12 +44,11 @@ class _Stage:
         return f"<{type(self).__name__} of {self._looked.fun_name}>"
 
 
+@dataclass(eq=False, repr=False)
 class TracedFunction(_Stage):
     """Result of `fn.trace(...)` for a function with state: JAX's `Traced`, but lowered by dflow."""
 
-    def __init__(self, looked: Any, lower: Callable[[tuple[str, ...] | None], LoweredStep]) -> None:
-        super().__init__(looked)
-        self._lower = lower
+    _lower: Callable[[tuple[str, ...] | None], LoweredStep]
 
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, _private_parameters: Any = None
@@ -65,6 +65,7 @@ class TracedFunction(_Stage):
         return LoweredFunction(self._looked, self._lower(lowering_platforms))
 
 
+@dataclass(eq=False, repr=False)
 class LoweredFunction(_Stage):
     """Result of `fn.lower(...)` for a function with state.
 
@@ -73,9 +74,7 @@ class LoweredFunction(_Stage):
     are the new values.
     """
 
-    def __init__(self, looked: Any, step: LoweredStep) -> None:
-        super().__init__(looked)
-        self._step = step
+    _step: LoweredStep
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """Return the StableHLO of all programs, one after the other; on a cluster by task, each with its plan."""
@@ -90,12 +89,12 @@ class LoweredFunction(_Stage):
         return CompiledFunction(self._looked, *self._step.compile(compiler_options))
 
 
+@dataclass(eq=False, repr=False)
 class CompiledFunction(_Stage):
     """A function with state, compiled for one set of argument types."""
 
-    def __init__(self, looked: Any, run: Runner, programs: Sequence[jax.stages.Compiled] | None) -> None:
-        super().__init__(looked)
-        self._run, self._compiled = run, programs
+    _run: Runner
+    _compiled: Sequence[jax.stages.Compiled] | None
 
     @property
     def _programs(self) -> Sequence[jax.stages.Compiled]:

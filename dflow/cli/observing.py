@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.observe.tracer import Trace, Tracer
+from dflow.distributed.observe.tracer import Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import TaskInfo
@@ -88,7 +88,11 @@ def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, tim
         finally:
             found = tracer.stop(steps)
     found.write(path)
-    return [*_said_of(found, path), *(f"without {short_task_name(task)}: {why}" for task, why in missing.items())]
+    worst_us = max((offset.error_ns for offset in found.offsets.values()), default=0) / 1e3
+    shown = f"{path}: {found.steps} steps of {len(found.events)} tasks, clocks aligned to {worst_us:.0f} us"
+    lost = (f"the first events of {short_task_name(task)} were overwritten by later ones" for task in found.lost)
+    without = (f"without {short_task_name(task)}: {why}" for task, why in [*found.missing.items(), *missing.items()])
+    return [f"{shown}; open it at https://ui.perfetto.dev", *lost, *without]
 
 
 def dump(transport: Transport, coordinator: str) -> list[str]:
@@ -104,11 +108,3 @@ def dump(transport: Transport, coordinator: str) -> list[str]:
                 continue
             lines.append(f"{short_task_name(task)}  {path or 'could not write: see its log'}")
     return lines + [f"{short_task_name(task)}  not reached: {why}" for task, why in missing.items()]
-
-
-def _said_of(found: Trace, path: Path) -> list[str]:
-    worst_us = max((offset.error_ns for offset in found.offsets.values()), default=0) / 1e3
-    shown = f"{path}: {found.steps} steps of {len(found.events)} tasks, clocks aligned to {worst_us:.0f} us"
-    lines = [f"{shown}; open it at https://ui.perfetto.dev"]
-    lines += [f"the first events of {short_task_name(task)} were overwritten by later ones" for task in found.lost]
-    return lines + [f"without {short_task_name(task)}: {why}" for task, why in found.missing.items()]
