@@ -22,7 +22,7 @@ class OwnFunction:
         return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
+        if name.startswith("__") or name == "_function":
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._function, name)
 

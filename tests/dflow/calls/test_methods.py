@@ -96,6 +96,13 @@ def test_a_bound_method_is_a_value_like_others() -> None:
     assert (traces, first.total.read().tolist()) == ([1], [4, 4])
 
 
+def test_a_bound_method_is_exported_drawn_and_placed_like_a_function() -> None:
+    counter, spec = Counter(), dflow.spec((2,), jnp.float32)
+    assert "add(x: f32[2])" in str(dflow.export(counter.add, spec))
+    assert "var.assign_add(%" in str(dflow.graph(counter.add, jnp.ones(2)))
+    assert counter.add.lower(jnp.ones(2)).as_text().count("func.func public") == 1
+
+
 class Slotted:
     """An object without weak references."""
 
