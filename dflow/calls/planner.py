@@ -191,7 +191,7 @@ class Planner:
         return plan.lower(args, kwargs)
 
     def traced(self, stage: Any, args: Any, kwargs: Any) -> Traced:
-        """Return the graph of a trace."""
+        """Return the graph of a trace by `jax.jit`, with the names of the user's arguments."""
         if any(self.options.get(name) is not None for name in ("in_shardings", "out_shardings")):
             stage = constrained(self.fn, self.options).trace(*args, **kwargs)
         names = argument_names(self.fn, args, kwargs, self.shared.static.test_of(args))

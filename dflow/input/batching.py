@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,7 @@ class Batches:
         """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
         if self.epochs is None:
             raise TypeError("batches without end have no len()")
-        count = len(_columns(self.data)[0]) if _is_of_arrays(self.data) else len(self.data)
+        count = _rows_in(self.data) if _is_of_arrays(self.data) else len(self.data)
         return self.epochs * (count // self.size if self.drop_remainder else -(-count // self.size))
 
     def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
@@ -89,15 +90,12 @@ class Batches:
                 elements = _drawn(map(_own, elements), int(self.shuffle), random)
             yield from self._stacked(elements)
             return
-        columns = _columns(self.data)
-        tree = jax.tree_util.tree_structure(self.data)
-        count = len(columns[0])
+        arrays, count = jax.tree_util.tree_map(np.asarray, self.data), _rows_in(self.data)
         order: Iterable[int] = random.permutation(count) if self.shuffle is True else range(count)
         if self.shuffle is not True and self.shuffle is not False:
             order = _drawn(order, self.shuffle, random)
         for group in self._grouped(iter(order)):
-            rows = np.asarray(group)
-            yield jax.tree_util.tree_unflatten(tree, [column[rows] for column in columns])
+            yield jax.tree_util.tree_map(operator.itemgetter(np.asarray(group)), arrays)
 
     def _stacked(self, elements: Iterator[Any]) -> Iterator[Any]:
         for first in elements:
@@ -178,8 +176,8 @@ def _is_of_arrays(data: Any) -> bool:
     return isinstance(data, np.ndarray | jax.Array)
 
 
-def _columns(data: Any) -> list[Any]:
-    return [np.asarray(leaf) for leaf in jax.tree_util.tree_leaves(data)]
+def _rows_in(arrays: Any) -> int:
+    return len(jax.tree_util.tree_leaves(arrays)[0])
 
 
 def _check(made: Batches) -> None:
