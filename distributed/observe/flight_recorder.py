@@ -41,7 +41,7 @@ class FlightRecorder:
         self, task: str, recorder: Recorder, folder: Path, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._task = short_task_name(task)
-        self._recorder = recorder
+        self.recorder = recorder
         self._folder = folder
         self._clock = clock
         self._lock = threading.Lock()
@@ -76,7 +76,7 @@ class FlightRecorder:
 
     def _write(self, why: str) -> Path:
         _make_private(self._folder)
-        events, now_ns = self._recorder.events(), self._recorder.clock()
+        events, now_ns = self.recorder.events(), self.recorder.clock()
         text = self._path(self._next_number())
         when = datetime.now().isoformat(timespec="milliseconds")
         reason = why if why.isprintable() else why.encode("unicode_escape").decode()

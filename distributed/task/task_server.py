@@ -32,8 +32,8 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
-from dflow.distributed.steps.task_initiated_steps import TaskInitiatedSteps
 from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, answer, in_pool, on_own_thread
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.step_aggregator import StepAggregator
@@ -120,8 +120,7 @@ class TaskServer:
 
     process          identity of this process; state that the coordinator placed on another one is not created here
     pool, clock      executor for its work and clock of its timeouts, instead of threads of the task
-    recorder         recorder of its events
-    flights          writes the events to a file when a wait lasted too long, or on request
+    flights          writes its events to a file when a wait lasted too long, or on request
     on_stall         called with the reason when a wait lasted too long, so that other tasks dump their events too
     described        describes another task for an error; may take a second
     raises           what `Transport.listen` raises
@@ -138,14 +137,13 @@ class TaskServer:
         settings: TaskSettings | None = None,
         pool: Executor | None = None,
         clock: Clock | None = None,
-        recorder: Recorder | None = None,
         flights: FlightRecorder | None = None,
         on_stall: Callable[[str], None] = lambda why: None,
         described: Callable[[str], str] = short_task_name,
     ) -> None:
         self.name, self._process = name, process
         self._flights, self._on_stall = flights, on_stall
-        self.recorder = recorder or Recorder()
+        self.recorder = flights.recorder if flights is not None else Recorder()
         self.store = store or Store()
         settings = settings or TaskSettings()
         self._lock = threading.Lock()
@@ -178,12 +176,13 @@ class TaskServer:
             described=described,
             window_bytes=settings.window_bytes,
         )
-        self._rounds = StepAggregator(
-            name, self._resources, TaskInitiatedSteps(self).start, self._soon, has_left=self.channel.has_left
-        )
-        self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
         #: The parts of steps that run here.
         self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.pool)
+        self.starter = StepStarter(name, self.peers, self._plans, self.runs)
+        self._rounds = StepAggregator(
+            name, self._resources, self.starter.start_unattended, self._soon, has_left=self.channel.has_left
+        )
+        self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
         self._listener = transport.listen(address, name=name, handler=self)
 
     @property

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -25,12 +25,11 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from dflow.distributed.transport.base import Reply
+from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.wire.array_lists import encode_arrays
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name
 from dflow.distributed.wire.failures import error_from, error_of
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
     CreateVariable,
@@ -57,20 +56,6 @@ HostArray = npt.NDArray[Any] | jax.Array
 def on_host(value: jax.Array) -> HostArray:
     """Return the value on the host."""
     return value if dtype_name(value.dtype) in KEYS else np.asarray(value)
-
-
-class CreatingTasks(Protocol):
-    """The methods of a cluster that this file needs."""
-
-    def place_all(self, requests: Sequence[PlaceVariable]) -> Sequence[Placed | Failure]:
-        """Return the task of each variable, where it is or must be created, or the failure, in order."""
-        ...
-
-    def request_all(
-        self, requests: Sequence[tuple[str, Request[Answer], Payload]]
-    ) -> Sequence[Reply[Answer] | DflowError]:
-        """Send requests to tasks concurrently; return the answer or the error of each, in order."""
-        ...
 
 
 class PendingVariable:
@@ -144,8 +129,8 @@ class PendingVariable:
 class VariableBatch:
     """Variables that are created together on the tasks of one cluster; thread-safe."""
 
-    def __init__(self, tasks: CreatingTasks) -> None:
-        self.tasks = tasks
+    def __init__(self, requests: TaskRequests) -> None:
+        self.requests = requests
         self._lock = threading.RLock()
         self._wanted: list[PendingVariable] = []
         self._size_bytes = 0
@@ -166,7 +151,7 @@ class VariableBatch:
         with self._lock:
             wanted, self._wanted, self._size_bytes = self._wanted, [], 0
             try:
-                failed = _Creation(self.tasks).create(wanted)
+                failed = _Creation(self.requests).create(wanted)
             finally:
                 # Also after an error: the next use of a variable without a location creates it.
                 self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
@@ -186,9 +171,9 @@ _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", 
 
 
 @contextmanager
-def created_together(tasks: CreatingTasks) -> Iterator[None]:
-    """Create the variables made inside on `tasks` together, at the latest when the block ends."""
-    batch = _batch_of(tasks)
+def created_together(requests: TaskRequests) -> Iterator[None]:
+    """Create the variables made inside together, at the latest when the block ends."""
+    batch = _batch_of(requests)
     token = _current.set(batch)
     try:
         yield
@@ -197,9 +182,9 @@ def created_together(tasks: CreatingTasks) -> Iterator[None]:
     batch.create()
 
 
-def create(tasks: CreatingTasks, wanted: PendingVariable) -> None:
+def create(requests: TaskRequests, wanted: PendingVariable) -> None:
     """Create a variable, together with the batch that is open in this context, if any."""
-    batch = _batch_of(tasks)
+    batch = _batch_of(requests)
     if wanted.near is not None and _batches[wanted.near] is not batch:
         settle(wanted.near)
     batch.add(wanted)
@@ -213,16 +198,16 @@ def settle(variable: Variable) -> None:
         _batches[variable].create_again(variable)
 
 
-def _batch_of(tasks: CreatingTasks) -> VariableBatch:
+def _batch_of(requests: TaskRequests) -> VariableBatch:
     open_one = _current.get()
-    return open_one if open_one is not None and open_one.tasks is tasks else VariableBatch(tasks)
+    return open_one if open_one is not None and open_one.requests is requests else VariableBatch(requests)
 
 
 class _Creation:
     """One creation of many variables."""
 
-    def __init__(self, tasks: CreatingTasks) -> None:
-        self._tasks = tasks
+    def __init__(self, requests: TaskRequests) -> None:
+        self._requests = requests
         self._exports = Exports()
         #: Results of initialisers that several variables share, by the initialiser's identity.
         self._computed: dict[int, HostArray] = {}
@@ -242,7 +227,7 @@ class _Creation:
 
     def _placed(self, wanted: Sequence[PendingVariable]) -> dict[str, list[PendingVariable]]:
         """Ask the coordinator for the task of each variable; return them by task."""
-        answers = self._tasks.place_all([each.placing() for each in wanted]) if wanted else ()
+        answers = self._requests.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Failure):
                 self._failed[each.variable] = error_from(answer)
@@ -274,7 +259,7 @@ class _Creation:
     def _send(self, parcels: Sequence[_Parcel]) -> list[PendingVariable]:
         """Send all messages; return the variables that the tasks lack and got no initial value for."""
         missing: list[PendingVariable] = []
-        answers = self._tasks.request_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
+        answers = self._requests.ask_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
         for parcel, answer in zip(parcels, answers, strict=True):
             if isinstance(answer, DflowError):
                 self._failed.update((each.variable, answer) for each in parcel.wanted)

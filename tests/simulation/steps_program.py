@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
-from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
+from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.barriers import AwaitBarrier

@@ -165,7 +165,7 @@ def test_gradients_travel_and_the_state_of_the_optimizer_stays(memory: MemoryClu
         optimizer.apply(dflow.grad(lambda: sum((v.read() - 1) @ v.read() for v in model.values()), model)())
 
     step()
-    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    servers = [worker.server, *(task.server for task in memory.tasks.values())]
     large = {(sent.edge, sent.source[5:7]) for server in servers for sent in server.traffic() if sent.size_bytes > 99}
     gradients = {(f"grad/stay/{name}", "wo") for name in "abcd"}
     assert gradients <= large
@@ -641,7 +641,7 @@ def test_nonsense_at_a_task_ends_its_own_connection_alone(nonsense: bytes) -> No
     assert isinstance(worker, Cluster)
     _, step = one_variable(worker)
     step(jnp.ones(3))
-    for address in (task.server.address, worker._server.address, coordinator.address):
+    for address in (task.server.address, worker.server.address, coordinator.address):
         host, _, port = address.partition(";")[0].rpartition(":")
         stranger = socket.create_connection((host, int(port)), timeout=DEADLINE_S)
         with stranger, contextlib.suppress(OSError):
@@ -685,7 +685,7 @@ def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: Memo
     assert task.server.name in str(caught.value)
     task.server.store.call = call  # type: ignore[method-assign]
     np.testing.assert_array_equal(step(jnp.ones(3)), [2, 2, 2])
-    assert worker._server.statistics().running == 0
+    assert worker.server.statistics().running == 0
 
 
 def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> None:
