@@ -14,10 +14,11 @@ value once, when it was taken or dropped, and answers each offer at most once. N
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 
 Item = TypeVar("Item")
@@ -42,7 +43,8 @@ class Outflow(Generic[Item]):
 
     def __init__(self, window_bytes: int) -> None:
         self._window = window_bytes
-        self._untaken: dict[str, int] = {}
+        #: By destination, the bytes pushed and not credited, including `COST_BYTES` per value.
+        self.untaken: Counter[str] = Counter()
         self._offers: dict[Offered, Item] = {}
 
     @property
@@ -50,18 +52,14 @@ class Outflow(Generic[Item]):
         """Number of values kept."""
         return len(self._offers)
 
-    def untaken_bytes(self, destination: str) -> int:
-        """Bytes pushed to `destination` and not credited, including `COST_BYTES` per value."""
-        return self._untaken.get(destination, 0)
-
     def pushes(self, destination: str, size_bytes: int) -> bool:
         """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
-        untaken = self._untaken.get(destination, 0)
+        untaken = self.untaken[destination]
         after = untaken + size_bytes + COST_BYTES
         # A value larger than the window is pushed when no other is untaken.
         if untaken and after > self._window:
             return False
-        self._untaken[destination] = after
+        self.untaken[destination] = after
         return True
 
     def keep(self, offer: Offered, item: Item) -> None:
@@ -74,11 +72,11 @@ class Outflow(Generic[Item]):
 
     def credit(self, destination: str, size_bytes: int) -> None:
         """Note that `destination` has taken `size_bytes` of the pushed values."""
-        self._untaken[destination] = max(0, self._untaken.get(destination, 0) - size_bytes)
+        self.untaken[destination] = max(0, self.untaken[destination] - size_bytes)
 
     def forget(self, destination: str) -> list[Offered]:
         """Drop all transfers to `destination`, whose connection has ended; return the offers dropped."""
-        self._untaken.pop(destination, None)
+        del self.untaken[destination]
         return self._end_all(lambda offer: offer.destination == destination)
 
     def abort(self, concerns: Callable[[StepId], bool]) -> list[Offered]:
@@ -92,25 +90,11 @@ class Outflow(Generic[Item]):
         return ended
 
 
-@dataclass(frozen=True)
-class GiveCredit:
-    """Notify the task `to` that `size_bytes` of the values it pushed were taken."""
+class Reaction(NamedTuple):
+    """A message for the task `to`: credit for values that it pushed, or the answer to its offer."""
 
     to: str
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Request from the task `to` the value that it offered, or with `wanted` false, decline it."""
-
-    to: str
-    step: StepId
-    edge: str
-    wanted: bool
-
-
-Reaction = GiveCredit | Answer
+    message: Credit | Pull
 
 
 class _HeldBack(NamedTuple):
@@ -154,7 +138,7 @@ class Inflow:
     def offer(self, source: str, step: StepId, edge: str, *, is_awaited: bool, is_open: bool) -> list[Reaction]:
         """Handle an offer of `source`: request the value if `is_awaited`, decline it if the step is not `is_open`."""
         if is_awaited or not is_open:
-            return [Answer(source, step, edge, is_awaited)]
+            return [_answer(source, step, edge, wanted=is_awaited)]
         self._offered.setdefault(step, {})[edge] = source
         return []
 
@@ -162,7 +146,7 @@ class Inflow:
         """Request the value, which an op now waits for, if it was offered."""
         offered = self._offered.get(step)
         source = offered.pop(edge, None) if offered else None
-        return [Answer(source, step, edge, True)] if source is not None else []
+        return [_answer(source, step, edge, wanted=True)] if source is not None else []
 
     def ended(self, step: StepId) -> list[Reaction]:
         """Credit and decline what remains of a step, which is dropped."""
@@ -170,7 +154,7 @@ class Inflow:
         for held in self._held.pop(step, {}).values():
             reactions += self._owe(*held)
         for edge, source in self._offered.pop(step, {}).items():
-            reactions.append(Answer(source, step, edge, False))
+            reactions.append(_answer(source, step, edge, wanted=False))
         return reactions
 
     def steps_of(self, origin: str) -> list[StepId]:
@@ -193,4 +177,8 @@ class Inflow:
             self._owed[source] = owed
             return []
         self._owed[source] = 0
-        return [GiveCredit(source, owed)]
+        return [Reaction(source, Credit(owed))]
+
+
+def _answer(source: str, step: StepId, edge: str, *, wanted: bool) -> Reaction:
+    return Reaction(source, Pull(step.origin, step.number, edge, wanted))
