@@ -95,7 +95,7 @@ class ClusterSteps:
         try:
             programs = compiling.submit(lambda: [program.compile() for program in own])
             handles = self._registered(others)
-            handles[self._task] = self._server.register(step.plans[self._task].plan, programs.result())
+            handles[self._task] = self._server.plans.add(step.plans[self._task].plan, programs.result())
         finally:
             compiling.shutdown(wait=False)
         first, last = list(step.traced.constants), step.literals
@@ -122,7 +122,7 @@ class ClusterSteps:
         tasks = {*self._requests.tasks} - {self._task}
         while self._unused:
             handles = self._unused.popleft()
-            self._server.release(handles[self._task])
+            self._server.plans.release(handles[self._task])
             for task in tasks & {*handles}:
                 with contextlib.suppress(DflowError):  # the task is gone, and its plans with it
                     self._server.peer(task).notify(ReleasePlan(handles[task]))

@@ -242,7 +242,7 @@ def run_plan(step: StepId, handle: int) -> RunPlan:
 def send_and_receive(cluster: Cluster) -> int:
     """The plan of a worker: send a gradient, wait for the new value."""
     plan = Plan(WORKER, 2, (Send("grad", PS, 0), Recv("value", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
-    return cluster.worker.register(plan, ())
+    return cluster.worker.plans.add(plan, ())
 
 
 def test_a_step_over_two_tasks(cluster: Cluster) -> None:
@@ -288,7 +288,7 @@ def test_a_value_may_come_before_the_plan_is_run(cluster: Cluster) -> None:
 
 def test_a_task_may_send_to_itself(cluster: Cluster) -> None:
     plan = Plan(PS, 2, (Send("e", PS, 0), Recv("e", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
-    handle = cluster.ps.register(plan, ())
+    handle = cluster.ps.plans.add(plan, ())
     (value,) = start(cluster.ps, handle, next_step(PS), jnp.ones(3)).result(DEADLINE_S)
     assert value.tolist() == [1, 1, 1]
     assert cluster.ps.traffic() == ()
@@ -321,12 +321,12 @@ def test_a_step_cancelled_while_it_runs_does_nothing_more(cluster: Cluster) -> N
     step = next_step()
 
     def add_and_cancel(w: jax.Array, x: jax.Array) -> list[jax.Array]:
-        cluster.ps.cancel(step, errors.StepCancelled("the worker gave up"))
+        cluster.ps.runs.cancel(step, errors.StepCancelled("the worker gave up"))
         return [w + x]
 
     adds = (Call(0, ("w",), (), (0,), ()), Call(1, ("w",), (), (0,), (), after=(0,)))
     programs = [flat_program(add_and_cancel, 1), flat_program(lambda w, x: [w + x], 1)]
-    handle = cluster.ps.register(Plan(PS, 1, adds, feeds=(0,), fetches=()), programs)
+    handle = cluster.ps.plans.add(Plan(PS, 1, adds, feeds=(0,), fetches=()), programs)
     with pytest.raises(errors.StepCancelled, match="the worker gave up"):
         start(cluster.ps, handle, step, jnp.ones(3)).result(DEADLINE_S)
     assert read(cluster) == [2, 2, 2]
@@ -453,7 +453,7 @@ def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
     handle, step = serve_gradients(cluster), next_step(WORKER)
     pending = cluster.worker.peer(PS).start(run_plan(step, handle))
     cluster.worker.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
-    anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0)
+    anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0, life=1)
     cluster.ps.roster_changed(Roster((TaskInfo(WORKER, "", 0.0, 4.0, "killed"), anew), ()))
     with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it has started anew"):
         pending.wait(DEADLINE_S)
@@ -474,7 +474,7 @@ def test_a_lost_connection_ends_the_waits_for_its_values(cluster: Cluster) -> No
 
 def test_sending_to_a_task_that_is_not_there_fails_the_plan(cluster: Cluster) -> None:
     plan = Plan(WORKER, 1, (Send("e", "/job:ps/task:9", 0),), feeds=(0,))
-    done = start(cluster.worker, cluster.worker.register(plan, ()), next_step(), jnp.ones(3))
+    done = start(cluster.worker, cluster.worker.plans.add(plan, ()), next_step(), jnp.ones(3))
     with pytest.raises(errors.TaskLost, match=f"/job:ps/task:9 is not in the cluster; these tasks are: .*{PS}"):
         done.result(DEADLINE_S)
 
@@ -501,7 +501,7 @@ def test_closing_a_task_fails_what_it_has_not_begun(make_cluster: MakeCluster) -
         return [w + x]
 
     plan = Plan(PS, 1, (Call(0, ("w",), (), (0,), ()),), feeds=(0,), fetches=())
-    handle = cluster.ps.register(plan, [flat_program(slow, 1)])
+    handle = cluster.ps.plans.add(plan, [flat_program(slow, 1)])
     running = [start(cluster.ps, handle, next_step(), jnp.ones(3)) for _ in range(3)]
     assert began.wait(DEADLINE_S)
     cluster.ps.close()
@@ -560,7 +560,7 @@ def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Clust
         return [w]
 
     holding = Plan(PS, 0, (Call(0, ("w",), (), (), ()),))
-    held = start(cluster.ps, cluster.ps.register(holding, [flat_program(hold, 1)]), next_step(PS))
+    held = start(cluster.ps, cluster.ps.plans.add(holding, [flat_program(hold, 1)]), next_step(PS))
     assert entered.wait(DEADLINE_S)
     adding = cluster.client.start(run_plan(step, handle))
     cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))

@@ -257,7 +257,7 @@ def test_a_wait_that_is_given_up_takes_nothing(memory: MemoryCluster, workers: t
     message = CallResource(queue.key, ResourceOp("queue.dequeue"), workers[0].task, 7)
     pending = workers[0].server.peer(str(queue.device)).start(message)
     until(lambda: waiting_at(memory, "q") == 1)
-    server.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
+    server.runs.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
     with pytest.raises(TaskLost, match="given up"):
         pending.wait(DEADLINE_S)
     queue.enqueue(1.0)
