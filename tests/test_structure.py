@@ -11,8 +11,6 @@ LONG = {
     "tracing/jax_frontend.py",
     "tracing/state/resources.py",
     "distributed/coordinator/membership.py",
-    "distributed/task/task_server.py",
-    "distributed/worker/cluster.py",
 }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
@@ -70,7 +71,7 @@ def serve_task(
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
-    endpoint = MetricsEndpoint(task_metrics(stock.server), metrics) if metrics else None
+    endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)
     dump_on_signal(stock.flights.dump_soon)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dflow.distributed.observe.metrics import Collect, bounded, by_short_name, counter, gauge, of_steps
+from dflow.distributed.observe.metrics import bounded, by_short_name, counter, gauge, of_steps
 from dflow.distributed.task.task_server import TaskServer
 from dflow.tracing.devices.task_name import short_task_name
 
@@ -13,12 +13,8 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 
-def task_metrics(server: TaskServer) -> Collect:
-    """Return a function that collects the metrics of one task."""
-    return lambda: _of_task(server)
-
-
-def _of_task(server: TaskServer) -> Iterator[Metric]:
+def task_metrics(server: TaskServer) -> Iterator[Metric]:
+    """Collect the metrics of one task."""
     from prometheus_client.core import InfoMetricFamily
 
     yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})

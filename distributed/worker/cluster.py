@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
@@ -226,7 +227,7 @@ class Cluster:
 
     def serve_metrics(self, place: str | int) -> str:
         """Serve this task's metrics for Prometheus until `close`; return the address. See `MetricsEndpoint`."""
-        endpoint = MetricsEndpoint(task_metrics(self.server), place)
+        endpoint = MetricsEndpoint(partial(task_metrics, self.server), place)
         self._endpoints.append(endpoint)
         return endpoint.address
 

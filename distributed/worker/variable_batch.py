@@ -58,38 +58,41 @@ def on_host(value: jax.Array) -> HostArray:
     return value if dtype_name(value.dtype) in KEYS else np.asarray(value)
 
 
+_NOT_PLACED = Placed("")
+
+
+@dataclass(eq=False)
 class PendingVariable:
     """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value.
 
     `on`      the task that must hold it; empty for any
     `layout`  how it is spread over the devices of the task
+    `placed`  the coordinator's answer; empty before it
     """
 
-    def __init__(
-        self,
-        variable: Variable,
-        job: str,
-        near: Variable | None,
-        first: TypedInitial | HostArray,
-        on: str = "",
-        layout: VariableLayout | None = None,
-    ) -> None:
-        self.variable, self.job, self.near, self._on, self._layout = variable, job, near, on, layout
-        self._first = first
-        #: The coordinator's answer; empty before it.
-        self.placed = Placed("")
-        #: Whether its task makes the initial value by ops; otherwise the value is sent there.
-        self.is_made_there = False
-        #: Bytes kept in memory until it is created, or sent then.
-        self.size_bytes = variable.type.size_bytes
-        if isinstance(first, InitialOps) and first.are_sent:
-            self.is_made_there, self.size_bytes = True, first.size_bytes
+    variable: Variable
+    job: str
+    near: Variable | None
+    first: TypedInitial | HostArray
+    on: str
+    layout: VariableLayout | None
+    placed: Placed = _NOT_PLACED
+
+    @property
+    def ops(self) -> InitialOps | None:
+        """The ops by which its task makes the initial value; None if the value is sent there."""
+        return self.first if isinstance(self.first, InitialOps) and self.first.are_sent else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes kept in memory until it is created, or sent then."""
+        return (self.variable.type if self.ops is None else self.ops).size_bytes
 
     def placing(self) -> PlaceVariable:
         """Return the request for its task."""
         type = self.variable.type
         return PlaceVariable(
-            self.variable.name, dtype_name(type.dtype), type.shape, type.size_bytes, self.job, self._near, on=self._on
+            self.variable.name, dtype_name(type.dtype), type.shape, type.size_bytes, self.job, self._near, on=self.on
         )
 
     def asked(self) -> CreateVariable:
@@ -100,7 +103,7 @@ class PendingVariable:
             dtype_name(type.dtype),
             type.shape,
             process=self.placed.process,
-            layout=self._layout,
+            layout=self.layout,
             near=self._near,
         )
 
@@ -110,20 +113,15 @@ class PendingVariable:
 
     def value(self, computed: dict[int, HostArray]) -> HostArray:
         """Return the initial value. Results of initialisers are cached in `computed`, by their identity."""
-        if not isinstance(self._first, TypedInitial):
-            return self._first
+        if not isinstance(self.first, TypedInitial):
+            return self.first
         try:
-            if id(self._first) not in computed:
-                computed[id(self._first)] = on_host(jnp.asarray(self._first(), self.variable.dtype))
-            return computed[id(self._first)]
+            if id(self.first) not in computed:
+                computed[id(self.first)] = on_host(jnp.asarray(self.first(), self.variable.dtype))
+            return computed[id(self.first)]
         except Exception as error:
             error.add_note(f"in the initialiser of variable {self.variable.name!r}{at(self.variable.loc)}")
             raise
-
-    def recipe(self, exports: Exports) -> Recipe:
-        """Return the programs and arrays that make the initial value on its task."""
-        assert isinstance(self._first, InitialOps)
-        return self._first.recipe(exports)
 
 
 class VariableBatch:
@@ -237,17 +235,16 @@ class _Creation:
 
     def _parcels(self, task: str, missing: Sequence[PendingVariable]) -> Iterator[_Parcel]:
         """Yield messages that create variables: one each for those made there, which may take long, else many each."""
-        for part in _parts([each for each in missing if not each.is_made_there]):
+        for part in _parts([each for each in missing if each.ops is None]):
             values = [each.value(self._computed) for each in part]
             arrays, payload = encode_arrays(values)
             variables = tuple(replace(each.asked(), arrays=1) for each in part)
             yield _Parcel(task, CreateVariables(variables, arrays), part, payload)
         for each in missing:
-            if each.is_made_there:
-                yield self._recipe(task, each)
+            if each.ops is not None:
+                yield self._recipe(task, each, each.ops.recipe(self._exports))
 
-    def _recipe(self, task: str, wanted: PendingVariable) -> _Parcel:
-        recipe = wanted.recipe(self._exports)
+    def _recipe(self, task: str, wanted: PendingVariable, recipe: Recipe) -> _Parcel:
         arrays, payload = encode_arrays(recipe.arrays)
         used = list(dict.fromkeys(program for program, _ in recipe.calls))
         calls = tuple(ProgramCall(used.index(program), takes) for program, takes in recipe.calls)

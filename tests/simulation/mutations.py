@@ -339,7 +339,7 @@ MUTATIONS = (
     ),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
     Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
-    Mutation("who died is waited for", _ROUNDS, "_left", _doing_nothing, "the dead", _DIES, ROUNDS),
+    Mutation("who died is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("fewer are not enough", _ACCUMULATOR, "handle", _deaf_to(EnoughSet), "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),

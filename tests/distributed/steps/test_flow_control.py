@@ -24,7 +24,7 @@ from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import StepCancelled
-from tests.distributed.task.test_task_server import roster
+from tests.distributed.task.served_tasks import roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
 from tests.effort import examples
 
