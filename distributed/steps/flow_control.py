@@ -77,13 +77,10 @@ class Outflow(Generic[Item]):
     def forget(self, destination: str) -> list[Offered]:
         """Drop all transfers to `destination`, whose connection has ended; return the offers dropped."""
         del self.untaken[destination]
-        return self._end_all(lambda offer: offer.destination == destination)
+        return self.end_all(lambda offer: offer.destination == destination)
 
-    def abort(self, concerns: Callable[[StepId], bool]) -> list[Offered]:
-        """Drop the offers in aborted steps, for which `concerns` is true; return them."""
-        return self._end_all(lambda offer: concerns(offer.step))
-
-    def _end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:
+    def end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:
+        """Drop the offers that `concerns` returns true of; return them."""
         ended = [offer for offer in self._offers if concerns(offer)]
         for offer in ended:
             del self._offers[offer]
@@ -97,18 +94,14 @@ class Reaction(NamedTuple):
     message: Credit | Pull
 
 
-class _HeldBack(NamedTuple):
-    source: str
-    cost_bytes: int
-
-
 class Inflow:
     """The receiving half of a task."""
 
     def __init__(self, window_bytes: int) -> None:
         self._batch = max(1, window_bytes // CREDITED_PART)
         self._owed: dict[str, int] = {}
-        self._held: dict[StepId, dict[str, _HeldBack]] = {}
+        #: By step and edge, the source and the cost of each untaken value, and the source of each offer.
+        self._held: dict[StepId, dict[str, tuple[str, int]]] = {}
         self._offered: dict[StepId, dict[str, str]] = {}
 
     @property
@@ -126,13 +119,12 @@ class Inflow:
         cost = size_bytes + COST_BYTES
         if not is_held:
             return self._owe(source, cost)
-        self._held.setdefault(step, {})[edge] = _HeldBack(source, cost)
+        self._held.setdefault(step, {})[edge] = source, cost
         return []
 
     def taken(self, step: StepId, edge: str) -> list[Reaction]:
         """Count a waiting value as taken."""
-        held = self._held.get(step)
-        value = held.pop(edge, None) if held else None
+        value = self._held.get(step, {}).pop(edge, None)
         return self._owe(*value) if value is not None else []
 
     def offer(self, source: str, step: StepId, edge: str, *, is_awaited: bool, is_open: bool) -> list[Reaction]:
@@ -144,18 +136,14 @@ class Inflow:
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
         """Request the value, which an op now waits for, if it was offered."""
-        offered = self._offered.get(step)
-        source = offered.pop(edge, None) if offered else None
+        source = self._offered.get(step, {}).pop(edge, None)
         return [_answer(source, step, edge, wanted=True)] if source is not None else []
 
     def ended(self, step: StepId) -> list[Reaction]:
         """Credit and decline what remains of a step, which is dropped."""
-        reactions: list[Reaction] = []
-        for held in self._held.pop(step, {}).values():
-            reactions += self._owe(*held)
-        for edge, source in self._offered.pop(step, {}).items():
-            reactions.append(_answer(source, step, edge, wanted=False))
-        return reactions
+        credits = [one for held in self._held.pop(step, {}).values() for one in self._owe(*held)]
+        offered = self._offered.pop(step, {}).items()
+        return [*credits, *(_answer(source, step, edge, wanted=False) for edge, source in offered)]
 
     def steps_of(self, origin: str) -> list[StepId]:
         """The steps of `origin` with held or offered values here."""
@@ -165,7 +153,7 @@ class Inflow:
         """Forget `source`, whose connection has ended: its values are no longer credited, its offers are void."""
         self._owed.pop(source, None)
         for held in self._held.values():
-            for edge in [edge for edge, value in held.items() if value.source == source]:
+            for edge in [edge for edge, (by, _) in held.items() if by == source]:
                 del held[edge]
         for offered in self._offered.values():
             for edge in [edge for edge, by in offered.items() if by == source]:

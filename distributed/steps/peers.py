@@ -14,10 +14,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.transport.base import Handler, Peer, Transport
+from dflow.distributed.wire.messages.connection import Introduce
 from dflow.lowering.steps.recorder import CONNECTED, NOWHERE
-from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 
 _GONE = "the task has left or moved"
@@ -75,7 +74,7 @@ class Peers:
             peers = [place.peer for place in self._places.values() if place.peer is not None]
         for peer in peers:
             with contextlib.suppress(TransportClosed):
-                peer.start(Introduce(life), on_reply=_need_no_reply)
+                peer.start(Introduce(life), on_reply=_ignore)
 
     def get(self, task: str) -> Peer:
         """Return the connection to `task`, opened if needed.
@@ -164,12 +163,12 @@ class Peers:
             told = self._life
             if told is not None:
                 try:
-                    peer.start(Introduce(told), on_reply=_need_no_reply)
+                    peer.start(Introduce(told), on_reply=_ignore)
                 except TransportClosed as error:
                     raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
             place.peer = peer
         return peer
 
 
-def _need_no_reply(reply: Outcome[Reply[Ok]]) -> None:
-    """Ignore the reply: if the introduction fails, the next message is refused or the connection ends."""
+def _ignore(reply: object) -> None:
+    """Ignore the reply to an introduction: if that fails, the next message is refused or the connection ends."""

@@ -73,13 +73,8 @@ class _Held(msgspec.Struct, Generic[Value], frozen=True):
     value: Value
 
 
-class _Done:
-    """Entry of an edge whose value was delivered, or whose wait ended without a value."""
-
-
-_DONE = _Done()
-#: The state of each edge of a step.
-_Edges = dict[str, _Waiting[Waiter] | _Held[Value] | _Done]
+#: The edges of a step; None for one whose value was delivered, or whose wait ended without a value.
+_Edges = dict[str, _Waiting[Waiter] | _Held[Value] | None]
 
 
 @dataclass
@@ -134,7 +129,7 @@ class Rendezvous(Generic[Waiter, Value]):
             self._dropped += 1
             return []
         place = edges.get(edge)
-        if place is None:
+        if edge not in edges:
             edges[edge] = _Held(value)
             return []
         if not isinstance(place, _Waiting):
@@ -153,7 +148,7 @@ class Rendezvous(Generic[Waiter, Value]):
         if isinstance(place, _Held):
             self._deliver(edges, edge)
             return [EndWait(waiter, place.value)]
-        if place is not None:
+        if edge in edges:
             return [EndWait(waiter, InternalError(f"edge {edge!r} is awaited twice in {describe(step)}"))]
         if source in self._lost:
             return [EndWait(waiter, self._lost[source])]
@@ -165,7 +160,7 @@ class Rendezvous(Generic[Waiter, Value]):
         if is_in_loop(edge):
             del edges[edge]
         else:
-            edges[edge] = _DONE
+            edges[edge] = None
 
     def holds(self, step: StepId, edge: str) -> bool:
         """Whether a value is here and not taken."""
@@ -187,7 +182,7 @@ class Rendezvous(Generic[Waiter, Value]):
         place = edges.get(edge)
         if not isinstance(place, _Waiting):
             return []
-        edges[edge] = _DONE
+        edges[edge] = None
         return [EndWait(place.waiter, error)]
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
@@ -207,7 +202,7 @@ class Rendezvous(Generic[Waiter, Value]):
         for edges in self._steps.values():
             for edge, place in edges.items():
                 if isinstance(place, _Waiting) and place.source == source:
-                    edges[edge] = _DONE
+                    edges[edge] = None
                     commands.append(EndWait(place.waiter, error))
         return commands
 

@@ -225,7 +225,7 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.abort(step, error)
             reactions = self._inflow.ended(step)
-            self._void(self._outflow.abort(lambda one: one == step))
+            self._void(self._outflow.end_all(lambda offer: offer.step == step))
         self._carry_out(commands, reactions)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
@@ -245,7 +245,7 @@ class TaskChannel:
             self._inflow.forget(task)
             reactions = [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
             self._void(self._outflow.forget(task))
-            self._void(self._outflow.abort(lambda step: step.origin == task))
+            self._void(self._outflow.end_all(lambda offer: offer.step.origin == task))
             self._senders.pop(task, None)
         self._carry_out(commands, reactions)
         return steps

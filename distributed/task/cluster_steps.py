@@ -11,7 +11,7 @@ import contextlib
 import queue
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,6 @@ from dflow.lowering.pipeline import pipeline
 from dflow.lowering.programs.program import LoweredProgram, lower_program
 from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched, lower_programs
@@ -56,7 +55,7 @@ class ClusterSteps:
     """
 
     def __init__(self, server: TaskServer, requests: TaskRequests, timeout_s: float) -> None:
-        self._task, self._server, self._requests, self.timeout_s = server.name, server, requests, timeout_s
+        self._task, self.server, self._requests, self.timeout_s = server.name, server, requests, timeout_s
         #: The plans of functions that were garbage-collected. A finalizer runs on any thread, between any two
         #: instructions, so it must take no lock and send nothing. The next registration releases them.
         self._unused: deque[Mapping[str, int]] = deque()
@@ -64,7 +63,7 @@ class ClusterSteps:
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, partition and register a traced function; calling the result runs one step of it."""
         step = self.lower(traced, check=check, observe=observe)
-        return self._register(step, step.own())
+        return self.register(step, step.own())
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
         """Place and partition a traced function."""
@@ -73,10 +72,9 @@ class ClusterSteps:
             raise _no_options(traced.name)
         passes = pipeline(self._task, self._requests.tasks, devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
-        refuse_spread(graph, traced, self._server.store)
+        refuse_spread(graph, traced, self.server.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
-        plans = make_plans(graph, self._task, keys)
-        return PartitionedStep(traced, plans, literals(graph), self._server.store, self._register)
+        return PartitionedStep(self, traced, make_plans(graph, self._task, keys), literals(graph))
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
         """Register a traced function that the task `host` will run as a step of `host`.
@@ -87,7 +85,8 @@ class ClusterSteps:
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         return self._registered(make_plans(graph, host, keys)), traced.constants, literals(graph)
 
-    def _register(self, step: PartitionedStep, own: Sequence[LoweredProgram]) -> Runner:
+    def register(self, step: PartitionedStep, own: Sequence[LoweredProgram]) -> Runner:
+        """Register the plans with all tasks, given the lowered programs of this one; the result runs one step."""
         self._release_unused()
         others = {task: part for task, part in step.plans.items() if task != self._task}
         # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
@@ -95,7 +94,7 @@ class ClusterSteps:
         try:
             programs = compiling.submit(lambda: [program.compile() for program in own])
             handles = self._registered(others)
-            handles[self._task] = self._server.plans.add(step.plans[self._task].plan, programs.result())
+            handles[self._task] = self.server.plans.add(step.plans[self._task].plan, programs.result())
         finally:
             compiling.shutdown(wait=False)
         first, last = list(step.traced.constants), step.literals
@@ -111,7 +110,7 @@ class ClusterSteps:
         """Register parts of a step with other tasks, concurrently; return the handles."""
         exports = SharedExports()
         with self._requests.used.explained([*parts]):
-            asked = {task: PlanRegistration(self._server.peer(task), part, exports) for task, part in parts.items()}
+            asked = {task: PlanRegistration(self.server.peer(task), part, exports) for task, part in parts.items()}
         handles = {}
         for task, registration in asked.items():
             with self._requests.explained(task):
@@ -122,18 +121,18 @@ class ClusterSteps:
         tasks = {*self._requests.tasks} - {self._task}
         while self._unused:
             handles = self._unused.popleft()
-            self._server.plans.release(handles[self._task])
+            self.server.plans.release(handles[self._task])
             for task in tasks & {*handles}:
                 with contextlib.suppress(DflowError):  # the task is gone, and its plans with it
-                    self._server.peer(task).notify(ReleasePlan(handles[task]))
+                    self.server.peer(task).notify(ReleasePlan(handles[task]))
 
     def run(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Run one step on every task that has a part in it; return this task's fetches.
 
         raises  the first error of any task, whose text names it; TaskLost when a task left
         """
-        step = self._server.starter.next_step()
-        began_ns = self._server.recorder.note(STEP_BEGAN, step)
+        step = self.server.starter.next_step()
+        began_ns = self.server.recorder.note(STEP_BEGAN, step)
         try:
             with self._requests.used.explained(handles):
                 fetches = self._run(step, handles, feeds)
@@ -144,11 +143,11 @@ class ClusterSteps:
         return fetches
 
     def _ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
-        ended_ns = self._server.recorder.note(STEP_ENDED, step, "", described_end(error))
-        self._server.steps.ended((ended_ns - began_ns) / 1e9, error)
+        ended_ns = self.server.recorder.note(STEP_ENDED, step, "", described_end(error))
+        self.server.steps.ended((ended_ns - began_ns) / 1e9, error)
 
     def _run(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
-        starter, timeout_s = self._server.starter, self.timeout_s
+        starter, timeout_s = self.server.starter, self.timeout_s
         peers = starter.peers(handles)
         end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue()
         try:
@@ -159,7 +158,7 @@ class ClusterSteps:
             except queue.Empty:
                 whose = "; ".join(map(self._requests.coordinator.describe, parts.running))
                 text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
-                raise DeadlineExceeded(text + self._server.stalled(text)) from None
+                raise DeadlineExceeded(text + self.server.stalled(text)) from None
         except TransportClosed as error:
             gone = [short_task_name(task) for task, peer in peers.items() if peer.closed]
             lost = TaskLost(
@@ -175,39 +174,34 @@ class ClusterSteps:
 
 @dataclass(frozen=True)
 class PartitionedStep:
-    """The plans of a traced function by task, this task's first.
+    """The plans of a traced function by task, this task's first, and the literals that the function returns."""
 
-    `literals` are the literals that the function returns, `store` has this task's variables, and `register` registers
-    the plans with all tasks, given the lowered programs of this one.
-    """
-
+    steps: ClusterSteps
     traced: Traced
     plans: Mapping[str, Lowered]
     literals: Sequence[jax.Array]
-    store: Store
-    register: Callable[[PartitionedStep, Sequence[LoweredProgram]], Runner]
 
     def own(self, platforms: tuple[str, ...] | None = None) -> list[LoweredProgram]:
         """Lower the programs of this task."""
         traced, mine = self.traced, next(iter(self.plans.values()))
         given_up = [len(traced.constants) + leaf for leaf in traced.donated]
-        return lower_programs(mine, self.store, given_up, traced.name, platforms=platforms, meshes=traced.meshes)
+        return lower_programs(
+            mine, self.steps.server.store, given_up, traced.name, platforms=platforms, meshes=traced.meshes
+        )
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
         """Lower the programs of all tasks, for `platforms` if not None, else for this process's devices."""
         own, (mine, *others) = self.own(platforms), self.plans.values()
         parts = [LoweredPart(mine.plan, [program.stage for program in own])]
         for part in sorted(others, key=lambda part: part.plan.task):
-            parts.append(LoweredPart(part.plan, self._stages(part, platforms)))
+            stages = [
+                lower_program(
+                    pure.fn, pure.types, len(pure.written), len(pure.read), name=self.traced.name, platforms=platforms
+                ).stage
+                for pure in part.functions
+            ]
+            parts.append(LoweredPart(part.plan, stages))
         return LoweredStep(parts, partial(self._compiled, own, platforms))
-
-    def _stages(self, part: Lowered, platforms: tuple[str, ...] | None) -> list[jax.stages.Lowered]:
-        return [
-            lower_program(
-                pure.fn, pure.types, len(pure.written), len(pure.read), name=self.traced.name, platforms=platforms
-            ).stage
-            for pure in part.functions
-        ]
 
     def _compiled(
         self, own: Sequence[LoweredProgram], platforms: tuple[str, ...] | None, options: dict[str, Any] | None
@@ -221,7 +215,7 @@ class PartitionedStep:
                 f"platform",
                 "lower it without lowering_platforms",
             )
-        return self.register(self, own), None
+        return self.steps.register(self, own), None
 
 
 @dataclass(frozen=True)

@@ -109,10 +109,6 @@ class Rounds:
         """Whether all rounds are done."""
         return self.rounds is not None and self.done >= self.rounds
 
-    def missing(self) -> Sequence[str]:
-        """Workers not known to have given a gradient for the opening."""
-        return sorted(self.workers - self.given)
-
     def began(self, worker: str) -> list[RoundCommand]:
         """Handle a worker that takes part until it leaves; it is about to open the run, unless that is open."""
         if not self.is_over:
@@ -161,7 +157,7 @@ class Rounds:
         if worker is None:
             return []
         del self.requests[worker]
-        missing = ", ".join(self.missing()) or "none"
+        missing = ", ".join(sorted(self.workers - self.given)) or "none"
         return [
             Refuse(
                 request,

@@ -78,7 +78,10 @@ class StepAggregator:
         return self._run(message.name).agree(message)
 
     def open(self, message: OpenRounds, payload: memoryview) -> None:
-        """Become the aggregator of a run. Raises WireError for a malformed request, DflowError without accumulator."""
+        """Become the aggregator of a run.
+
+        raises  WireError for a malformed request; DflowError when its accumulator is not on this task
+        """
         _check_counts(message)
         if self._task not in message.handles:
             raise WireError(f"run {message.name[:64]!r}: expected a plan for {self._task}, got {[*message.handles]}")
@@ -225,10 +228,10 @@ class _AggregatedRun:
     def close(self, error: DflowError) -> None:
         """Answer all waiting requests with `error`; later answers to them are ignored."""
         with self._lock:
-            responders = [self._answered(ask) for ask in list(self._asks)]
-        for responder in responders:
-            if responder is not None:
-                responder.fail(error)
+            asks, self._asks = self._asks, {}
+        for responder, timer in asks.values():
+            timer.stop()
+            responder.fail(error)
 
     def _handle(self, decide: Callable[..., Sequence[RoundCommand]], *event: Any) -> None:
         """Carry out the decision about an event now, or after the current one if a command of that one caused it."""
@@ -256,7 +259,7 @@ class _AggregatedRun:
                 if (responder := self._answered(ask)) is not None:
                     self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
             case FreeRun():
-                self._rest()
+                self._free()
 
     def _answered(self, ask: int) -> Responder | None:
         """Remove and return the responder of a request; None when it was answered as the task closed."""
@@ -268,7 +271,7 @@ class _AggregatedRun:
         return responder
 
     def _take(self, number: int) -> None:
-        """Apply the average of the gradients with this number as soon as there are enough."""
+        """Have the accumulator average the gradients of the opening `number`, and then apply the average."""
         assert self.update is not None
         accumulator = self.update.accumulator
         step = ResourceOp(ops.accumulator_set_step.name)
@@ -283,7 +286,7 @@ class _AggregatedRun:
         """Handle the average, on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:
-                return  # a Rest has ended the take
+                return  # FreeRun has ended the take
             if isinstance(mean, BaseException):
                 self._updated(mean)
                 return
@@ -306,8 +309,7 @@ class _AggregatedRun:
         text = f"{type(error).__name__}: {error}"
         self._handle(self._rounds.updated, text, "TaskLost" if is_lost else "RemoteError")
 
-    def _rest(self) -> None:
-        """Free everything but the numbers of the run."""
+    def _free(self) -> None:
         cancel, self._cancel_take = self._cancel_take, None
         if cancel is not None:
             cancel(StepCancelled(f"no worker takes part in {self.name!r}"))

@@ -43,7 +43,7 @@ class TaskRequests:
 
     @contextmanager
     def explained(self, task: str) -> Iterator[None]:
-        """Explain errors of requests to `task`: by the state that was lost with it, a deadline by what it does now."""
+        """Add the state that was lost with `task` to errors of requests, and to a deadline what the task does now."""
         try:
             with self.used.explained([task]):
                 yield

@@ -27,7 +27,7 @@ from dflow.distributed.wire.codec import KEYS, dtype_name, encode_array
 from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
-from dflow.distributed.worker.cluster_resources import ClusterResources, task_in_scope, task_of_resource
+from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
 from dflow.distributed.worker.variable_batch import (
     HostArray,
     PendingVariable,
@@ -71,13 +71,7 @@ class ClusterHome(ClusterResources):
         return hash(id(self._requests))
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
-        if not variable.is_named:
-            raise VariableError(
-                f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
-                f"other processes would find it",
-                "give it one, name='...', the same in each process",
-                at=variable.loc,
-            )
+        refuse_unnamed(variable, f"a variable of {variable.type}", VariableError)
         if jnp.issubdtype(variable.dtype, jax.dtypes.extended) and dtype_name(variable.dtype) not in KEYS:
             raise VariableError(
                 f"variable {variable.name!r} holds {variable.type}, whose keys no other task knows",

@@ -32,11 +32,10 @@ from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
-from dflow.tracing.errors import DeviceError, TaskLost, VariableError
-from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.errors import DeviceError, DflowError, TaskLost, VariableError
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
-from dflow.tracing.ir.types import HostType
+from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.source import Loc, at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
@@ -56,22 +55,16 @@ class ClusterResources:
         raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
                 names no task, or another task than the one that holds it
         """
-        if not resource.is_named:
-            raise resource.error(
-                f"{resource.title} is created among the parameter servers without a name, by which the other processes "
-                f"would find it",
-                "give it one, name='...', the same in each process",
-                at=resource.loc,
-            )
-        type: HostType = resource.type
-        settings: QueueSettings | AccumulatorSettings = resource.settings
-        said = described(type, settings)
+        refuse_unnamed(resource, resource.title, resource.error)
+        said = described(resource.type, resource.settings)
         try:
-            size_bytes, on = _size_bytes(type, settings), task_in_scope(resource.title, resource.loc)
+            size_bytes, on = _size_bytes(resource), task_in_scope(resource.title, resource.loc)
             placed = self._requests.place(
                 PlaceVariable(resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on)
             )
-            self._requests.ask(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
+            self._requests.ask(
+                placed.task, CreateResource(resource.name, str(resource.type), resource.settings, placed.process)
+            )
         except (DeviceError, TaskLost) as error:
             raise error.__class__(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
@@ -113,7 +106,7 @@ class TaskQueueProducer:
     where: str
 
     def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
-        """See `QueueProducer`. Raises TaskLost when the task has left."""
+        """Put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
         infos, payload = encode_arrays([jnp.asarray(array) for array in element])
 
         def on_reply(reply: Outcome[Reply[Arrays]]) -> None:
@@ -124,15 +117,25 @@ class TaskQueueProducer:
         )
 
     def close(self) -> None:
-        """See `QueueProducer`."""
+        """Refuse later enqueues; see `QueueProducer`."""
         self.requests.ask_step(self.task, partial(self._call, close_op(self.where), ()), b"", 0.0)
 
     def fail(self, failure: BaseException) -> None:
-        """See `QueueProducer`; the text of `failure` travels."""
+        """Close the queue with the text of `failure`; see `QueueProducer`."""
         self.requests.ask(self.task, FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where))
 
     def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:
         return CallResource(self.key, op, step.origin, step.number, operands)
+
+
+def refuse_unnamed(resource: HostResource | Variable, what: str, error: type[DflowError]) -> None:
+    """Raise the error for a resource that the user gave no name; `what` describes it."""
+    if not resource.is_named:
+        raise error(
+            f"{what} is created among the parameter servers without a name, by which the other processes would find it",
+            "give it one, name='...', the same in each process",
+            at=resource.loc,
+        )
 
 
 def task_of_resource(resource: HostResource | Variable) -> str:
@@ -159,7 +162,8 @@ def task_in_scope(title: str, loc: Loc | None) -> str:
     return task
 
 
-def _size_bytes(type: HostType, settings: QueueSettings | AccumulatorSettings) -> int:
+def _size_bytes(resource: HostResource) -> int:
     """Estimate of the bytes it may hold; unknown dimensions count as 1."""
-    count = settings.capacity if isinstance(settings, QueueSettings) else 1
-    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in type.arrays)
+    count = resource.settings.capacity if isinstance(resource.settings, QueueSettings) else 1
+    arrays: Sequence[ArrayType] = resource.type.arrays
+    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)

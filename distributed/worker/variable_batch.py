@@ -80,7 +80,7 @@ class PendingVariable:
 
     @property
     def ops(self) -> InitialOps | None:
-        """The ops by which its task makes the initial value; None if the value is sent there."""
+        """The ops that make the initial value on its task; None if the value is sent there."""
         return self.first if isinstance(self.first, InitialOps) and self.first.are_sent else None
 
     @property
@@ -260,17 +260,16 @@ class _Creation:
         for parcel, answer in zip(parcels, answers, strict=True):
             if isinstance(answer, DflowError):
                 self._failed.update((each.variable, answer) for each in parcel.wanted)
-            else:
-                missing += self._take(parcel, answer.message)
+                continue
+            created: VariablesCreated = answer.message
+            for place, each in enumerate(parcel.wanted):
+                if place in created.failures:
+                    self._failed[each.variable] = error_of(created.failures[place], parcel.task)
+                elif place in created.missing:
+                    missing.append(each)
+                else:
+                    each.variable.key, each.variable.device = each.variable.name, parcel.task
         return missing
-
-    def _take(self, parcel: _Parcel, answer: VariablesCreated) -> list[PendingVariable]:
-        for place, each in enumerate(parcel.wanted):
-            if place in answer.failures:
-                self._failed[each.variable] = error_of(answer.failures[place], parcel.task)
-            elif place not in answer.missing:
-                each.variable.key, each.variable.device = each.variable.name, parcel.task
-        return [parcel.wanted[place] for place in answer.missing]
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,7 @@ def test_a_step_that_is_given_up_has_no_offers() -> None:
     outflow: Outflow[str] = Outflow(WINDOW)
     outflow.keep(Offered("ps", STEP, "e"), "kept")
     outflow.keep(Offered("ps", StepId(WORKER, 2), "e"), "kept")
-    assert outflow.abort(lambda step: step == STEP) == [Offered("ps", STEP, "e")]
+    assert outflow.end_all(lambda offer: offer.step == STEP) == [Offered("ps", STEP, "e")]
     assert outflow.offers == 1
 
 
