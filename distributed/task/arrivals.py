@@ -35,7 +35,8 @@ class HasPool(Protocol):
     pool: Executor
 
 
-#: The reply of a handler, with or without a payload; None is Ok, or from one that answers later by the responder.
+#: The reply of a handler, with or without a payload. None is Ok where the message declares that reply; otherwise the
+#: handler answers later, by the responder.
 Handled = Message | tuple[Message, Payload] | None
 Task = TypeVar("Task", bound=HasPool)
 Taken = TypeVar("Taken", bound=Message)
