@@ -274,7 +274,7 @@ def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> 
         nonlocal most
         most = max(
             most,
-            *(len(step.edges) for server in servers for step in [*server.channel._rendezvous._steps.values()]),
+            *(len(step) for server in servers for step in [*server.channel._rendezvous._steps.values()]),
         )
         return call(*words)
 
