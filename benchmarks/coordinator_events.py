@@ -18,9 +18,9 @@ from benchmarks._paired import options, publish
 from dflow.distributed.coordinator.coordinator_events import Asked, Event, Persist, SendReply, Started, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore, SqliteStore
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 
 STEPS = 10**9
 

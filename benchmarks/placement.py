@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "2")
@@ -31,10 +31,9 @@ from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE
-from dflow.lowering.placement.choose import all_on, choose
 from dflow.lowering.placement.measure import Meter
 from dflow.lowering.placement.problem import Assignment, DeviceLink, Machine, Moved, Problem, Unit
-from dflow.lowering.placement.score import Scored, scored
+from dflow.lowering.placement.search import Scored, all_on, choose, scored
 from dflow.state_backends import LOCAL
 from dflow.tracing.jaxprs.trace import trace
 
@@ -69,7 +68,6 @@ def problem(rows: Sequence[Row], devices: int) -> Problem:
     values = [Moved(MB, None, 0), *(Moved(size, number) for number, (_, _, size, _) in enumerate(rows))]
     units = tuple(
         Unit(
-            f"u{number}",
             (seconds,) * devices,
             tuple(1 + needed for needed in needs) or (0,),
             (),
@@ -165,9 +163,29 @@ def best_of_random(problem: Problem, seed: int, count: int = 100) -> Scored:
     return min(scored(problem, assignment) for assignment in drawn)
 
 
+def ranks(problem: Problem) -> list[float]:
+    """Return the longest path, in s, from the start of each unit to the end, at mean costs: the upward rank of HEFT.
+
+    H. Topcuoglu, S. Hariri, M. Wu: Performance-effective and low-complexity task scheduling for heterogeneous
+    computing. IEEE TPDS 13 (2002).
+    """
+    machine = problem.machine
+    links = [machine.links[a][b] for a in machine.devices for b in machine.devices if a != b]
+    latency, per_byte = mean([link.latency_s for link in links]), mean([1 / link.bytes_per_s for link in links])
+    found = [0.0] * len(problem.units)
+    for number in reversed(range(len(problem.units))):
+        unit, rest = problem.units[number], 0.0
+        for value in problem.gives[number]:
+            transfer = latency + problem.values[value].size_bytes * per_byte
+            rest = max([rest, *(transfer + found[taker] for taker in problem.takers[value])])
+        found[number] = mean([problem.cost(number, device) for device in unit.devices]) + rest
+    return found
+
+
 def heft(problem: Problem) -> Assignment:
     """HEFT as published: insertion into gaps; each edge pays for its own transfer, and links are never busy."""
-    order = sorted(range(len(problem.units)), key=lambda number: (-problem.ranks[number], number))
+    rank = ranks(problem)
+    order = sorted(range(len(problem.units)), key=lambda number: (-rank[number], number))
     end: dict[int, float] = {}
     where: dict[int, int] = {}
     work: list[list[tuple[float, float]]] = [[(0.0, 0.0)] for _ in problem.machine.names]
@@ -349,7 +367,7 @@ def measured(rounds: int, by: str, clock: Callable[[], float]) -> list[dict[str,
         traced = replace(traced, graph=run_passes(traced.graph, (Prune(), Merge())))
         chooser = Choose(Place(ALONE, (ALONE,), ("cpu:0", "cpu:1")), Meter(clock=clock))
         decision = chooser.decide(traced.graph)
-        instance = decision.instance.problem
+        instance = decision.problem
         draws = random.Random(0)
         placements = {
             "chosen": decision.found.assignment,
@@ -381,7 +399,7 @@ def runner(
     traced: Any, decision: Decision, assignment: Assignment, x: jax.Array, clock: Callable[[], float]
 ) -> Callable[[], float]:
     """Return a function that runs `ROW` consecutive steps in this placement and returns the mean time of a step."""
-    other = replace(decision, found=scored(decision.instance.problem, assignment))
+    other = replace(decision, found=scored(decision.problem, assignment))
     run = LOCAL.runner(replace(traced, graph=settled(traced.graph, other)), check=False, observe=None)
     leaves, keys = [x], [held.key for held in traced.variables]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 from benchmarks._paired import in_turn, options, publish
 from dflow.cli.certs import make_secret
-from dflow.distributed.transport.base import Limits, Listener, Peer, RefuseAll, Responder
+from dflow.distributed.transport.base import Listener, Peer, RefuseAll, Responder
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.security.identity import Identity
 from dflow.distributed.transport.security.mutual_tls import MutualTls

@@ -25,13 +25,12 @@ import jax.numpy as jnp
 from benchmarks._paired import in_turn, median_ratio, options, publish, seconds_per_call
 from benchmarks._raw_sockets import receive
 from dflow.cli.certs import make_secret
-from dflow.distributed.transport.base import Limits, Peer, RefuseAll, Responder
+from dflow.distributed.transport.base import Peer, RefuseAll, Responder
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.codec import decode_arrays, encode_array
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message
 
 WAIT_S = 60.0

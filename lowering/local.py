@@ -85,7 +85,9 @@ class LocalHome:
         self._named[variable.name] = variable
         weakref.finalize(variable, self.store.drop, key).atexit = False
         place = self.store.place(key)
-        return Slot(self._device(key), key, place if is_spread(place) else None)
+        if place is None or is_spread(place):
+            return Slot(None, key, place)
+        return Slot(device_name("", local_name(next(iter(place.device_set)))), key)
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
         return initial
@@ -97,10 +99,16 @@ class LocalHome:
         return nullcontext()
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
-        """Where a new variable is to live: as its sharding says, beside another, or as the scope says."""
+        """Return where a new variable is to live: as its sharding says, beside another, or as the scope says."""
         scope = scope_here()
         if variable.sharding is not None:
-            self._check_sharding(variable, scope, near)
+            if near is not None or scope is not None:
+                other = "near" if near is not None else "a device scope"
+                raise DeviceError(
+                    f"variable {variable.name!r} has a sharding and {other}, which both say where it lives",
+                    "leave one of the two out",
+                    at=variable.loc,
+                )
             return variable.sharding
         if near is not None:
             place = self.store.place(near.key)
@@ -122,24 +130,8 @@ class LocalHome:
         _, local = split_device_name(scope)
         return SingleDeviceSharding(device_named(local)) if local else None
 
-    def _check_sharding(self, variable: Variable, scope: str | None, near: Variable | None) -> None:
-        said = "near" if near is not None else "a device scope" if scope is not None else None
-        if said is not None:
-            raise DeviceError(
-                f"variable {variable.name!r} has a sharding and {said}, which both say where it lives",
-                "leave one of the two out",
-                at=variable.loc,
-            )
-
-    def _device(self, key: str) -> str | None:
-        """The name of the one device that a value is to stay on."""
-        place = self.store.place(key)
-        if place is None or is_spread(place):
-            return None
-        return device_name("", local_name(next(iter(place.device_set))))
-
     def _clashing(self, variable: Variable) -> Variable | None:
-        """A living variable of the same name and another type."""
+        """Return a living variable of the same name and another type, if there is one."""
         earlier = self._named.get(variable.name)
         if earlier is not None and earlier.type != variable.type:
             # Functions and what they close over are often garbage in a cycle by now.
@@ -149,31 +141,27 @@ class LocalHome:
         return earlier if earlier is not None and earlier.type != variable.type else None
 
     def read(self, variable: Variable) -> jax.Array:
-        return _for_ops_at_once(self.store.read(variable.key))
+        return _for_eager_ops(self.store.read(variable.key))
 
     def gather(self, variable: Variable, indices: Any) -> jax.Array:
-        return _for_ops_at_once(self.store.gather(variable.key, indices))
+        return _for_eager_ops(self.store.gather(variable.key, indices))
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
         self.store.update(variable.key, kind, *operands)
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
-        """Return the values at one moment between two steps."""
         values = self.store.snapshot(variable.key for variable in variables)
         return [values[variable.key] for variable in variables]
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values at one moment between two steps."""
         write_variables(self.store, folder, _keys(variables), places)
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
-        """Read and check the arrays; the function given sets all variables at one moment."""
         values = read_variables(self.store, files, _keys(variables))
         yield lambda: self.store.replace(values)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Let go of the value; whoever uses the variable afterwards gets a VariableError that says these two."""
         self.store.forget(variable.key, reason, remedy)
 
     def create_resource(self, resource: HostResource) -> Slot:
@@ -187,22 +175,18 @@ class LocalHome:
         return on_device(wait(lambda done: held.start(op, operands, done)))
 
     def producer(self, queue: Queue, where: str) -> HeldQueueProducer:
-        """Return the producing side of a queue."""
         held = self.store.resource(queue.key)
         assert isinstance(held, HeldQueue)
         return HeldQueueProducer(held, where)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
-        """Let go of the contents; whoever uses the resource from now on, or waits, gets an error that says these."""
         self.store.resource(resource.key).forget(reason, remedy)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Lower and compile a traced function whose variables all live here."""
         runner, _ = self.lower(traced, check=check, observe=observe).lower().compile(None)
         return runner
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> LocalStep:
-        """Take a traced function, whose variables all live here, through the passes."""
         passes = pipeline(devices=devices_in_order(), costs=METER, budget_s=self.placement_s)
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         refuse_spread(graph, traced, self.store)
@@ -218,8 +202,11 @@ def _keys(variables: Mapping[str, Variable]) -> dict[str, str]:
     return {name: variable.key for name, variable in variables.items()}
 
 
-def _for_ops_at_once(value: jax.Array) -> jax.Array:
-    """A value read; where functions run op by op, all are on the first device, for JAX does not bring two together."""
+def _for_eager_ops(value: jax.Array) -> jax.Array:
+    """Return the value for ops outside of steps; with `jax.disable_jit` on the first device.
+
+    There all ops run one by one, and JAX does not combine arrays that are committed to different devices.
+    """
     if not jit_disabled() or not value.committed or len(value.sharding.device_set) > 1:
         return value
     first: jax.Array = jax.device_put(value, jax.local_devices()[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflow.lowering.passes.base import Pass
-from dflow.lowering.passes.choose import BUDGET_S, Choose, Costs
+from dflow.lowering.passes.choose import BUDGET_S, Choose
 from dflow.lowering.passes.cluster import FormClusters
 from dflow.lowering.passes.donate import Donate
 from dflow.lowering.passes.fold import Fold
@@ -14,6 +14,7 @@ from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.passes.repeat import Repeat
 from dflow.lowering.passes.schedule import Schedule
+from dflow.lowering.placement.measure import Meter
 
 #: The task of a standalone process.
 ALONE = "/job:localhost/task:0"
@@ -23,7 +24,7 @@ def pipeline(
     local: str = ALONE,
     tasks: tuple[str, ...] = (ALONE,),
     devices: tuple[str, ...] = (),
-    costs: Costs | None = None,
+    costs: Meter | None = None,
     budget_s: float = BUDGET_S,
 ) -> tuple[Pass, ...]:
     """Return the passes for a caller on the task `local` of a cluster with these tasks.

@@ -17,7 +17,6 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.state.context import Home
-from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
@@ -36,15 +35,15 @@ class LoweredStep(NamedTuple):
     compile: Callable[[dict[str, Any] | None], tuple[Runner, Sequence[jax.stages.Compiled] | None]]
 
 
-class Plannable(Protocol):
-    """A function that has been through the passes."""
+class Lowerable(Protocol):
+    """A step whose graph has been through the passes, in this process or on a cluster."""
 
     def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
         """Lower the programs, for `platforms` if not None, else for this process's devices."""
         ...
 
 
-class StateBackend(Home[Variable, HostResource], Protocol):
+class StateBackend(Home, Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
     All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each
@@ -54,7 +53,7 @@ class StateBackend(Home[Variable, HostResource], Protocol):
     #: Whether all that lives here is in this process.
     is_local: bool
 
-    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Plannable:
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Lowerable:
         """Take a traced function whose variables live here, or in this process, through the passes."""
         ...
 
@@ -71,9 +70,9 @@ class StateBackend(Home[Variable, HostResource], Protocol):
         ...
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values at one moment into a folder from `make_places`; `variables` are by array name.
+        """Write the values at one moment into a folder prepared by `make_places`, which returned `places`.
 
-        Raises CheckpointError when a place of theirs cannot be written.
+        `variables` are by array name. Raises CheckpointError for an array that cannot be written.
         """
         ...
 

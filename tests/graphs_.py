@@ -18,7 +18,7 @@ from dflow.tracing.ir.graph import Graph, Literal, Node, Value, Written
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import DTYPES, ArrayType, RefType, TokenType, dtype_name
 from dflow.tracing.ir.updates import KINDS, looked_up, updated
-from dflow.tracing.jax_frontend import primitive_named
+from dflow.tracing.jax_frontend import primitives_by_name
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.source import Loc
 from dflow.tracing.state.context import Slot, home
@@ -194,6 +194,6 @@ def _nodes(
             inputs = tuple(ref if isinstance(value.type, RefType) else array for value in body.inputs)
             bodies = (body,)
         case _:
-            op, outputs = numeric(primitive_named(kind)), (result(array.type),)
+            op, outputs = numeric(primitives_by_name()[kind]), (result(array.type),)
     after = tuple(choice(draw, defined) for _ in range(draw(st.integers(0, 2))))
     return Node(op, inputs, outputs, attributes, bodies, draw(_DEVICES), after, Written(draw(_LOCS)))

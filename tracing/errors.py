@@ -139,11 +139,11 @@ class QueueError(DflowError, ValueError):
 
 
 class QueueTypeError(QueueError, TypeError):
-    """What was put into a queue has another structure, shape or dtype than the queue's elements."""
+    """An element put into a queue has another structure, shape or dtype than the queue's elements."""
 
 
 class FeedError(DflowError, RuntimeError):
-    """What feeds a queue has failed; the message says how and where, and the error itself is the cause."""
+    """The producer of a queue has failed; the message says how and where, and the error itself is the cause."""
 
 
 class InputError(DflowError, ValueError):

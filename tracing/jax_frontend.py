@@ -27,16 +27,16 @@ import dataclasses
 import functools
 import gc
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 from jax._src import config as jax_config
@@ -80,12 +80,12 @@ def is_backend_up() -> bool:
     return up
 
 
-#: What JAX raises where the shardings in types do not decide that of a result. It has no public name.
+#: JAX's error where the shardings in types do not decide that of a result. It has no public name.
 ShardingTypeError: type[Exception] = jax_core.ShardingTypeError
 
 
 class Access(Enum):
-    """How an op touches a variable."""
+    """A kind of access to a resource: `HOST` is of queues and accumulators, the others are of variables."""
 
     READ = "read"
     WRITE = "write"
@@ -93,6 +93,8 @@ class Access(Enum):
     ADD = "add"
     #: An add that stands, under `vmap`, for the sum of the batch's.
     SUM = "sum"
+    #: Any op on a queue or an accumulator.
+    HOST = "host"
 
 
 class Handle:
@@ -143,18 +145,6 @@ class ResourceEffect(jax_effects.Effect):
 
 
 @dataclass(frozen=True)
-class HostEffect(jax_effects.Effect):
-    """Any op on one queue or accumulator."""
-
-    handle: Handle
-
-    def __str__(self) -> str:
-        return f"host{self.handle}"
-
-    __repr__ = __str__
-
-
-@dataclass(frozen=True)
 class NoteEffect(jax_effects.Effect):
     """Effect of an op that a trace must keep although the trace is only inspected."""
 
@@ -169,7 +159,6 @@ for _allowed in (
     jax_effects.lowerable_effects,
 ):
     _allowed.add_type(ResourceEffect)
-    _allowed.add_type(HostEffect)
     _allowed.add_type(NoteEffect)
 
 
@@ -223,11 +212,10 @@ class EquationOrigin:
             yield
 
 
-@contextmanager
-def without_callers() -> Iterator[None]:
+def without_callers() -> AbstractContextManager[None]:
     """Lower programs with each op's own line alone, without its callers', so that equal programs compare equal."""
-    with jax_config.include_full_tracebacks_in_locations(False):
-        yield
+    setting: AbstractContextManager[None] = jax_config.include_full_tracebacks_in_locations(False)
+    return setting
 
 
 def line_bound() -> Loc | None:
@@ -247,12 +235,8 @@ def origin_of(equation: Equation) -> EquationOrigin:
 
 def bind(primitive: Any, params: Any, values: Sequence[Any], origin: Any) -> list[Any]:
     """Apply a JAX primitive to values in the trace that runs now; always a list of results."""
-    arguments = primitive.get_bind_params(params)
-    if isinstance(origin, EquationOrigin):
-        with origin.restored():
-            results = primitive.bind(*values, **arguments)
-    else:
-        results = primitive.bind(*values, **arguments)
+    with origin.restored() if isinstance(origin, EquationOrigin) else nullcontext():
+        results = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
 
 
@@ -344,25 +328,19 @@ _OF_TRACED_RESULTS = jax_partial_eval._check_returned_jaxtypes.__code__
 _returning: set[str] = set()
 
 
-class _Looked(threading.local):
-    """The trace around the function whose results are looked at, and the resources among them, by their places."""
-
-    outer: Any = None
-    found: dict[int, Handle] | None = None
-
-
-_looked = _Looked()
+#: The trace around the function whose results are looked at, and the resources found among them, by their places.
+_looked: ContextVar[tuple[Any, dict[int, Handle]] | None] = ContextVar("dflow_looked", default=None)
 
 
 @contextmanager
 def resources_returned() -> Iterator[dict[int, Handle]]:
     """Find the resources among the flat results of a function that is traced directly within, by their places."""
-    before = _looked.outer, _looked.found
-    _looked.outer, _looked.found = jax_core.trace_ctx.trace, {}
+    found: dict[int, Handle] = {}
+    token = _looked.set((jax_core.trace_ctx.trace, found))
     try:
-        yield _looked.found
+        yield found
     finally:
-        _looked.outer, _looked.found = before
+        _looked.reset(token)
 
 
 def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned: Mapping[int, Handle]) -> list[Any]:
@@ -390,8 +368,9 @@ def _look_at_returned(frame: FrameType, handle: Handle) -> None:
     """Note that the function whose results JAX looks at in this frame returned a resource."""
     if frame.f_code is _OF_TRACED_RESULTS:
         _returning.add(frame.f_locals["dbg"].func_src_info)
-        if _looked.found is not None and jax_core.trace_ctx.trace is _looked.outer:
-            _looked.found[frame.f_locals["i"]] = handle
+        outer, found = _looked.get() or (None, {})
+        if jax_core.trace_ctx.trace is outer:
+            found[frame.f_locals["i"]] = handle
 
 
 #: The files of JAX that apply a function to the results of a traced function.
@@ -407,25 +386,22 @@ def _trace_of_results(frame: FrameType | None) -> Any:
     return frame.f_locals.get("trace")
 
 
-def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[[Any], Any]) -> None:
-    """Make a class of resources a leaf of pytrees, whose value JAX reads where one is an operand.
+def register_leaf(cls: type[Any]) -> None:
+    """Make a class of resources, with a value's `aval` and `read`, a leaf of pytrees that JAX reads as an operand.
 
-    type_of  gives the type of the value, without reading it
-    read     gives the value, in the trace that runs now
-
-    The rule for dispatch runs in each call of a compiled function, in the frame of the caller. Among results a resource
-    is what came of its handle.
+    The rule for dispatch runs in each call of a compiled function, in the frame of the caller. For a handle among the
+    function's results, the caller gets the resource.
     """
 
     def dispatched(resource: Any) -> tuple[tuple[Any, ...], Handle | None]:
         code = sys._getframe(1).f_code
         if code in _PASSING:
             raise HandleNeeded
-        return ((), resource.handle) if code is _OF_RESULTS else ((read(resource),), None)
+        return ((), resource.handle) if code is _OF_RESULTS else ((resource.read(),), None)
 
     def typed(resource: Any) -> Any:
         _look_at_returned(sys._getframe(2), resource.handle)
-        return type_of(resource)
+        return resource.aval
 
     def undispatched(handle: Handle | None, values: Sequence[Any]) -> Any:
         return values[0] if handle is None else handle.variable
@@ -433,13 +409,11 @@ def register_leaf(cls: type[Any], type_of: Callable[[Any], Any], read: Callable[
     def converted(resource: Any) -> Any:
         # JAX converts the results of a function when its trace has ended, and would keep the value as a constant.
         trace = _trace_of_results(sys._getframe(1))
-        if trace is None:
-            return read(resource)
-        with jax_core.set_current_trace(trace):
-            return read(resource)
+        with nullcontext() if trace is None else jax_core.set_current_trace(trace):
+            return resource.read()
 
     def mapped(proceed: Callable[[Any, Any], Any], size: Any, resource: Any, axis: Any) -> Any:
-        return resource if axis is None else proceed(read(resource), axis)
+        return resource if axis is None else proceed(resource.read(), axis)
 
     jax_core.pytype_aval_mappings[cls] = typed
     jax_dtypes.register_canonicalize_value_handler(cls, converted)
@@ -453,17 +427,10 @@ def register_refused(cls: type[Any], refuse: Callable[[Any], Any]) -> None:
     jax_dtypes.register_canonicalize_value_handler(cls, refuse)  # which `jax.lax` asks first
 
 
-def register_missing(names: Iterable[str], refusal: Callable[[str, Any], AttributeError]) -> None:
-    """Have traced arrays, which lack these attributes, raise an error that `refusal` gives for one and its array."""
+def register_missing(names: Iterable[str], refuse: Callable[[str, Any], NoReturn]) -> None:
+    """Have `refuse` called, with the name and the array, where a traced array is asked for one of these attributes."""
     for name in names:
-        setattr(jax_core.ShapedArray, name, jax_core.aval_property(_raising(name, refusal)))
-
-
-def _raising(name: str, refusal: Callable[[str, Any], AttributeError]) -> Callable[[Any], Any]:
-    def missing(array: Any) -> Any:
-        raise refusal(name, array)
-
-    return missing
+        setattr(jax_core.ShapedArray, name, jax_core.aval_property(functools.partial(refuse, name)))
 
 
 # A handle is no operand: a compiled function gets the resource that it stands for.
@@ -502,14 +469,17 @@ def compiled_by_jax(jitted: Any, args: Any, kwargs: Any) -> Any:
     return jitted._cache_miss(*args, **kwargs)
 
 
-def options_of(jitted: Any) -> tuple[Any, ...]:
-    """The options of a `jax.jit` function, as something to compare, and to hash where their values can be hashed."""
+def jit_options(jitted: Any) -> dict[str, Any]:
+    """The options of a `jax.jit` function by name, with what JAX inferred from the signature; there is no public form.
+
+    A tuple of the items can be compared, and hashed where the values can.
+    """
     options = jitted._jit_info._asdict()
-    return tuple(value for name, value in options.items() if name not in ("fun_sourceinfo", "fun_signature"))
+    return {name: value for name, value in options.items() if name not in ("fun_sourceinfo", "fun_signature")}
 
 
 def uninterrupted(compiled: Any) -> Callable[..., Any]:
-    """What C code calls of a `jax.stages.Compiled`, where it can: no interrupt comes between a call and its results.
+    """Return the C function behind a `jax.stages.Compiled`, if any: no interrupt comes between a call and its results.
 
     The public call is a Python function around it, which an interrupt may end when what was donated is gone already.
     """
@@ -535,19 +505,6 @@ def compiled_for(stage: Any, args_info: Any, compiler_options: dict[str, Any] | 
     return compiled
 
 
-def static_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The positions and names that a `jax.jit` function takes as static, those it inferred from the signature included.
-
-    There is no public form, and what is inferred differs between versions of JAX.
-    """
-    return jitted._jit_info.static_argnums, jitted._jit_info.static_argnames
-
-
-def donation_options(jitted: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The positions and names that a `jax.jit` function donates, those it inferred included."""
-    return jitted._jit_info.donate_argnums, jitted._jit_info.donate_argnames
-
-
 def jit_disabled() -> bool:
     """Whether `jax.disable_jit` is in force."""
     return bool(jax_config.disable_jit.value)
@@ -569,11 +526,6 @@ _trace, _axes = jax_core.trace_state_strong_ref, jax_core.axis_env_state
 _disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debug_nans, jax_config.debug_infs
 
 
-def checks_numbers() -> bool:
-    """Whether JAX is to look for any numbers in results; asked at every call."""
-    return bool(jax_config.debug_nans.value or jax_config.debug_infs.value)
-
-
 def checked_numbers() -> list[str]:
     """Which of `nan` and `inf` JAX is to look for in results. The public flags do not tell what a context says."""
     flags = {"nan": jax_config.debug_nans, "inf": jax_config.debug_infs}
@@ -583,11 +535,6 @@ def checked_numbers() -> list[str]:
 def trace_context() -> Any:
     """All settings of JAX that a trace depends on (64-bit numbers, device scopes, meshes), as something to hash."""
     return jax_config.trace_context()
-
-
-def axes_along_which_it_varies(value: Any) -> list[str]:
-    """The mesh axes of the `shard_map` around it along which a value's type says that it may differ."""
-    return sorted(jax.typeof(value).manual_axis_type.varying)
 
 
 def lower_by_platform(
@@ -622,11 +569,6 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, jex.Literal)
 
 
-def is_dropped(var: Any) -> bool:
-    """Whether an equation's result is unused."""
-    return isinstance(var, jax_core.DropVar)
-
-
 def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
     """The jaxpr and the constants of a closed or an open jaxpr."""
     consts = list(getattr(closed, "consts", ()))
@@ -635,34 +577,30 @@ def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
 
 def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
     """The variables read and the variables written by a set of effects, each once, in order of creation."""
-    found = _touched(effects)
-    added = found[Access.ADD] | found[Access.SUM]
-    reads, writes = (_in_order(found[access] | added) for access in (Access.READ, Access.WRITE))
-    return reads, writes
+    added = (Access.ADD, Access.SUM)
+    return _touched(effects, Access.READ, *added), _touched(effects, Access.WRITE, *added)
 
 
 def only_added(effects: Any) -> list[Any]:
     """The variables that a set of effects adds to and touches in no other way."""
-    found = _touched(effects)
-    return _in_order((found[Access.ADD] | found[Access.SUM]) - found[Access.READ] - found[Access.WRITE])
+    others = set(_touched(effects, Access.READ, Access.WRITE))
+    return [variable for variable in _touched(effects, Access.ADD, Access.SUM) if variable not in others]
 
 
 def only_summed(effects: Any) -> list[Any]:
     """Variables of `only_added` whose every add is the sum over a batch."""
-    found = _touched(effects)
-    return [variable for variable in only_added(effects) if variable not in found[Access.ADD]]
+    others = set(_touched(effects, Access.ADD))
+    return [variable for variable in only_added(effects) if variable not in others]
 
 
-def _touched(effects: Any) -> dict[Access, set[Any]]:
-    found: dict[Access, set[Any]] = {access: set() for access in Access}
-    for effect in effects:
-        if isinstance(effect, ResourceEffect):
-            found[effect.access].add(effect.handle.variable)
-    return found
+def host_resources(effects: Any) -> list[Any]:
+    """The queues and accumulators that a set of effects is on, each once, in order of creation."""
+    return _touched(effects, Access.HOST)
 
 
-def _in_order(variables: set[Any]) -> list[Any]:
-    return sorted(variables, key=lambda variable: variable.serial)
+def _touched(effects: Any, *accesses: Access) -> list[Any]:
+    found = {e.handle.variable for e in effects if isinstance(e, ResourceEffect) and e.access in accesses}
+    return sorted(found, key=lambda resource: int(resource.serial))
 
 
 def wrap_differentiation(primitive: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -672,14 +610,8 @@ def wrap_differentiation(primitive: Any, wrap: Callable[[Callable[..., Any]], Ca
             rules[primitive] = wrap(rules[primitive])
 
 
-def host_resources(effects: Any) -> list[Any]:
-    """The queues and accumulators that a set of effects is on, each once, in order of creation."""
-    found = {effect.handle.variable for effect in effects if isinstance(effect, HostEffect)}
-    return sorted(found, key=lambda resource: int(resource.serial))
-
-
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried. JAX 0.12 keeps them as trees."""
+    """The numbers of a scan's operands that are constants, and that are carried. JAX 0.12 keeps them as trees."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -688,13 +620,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 def touches_state(effects: Any) -> bool:
     """Whether any of the effects is on a variable, a queue or an accumulator."""
-    return any(isinstance(effect, (ResourceEffect, HostEffect)) for effect in effects)
+    return any(isinstance(effect, ResourceEffect) for effect in effects)
 
 
 def names_the_dead(effects: Any) -> bool:
     """Whether any of the effects is on a variable, a queue or an accumulator that is gone."""
-    handles = (effect.handle for effect in effects if isinstance(effect, (ResourceEffect, HostEffect)))
-    return any(handle.is_dead for handle in handles)
+    return any(isinstance(effect, ResourceEffect) and effect.handle.is_dead for effect in effects)
 
 
 def abstract(value: Any) -> Any:
@@ -721,7 +652,7 @@ def strange_types(jaxpr: Jaxpr) -> list[Any]:
 
 def has_other_effects(effects: Any) -> bool:
     """Whether any effect is one that JAX has and dflow does not know."""
-    return any(not isinstance(effect, (ResourceEffect, HostEffect, jax_core.NamedAxisEffect)) for effect in effects)
+    return any(not isinstance(effect, (ResourceEffect, jax_core.NamedAxisEffect)) for effect in effects)
 
 
 def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:
@@ -768,7 +699,7 @@ def dispatched(fn: Callable[[], Any]) -> tuple[Jaxpr, list[Any], Any]:
     return make_jaxpr(recorded)
 
 
-#: How a jitted function says that it is not inlined; older JAX has no kinds of inlining.
+#: The parameter of a jitted function that is not inlined; older JAX has no kinds of inlining.
 _KEPT_CALL: Any = jax.Inline.AUTO if hasattr(jax, "Inline") else False
 
 
@@ -884,21 +815,8 @@ def key_implementation(dtype: Any) -> Any:
     return dtype._impl
 
 
-def has_primitive(name: str) -> bool:
-    """Whether this JAX has a primitive of that name."""
-    return name in _primitives_by_name()
-
-
-def primitive_named(name: str) -> Any:
-    """The JAX primitive of that name. Raises InternalError for a name that JAX does not list."""
-    found = _primitives_by_name().get(name)
-    if found is None:
-        raise InternalError(f"JAX {jax.__version__} lists no primitive {name!r}")
-    return found
-
-
 @cache
-def _primitives_by_name() -> dict[str, Any]:
+def primitives_by_name() -> Mapping[str, Any]:
     """Every primitive with a lowering, and every public one; of two with one name, the public one."""
     members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
     listed = [member for member in members if isinstance(member, jex.Primitive)]
@@ -928,11 +846,6 @@ def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
             yield tree.Kind() in plain, depth
             stack += ((tree.Children(index), depth + 1) for index in range(tree.ChildrenLength()))
         table, order = table.Vjp(), order + 1
-
-
-def with_text(exported: Any) -> Any:
-    """An exported program whose module is held as text, which `with_module` takes."""
-    return dataclasses.replace(exported, mlir_module_serialized=exported.mlir_module().encode())
 
 
 def with_module(exported: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, cast, overload
+from dataclasses import replace
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast, overload
 
 import jax
 import numpy as np
@@ -19,22 +20,13 @@ from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import trace_context
 from dflow.tracing.near_names import refuse_keywords
 from dflow.tracing.primitives.kernel_choice import Choice, Implementation
-from dflow.tracing.source import Loc, at, caller
+from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import is_variable, read
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _BY_KEYWORD = "give what is static by keyword"
-
-
-class RegisteredKernel(NamedTuple):
-    """An implementation, and the line that registered it."""
-
-    fn: Callable[..., Any]
-    loc: Loc | None
-    own_derivative: bool
-    own_batching: bool
 
 
 class Kernel(Generic[P, R]):
@@ -46,33 +38,34 @@ class Kernel(Generic[P, R]):
         self.plain = fn
         self.name = getattr(fn, "__name__", type(fn).__name__)
         self.loc = caller()
-        self._registered: dict[str, RegisteredKernel] = {}
+        #: The implementations by the platform that they are for.
+        self.registered: dict[str, Implementation] = {}
         self._choices: dict[Hashable, _Call] = {}
 
     @property
     def implementations(self) -> Mapping[str, Callable[..., Any]]:
-        """What runs in the plain function's place, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
-        return {platform: made.fn for platform, made in self._registered.items()}
+        """The functions that run in the plain function's place, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
+        return {platform: made.fn for platform, made in self.registered.items()}
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Apply it. Arrays and trees of arrays may be given in any way, what is static by keyword."""
         call, leaves = self.call_of(args, kwargs)
         try:
             results = call.choice(*leaves)
-            return cast(R, jax.tree_util.tree_unflatten(call.out_tree(leaves), results))
+            return cast(R, jax.tree_util.tree_unflatten(call.plain_types(leaves)[1], results))
         except TypeError as error:
             self._advise(error, leaves)
             raise
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
-        """What a call with these arguments chooses among, and its operands. Raises KernelError."""
+        """The choice of a call with these arguments, and its operands. Raises KernelError."""
         static = {key: value for key, value in kwargs.items() if not _holds_array(value)}
         given = (args, {key: value for key, value in kwargs.items() if key not in static})
         leaves, in_tree = jax.tree_util.tree_flatten(read(given))
         self._check_operands(leaves)
         key = in_tree, self._static_key(static)
         if key not in self._choices:
-            self._choices[key] = _Call(self.name, self.plain, self.loc, self._registered, in_tree, static)
+            self._choices[key] = _Call(self, in_tree, static)
         return self._choices[key], leaves
 
     def _advise(self, error: TypeError, leaves: Sequence[Any]) -> None:
@@ -105,24 +98,24 @@ class Kernel(Generic[P, R]):
                 ) from None
         return tuple(sorted((key, type(value), value) for key, value in static.items()))
 
-    def register(self, made: RegisteredKernel, platform: str | Sequence[str]) -> None:
+    def register(self, made: Implementation, platform: str | Sequence[str]) -> None:
         """Let `made` run on a platform, or several. Raises KernelError for one that is unknown or taken."""
         for lowered in self._lowered_for(platform):
-            if lowered in self._registered:
-                earlier = self._registered[lowered]
+            if lowered in self.registered:
+                earlier = self.registered[lowered]
                 raise KernelError(
-                    f"kernel {self.name!r} has an implementation for {lowered} already, {_name(earlier.fn)}, and is "
-                    f"given another, {_name(made.fn)}{at(made.loc)}\n  the first is registered{at(earlier.loc)}\n"
+                    f"kernel {self.name!r} has an implementation for {lowered} already, {earlier.label}, and is "
+                    f"given another, {made.label}{at(made.loc)}\n  the first is registered{at(earlier.loc)}\n"
                     "  choose between them inside one function"
                 )
         if self._choices:
             raise KernelError(
-                f"kernel {self.name!r} is given an implementation, {_name(made.fn)}, after it was called, and what is "
+                f"kernel {self.name!r} is given an implementation, {made.label}, after it was called, and what is "
                 f"compiled would not use it",
                 "register all implementations where the kernel is made",
                 at=made.loc,
             )
-        self._registered.update(dict.fromkeys(self._lowered_for(platform), made))
+        self.registered.update(dict.fromkeys(self._lowered_for(platform), made))
 
     def _lowered_for(self, platform: str | Sequence[str]) -> list[str]:
         asked = [platform] if isinstance(platform, str) else list(platform)
@@ -135,44 +128,25 @@ class Kernel(Generic[P, R]):
         return [lowered for name in asked for lowered in PLATFORMS[name]]
 
     def __repr__(self) -> str:
-        return f"<dflow.kernel {self.name} for {', '.join(['any platform', *sorted(self._registered)])}>"
+        return f"<dflow.kernel {self.name} for {', '.join(['any platform', *sorted(self.registered)])}>"
 
 
 class _Call:
     """A kernel's choice for one structure of arguments and one set of static ones."""
 
-    def __init__(
-        self,
-        name: str,
-        plain: Callable[..., Any],
-        loc: Loc | None,
-        registered: Mapping[str, RegisteredKernel],
-        in_tree: Any,
-        static: Mapping[str, Any],
-    ) -> None:
-        self._name, self._in_tree, self._static = name, in_tree, dict(static)
+    def __init__(self, kernel: Kernel[Any, Any], in_tree: Any, static: Mapping[str, Any]) -> None:
+        self._kernel, self._in_tree, self._static = kernel, in_tree, dict(static)
         self._trees: dict[Hashable, Any] = {}
-        self._plain = plain
         by_platform = {
-            platform: Implementation(
-                functools.partial(self._checked, platform, made),
-                _name(made.fn),
-                made.loc,
-                made.own_derivative,
-                made.own_batching,
-            )
-            for platform, made in registered.items()
+            platform: replace(made, fn=functools.partial(self._checked, platform, made))
+            for platform, made in kernel.registered.items()
         }
-        flat = Implementation(lambda *leaves: self._flat(plain, leaves)[0], _name(plain), loc)
-        self.choice = Choice(name, flat, by_platform, in_tree.num_leaves)
-
-    def out_tree(self, leaves: Sequence[Any]) -> Any:
-        """The structure of the result for operands of these types."""
-        return self._plain_types(leaves)[1]
+        flat = Implementation(lambda *leaves: self._flat(kernel.plain, leaves)[0], _name(kernel.plain), kernel.loc)
+        self.choice = Choice(kernel.name, flat, by_platform, in_tree.num_leaves)
 
     def result_paths(self, leaves: Sequence[Any]) -> list[str]:
         """Where each array of the result is in its structure, as code: `[0]`, `['loss']`, nothing for the whole."""
-        types, tree = self._plain_types(leaves)
+        types, tree = self.plain_types(leaves)
         paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree_util.tree_unflatten(tree, types))
         return [jax.tree_util.keystr(path) for path, _ in paths]
 
@@ -180,7 +154,8 @@ class _Call:
         args, kwargs = jax.tree_util.tree_unflatten(self._in_tree, leaves)
         return jax.tree_util.tree_flatten(fn(*args, **kwargs, **self._static))
 
-    def _plain_types(self, leaves: Sequence[Any]) -> tuple[list[ArrayType], Any]:
+    def plain_types(self, leaves: Sequence[Any]) -> tuple[list[ArrayType], Any]:
+        """The types of the plain function's results for these operands, and the structure of its result."""
         taken = [array_type_of(leaf) for leaf in leaves]
         key = tuple(taken), trace_context()
         if key not in self._trees:
@@ -188,7 +163,7 @@ class _Call:
 
             def run(*operands: Any) -> Any:
                 nonlocal tree
-                results, tree = self._flat(self._plain, operands)
+                results, tree = self._flat(self._kernel.plain, operands)
                 return results
 
             structs = jax.eval_shape(run, *(type.struct for type in taken))
@@ -196,25 +171,25 @@ class _Call:
         found: tuple[list[ArrayType], Any] = self._trees[key]
         return found
 
-    def _checked(self, platform: str, made: RegisteredKernel, *leaves: Any) -> list[Any]:
+    def _checked(self, platform: str, made: Implementation, *leaves: Any) -> list[Any]:
         """Results of an implementation, checked to have the types of the plain function's results."""
         try:
             results, tree = self._flat(made.fn, leaves)
         except Exception as error:
             remedy = '\n  where JAX cannot batch it, register it with vmap="plain"'
             error.add_note(
-                f"in {_name(made.fn)}, the implementation of kernel {self._name!r} for {platform}{at(made.loc)}"
+                f"in {made.label}, the implementation of kernel {self._kernel.name!r} for {platform}{at(made.loc)}"
                 f"{remedy if isinstance(error, NotImplementedError) else ''}"
             )
             raise
         types = [array_type_of(result).strong for result in results]
-        wanted, wanted_tree = self._plain_types(leaves)
+        wanted, wanted_tree = self.plain_types(leaves)
         if (types, tree) != (wanted, wanted_tree):
             taken = ", ".join(str(array_type_of(leaf)) for leaf in leaves)
             raise KernelError(
-                f"kernel {self._name!r} gives {_shown(wanted, wanted_tree)} for ({taken}), and its implementation for "
-                f"{platform}, {_name(made.fn)}, gives {_shown(types, tree)}",
-                f"make it give what {_name(self._plain)} gives",
+                f"kernel {self._kernel.name!r} gives {_shown(wanted, wanted_tree)} for ({taken}), and its "
+                f"implementation for {platform}, {made.label}, gives {_shown(types, tree)}",
+                f"make it give what {_name(self._kernel.plain)} gives",
                 at=made.loc,
             )
         return results
@@ -270,7 +245,7 @@ def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any =
 
     def register(implementation: Callable[..., R]) -> Callable[..., R]:
         own = isinstance(implementation, jax.custom_vjp) if derivative is None else derivative == "own"
-        fn.register(RegisteredKernel(implementation, caller(), own, vmap == "own"), platform)
+        fn.register(Implementation(implementation, _name(implementation), caller(), own, vmap == "own"), platform)
         return implementation
 
     return register

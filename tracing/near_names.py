@@ -57,7 +57,7 @@ def suggests_keywords(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def near_keywords(fn: Callable[..., object], given: Iterable[str]) -> str | None:
-    """What is near to the first keyword that `fn` does not have; None when it has them all."""
+    """A remedy for the first keyword that `fn` does not have, with the near ones; None when it has them all."""
     known = [name for name in inspect.signature(fn).parameters if name not in ("self", "fun")]
     strange = next((name for name in given if name not in known), None)
     return None if strange is None else did_you_mean(strange, known, f"the options are {', '.join(known)}")

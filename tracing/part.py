@@ -55,7 +55,7 @@ def _writes(node: Node) -> set[Value]:
 
 
 def _without(node: Node, given: Collection[Value], fresh: FreshNames) -> Node:
-    """The node with fresh results for the ones in `given`, and without order edges from these."""
+    """The node with fresh results in place of the values `given`, and with no order edges from these."""
     outputs = tuple(
         Value(fresh(value.name), value.type, value.device) if value in given else value for value in node.outputs
     )

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator
 
 #: Objects made, less those freed, between two collections of the youngest: bounds the memory that garbage takes.
 YOUNG_OBJECTS = 100_000
 
 
-class _Rarely:
+class _RareCollections(ContextDecorator):
     """The collector's thresholds, raised while threads are inside."""
 
     def __init__(self) -> None:
@@ -24,8 +23,7 @@ class _Rarely:
         self._inside = 0
         self._before = self._during = gc.get_threshold()
 
-    def enter(self) -> None:
-        """A thread comes in."""
+    def __enter__(self) -> None:
         with self._lock:
             self._inside += 1
             if self._inside == 1:
@@ -34,22 +32,12 @@ class _Rarely:
                     gc.set_threshold(YOUNG_OBJECTS)
                 self._during = gc.get_threshold()
 
-    def leave(self) -> None:
-        """A thread goes out; the last one puts the thresholds back."""
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0 and gc.get_threshold() == self._during:
                 gc.set_threshold(*self._before)
 
 
-_RARELY = _Rarely()
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Collect garbage once in `YOUNG_OBJECTS` objects inside; a collector that is off or rarer stays as it is."""
-    _RARELY.enter()
-    try:
-        yield
-    finally:
-        _RARELY.leave()
+#: Collects garbage once in `YOUNG_OBJECTS` objects while inside; a collector that is off or rarer stays as it is.
+rare_collections = _RareCollections()

@@ -39,7 +39,7 @@ from dflow.tracing.errors import PlainJitError
 from dflow.tracing.jax_frontend import (
     HandleNeeded,
     call_staged,
-    checks_numbers,
+    checked_numbers,
     closed_parts,
     dispatcher,
     forget_failed_dispatch,
@@ -217,7 +217,7 @@ class Function(Generic[P, R]):
         return cast(R, result)
 
     def _run(self, plan: CallPlan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
-        if not checks_numbers():
+        if not checked_numbers():
             return plan.run(args, kwargs, leaves)
 
         def again() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from dflow.calls.plans import Plans
 from dflow.calls.static_arguments import StaticArguments
 from dflow.calls.trace_log import TraceLog
-from dflow.tracing.jax_frontend import Handle, abstract, options_of, trace_context
+from dflow.tracing.jax_frontend import Handle, abstract, jit_options, trace_context
 from dflow.tracing.jaxprs.reachable import reachable
 
 #: Longest wait for another thread's trace, in s. Then this thread traces too, since user code may wait for it.
@@ -90,7 +90,7 @@ def shared_traces(fn: Callable[..., Any], jitted: Any, new: Callable[[], SharedT
     Nothing is shared if `may_share` is False or the options cannot be hashed. If `fn` now refers to other variables,
     its traces are dropped; functions made earlier keep their plans.
     """
-    options = options_of(jitted)
+    options = tuple(jit_options(jitted).items())
     try:
         hash(options)
     except TypeError:

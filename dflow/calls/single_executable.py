@@ -30,11 +30,10 @@ from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.jax_frontend import (
     compiled_for,
-    donation_options,
     forget_failed_dispatch,
     is_resource,
+    jit_options,
     passes_handles,
-    static_options,
     uninterrupted,
 )
 from dflow.tracing.state.variable_trees import handles
@@ -241,11 +240,10 @@ def _options(function: Any, *, keeps: bool) -> dict[str, Any]:
     def shifted(positions: Iterable[int]) -> tuple[int, ...]:
         return tuple(position if position < 0 else position + _OURS for position in positions)
 
-    static, static_names = static_options(function)
-    donated, donated_names = donation_options(function)
+    options = jit_options(function)
     return {
-        "static_argnums": shifted(static),
-        "static_argnames": static_names,
-        "donate_argnums": (*(() if keeps else (0,)), *shifted(donated)),
-        "donate_argnames": donated_names,
+        "static_argnums": shifted(options["static_argnums"]),
+        "static_argnames": options["static_argnames"],
+        "donate_argnums": (*(() if keeps else (0,)), *shifted(options["donate_argnums"])),
+        "donate_argnames": options["donate_argnames"],
     }

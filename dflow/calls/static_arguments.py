@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dflow.tracing.jax_frontend import static_options
+from dflow.tracing.jax_frontend import jit_options
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class StaticArguments:
 
 def static_arguments(jitted: Any) -> StaticArguments:
     """Return the static arguments of a `jax.jit` function."""
-    positions, names = static_options(jitted)
-    return StaticArguments(frozenset(positions), frozenset(names))
+    options = jit_options(jitted)
+    return StaticArguments(frozenset(options["static_argnums"]), frozenset(options["static_argnames"]))
 
 
 def positions_in(argnums: Any) -> tuple[int, ...]:

@@ -21,9 +21,8 @@ from dflow.lowering.passes.merge import Merge
 from dflow.lowering.passes.place import Place
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.placement.choose import all_on, alternatives
-from dflow.lowering.placement.instance import runs_alone
-from dflow.lowering.placement.score import predicted, scored
+from dflow.lowering.placement.graph_problem import runs_alone
+from dflow.lowering.placement.search import all_on, alternatives, predicted, scored
 from dflow.lowering.placement.timeline import timeline
 from dflow.lowering.values.devices import devices_in_order
 from dflow.state_backends import LOCAL, home_of
@@ -184,7 +183,7 @@ def _check_figures(rounds: int, budget_s: float | None) -> None:
 
 def explained(name: str, graph: Graph, decision: Decision, measured_s: float | None) -> Placement:
     """Return the placement of `graph`, whose choices are still open, under this decision."""
-    problem, found = decision.instance.problem, decision.found
+    problem, found = decision.problem, decision.found
     names = problem.machine.names
     step = predicted(problem, found.assignment)
     used = [device for device in problem.machine.devices if step.busy_s[device] or step.peak_bytes[device]]
@@ -217,8 +216,8 @@ def _late_bytes(graph: Graph, devices: tuple[str, ...]) -> dict[str, tuple[int, 
 def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
     """Yield one part for each region placed by the search, and one for consecutive other ops with the same reason."""
     chosen = _chosen(decision)
-    unit_of = {number: unit for unit, group in enumerate(decision.instance.groups) for number in group}
-    names = decision.instance.problem.machine.names
+    unit_of = {number: unit for unit, group in enumerate(decision.groups) for number in group}
+    names = decision.problem.machine.names
     found: list[tuple[tuple[str, str, int], list[Node]]] = []
     place_of: dict[tuple[str, str, int], int] = {}
     for number, node in enumerate(graph.nodes):
@@ -240,7 +239,7 @@ def _parts(graph: Graph, decision: Decision) -> Iterator[PlacedPart]:
 
 def _chosen(decision: Decision) -> dict[int, tuple[str, int]]:
     """Return, for each unit placed by the search, the reason for its device and the number of its region."""
-    problem, assignment = decision.instance.problem, decision.found.assignment
+    problem, assignment = decision.problem, decision.found.assignment
     found = {}
     for number, other in enumerate(alternatives(problem, assignment)):
         gain = f"ends {_time(other.loss_s)} earlier than" if other.loss_s > 0 else "ends as early as"

@@ -24,8 +24,7 @@ from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.initial_value import Initial
-from dflow.tracing.state.resources import Variable, is_variable, path_name, read
-from dflow.tracing.state.rounded_add import add_update
+from dflow.tracing.state.resources import Variable, add_update, is_variable, path_name, read
 from dflow.tracing.state.variable_trees import structure_text
 from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
@@ -256,7 +255,7 @@ class Optimizer:
                 )
         return flat
 
-    @rare_collections()
+    @rare_collections
     def _make_slots(self) -> Any:
         parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
         state = jax.eval_shape(self._transformation.init, parameters)

@@ -18,15 +18,15 @@ from contextlib import contextmanager
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
-from dflow.distributed.coordinator.task_description import describe_task
+from dflow.distributed.coordinator.progress_watch import describe_task
 from dflow.distributed.coordinator.traffic_totals import largest
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.transport.exchange import on_reader_thread
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
-from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.transport.link import on_reader_thread
+from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
-from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, TaskInfo
+from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.tracing.devices.task_name import short_task_name
@@ -45,10 +45,6 @@ LONG_CLAIM_S = 60.0
 LOGGER = logging.getLogger("dflow")
 
 
-def _no_traffic() -> tuple[EdgeTraffic, ...]:
-    return ()
-
-
 class CoordinatorClient:
     """A connection to the coordinator at `address`, as `name`; `SessionDriver` documents its arguments and errors."""
 
@@ -64,9 +60,7 @@ class CoordinatorClient:
     ) -> None:
         #: The task that has joined; empty before.
         self.task = ""
-        self._traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic
-        self._steps: Callable[[], int] = lambda: 0
-        self._doing: Callable[[], str] = str
+        self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(self.task)
         self._clock = clock or Timers("dflow coordinator link")
         self._claims_since_s: float | None = None
         self.session = SessionDriver(
@@ -75,7 +69,7 @@ class CoordinatorClient:
             self._beat,
             name=name,
             process=secrets.token_hex(8),
-            settings=settings,
+            settings=settings or SessionSettings(),
             clock=self._clock,
         )
         self.session.open(timeout_s)
@@ -87,8 +81,8 @@ class CoordinatorClient:
         task: str,
         address: str,
         *,
-        traffic: Callable[[], tuple[EdgeTraffic, ...]] = _no_traffic,
-        steps: Callable[[], int] = lambda: 0,
+        traffic: Callable[[], tuple[EdgeTraffic, ...]] = tuple,
+        steps: Callable[[], int] = int,
         doing: Callable[[], str] = str,
         timeout_s: float = ANSWER_S,
     ) -> Roster:
@@ -100,7 +94,7 @@ class CoordinatorClient:
         `doing`    short text on what it works on, empty when idle; a task that is busy and ends no part has stalled
         raises     RemoteError with both addresses when a live task has the name; DeviceError for a malformed name
         """
-        self.task, self._traffic, self._steps, self._doing = task, traffic, steps, doing
+        self.task, self._heartbeat = task, lambda: Heartbeat(task, largest(traffic()), steps(), doing())
         try:
             self.session.ask(Join(task, address), timeout_s)
         except BaseException:
@@ -135,8 +129,10 @@ class CoordinatorClient:
         """
         if message.speaker and not self.task:
             raise InternalError("the coordinator was asked for something that only a task may ask; join first")
+        if timeout_s is None:
+            timeout_s = _timeout_s(message)
         with self._claiming() if isinstance(message, ClaimSteps) else contextlib.nullcontext():
-            return self.session.ask(message, _timeout_s(message) if timeout_s is None else timeout_s)
+            return self.session.ask(message, timeout_s)
 
     def tell(self, message: Notice) -> None:
         """Send the coordinator a notification; does not wait, and is dropped during an outage."""
@@ -172,7 +168,8 @@ class CoordinatorClient:
         wanted = tuple(tasks)
 
         def missing(roster: Roster) -> list[str]:
-            return [task for task in wanted if _live(roster, task) is None]
+            live = {info.task for info in roster.tasks if info.left_at_s is None}
+            return [task for task in wanted if task not in live]
 
         roster = self.session.wait_for_roster(lambda roster: not missing(roster), timeout_s)
         if absent := missing(roster):
@@ -206,7 +203,7 @@ class CoordinatorClient:
         )
 
     def _beat(self) -> None:
-        self.session.tell(Heartbeat(self.task, largest(self._traffic()), self._steps(), self._doing()))
+        self.session.tell(self._heartbeat())
         since_s = self._claims_since_s
         if since_s is not None and self._clock.now_s - since_s >= LONG_CLAIM_S:
             self._claims_since_s = None
@@ -226,14 +223,8 @@ def _timeout_s(message: Message) -> float:
             return ANSWER_S
 
 
-def _live(roster: Roster, task: str) -> TaskInfo | None:
-    return next((info for info in roster.tasks if info.task == task and info.left_at_s is None), None)
-
-
 def _absence(roster: Roster, task: str) -> str:
-    for info in reversed(roster.tasks):
-        if info.task == task and info.left_at_s is None:
-            return short_task_name(task)
-        if info.task == task:
-            return f"{short_task_name(task)} (left at {info.left_at_s or 0.0:.1f} s: {info.left})"
-    return short_task_name(task)
+    last = next((info for info in reversed(roster.tasks) if info.task == task), None)
+    if last is None or last.left_at_s is None:
+        return short_task_name(task)
+    return f"{short_task_name(task)} (left at {last.left_at_s:.1f} s: {last.left})"

@@ -1,10 +1,10 @@
 """A client's session with the coordinator as a state machine: its requests, its links, and recovery after a loss.
 
-No clock, no sockets, no threads: events carry the time, and actions are commands. A link is one connection, with a
-number that is never reused; the same holds for a request (`ask`).
+No clock, no sockets, no threads: each method is an event and takes the time, and actions are commands. A link is one
+connection, with a number that is never reused; the same holds for a request (`ask`).
 
 Invariants:
-- each Asking is settled by exactly one Settle, unless it is Withdrawn;
+- each `ask` is settled by exactly one Settle, unless it is withdrawn;
 - a request without an answer is sent again over the next link, in the original order, after the task has rejoined; the
   coordinator executes none twice, since claims and arrivals have numbers and the others may be repeated;
 - a task rejoins as the same member: in the same incarnation, and never in another cluster;
@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.client.request_numbers import RequestNumbers
 from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
-from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange
-from dflow.distributed.wire.roster_changes import changed_roster
+from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange, changed_roster
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 
 #: The request number of a rejoin; those of the program are greater.
 REJOIN = 0
@@ -57,92 +57,13 @@ class SessionSettings:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A link to the coordinator was opened."""
-
-    at_s: float
-    link: int
-
-
-@dataclass(frozen=True)
-class OpenFailed:
-    """An attempt to open a link failed."""
-
-    at_s: float
-    why: str
-
-
-@dataclass(frozen=True)
-class LinkEnded:
-    """A link has ended; nothing more arrives over it."""
-
-    at_s: float
-    link: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Asking:
-    """The program sends a request; `ask` is greater than all before."""
-
-    at_s: float
-    ask: int
-    message: Request[Any]
-
-
-@dataclass(frozen=True)
-class Withdrawn:
-    """The program no longer waits for the answer."""
-
-    at_s: float
-    ask: int
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The answer to a request, possibly a `Failure`, arrived over a link."""
-
-    at_s: float
-    link: int
-    ask: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class Heard:
-    """A notification arrived over a link."""
-
-    at_s: float
-    link: int
-    message: Message
-
-
-@dataclass(frozen=True)
-class Woke:
-    """The time `wake_at_s` has come."""
-
-    at_s: float
-
-
-@dataclass(frozen=True)
-class Ending:
-    """The program closes the session."""
-
-    at_s: float
-    reason: str
-
-
-SessionEvent = Opened | OpenFailed | LinkEnded | Asking | Withdrawn | Answered | Heard | Woke | Ending
-
-
-@dataclass(frozen=True)
 class OpenLink:
-    """Connect to the coordinator: an Opened or an OpenFailed must follow."""
+    """Connect to the coordinator: `opened` or `open_failed` must follow."""
 
 
 @dataclass(frozen=True)
 class SendRequest:
-    """Send a request over the link; its answer must come back as Answered with the same `ask`."""
+    """Send a request over the link; its answer must come back to `answered` with the same `ask`."""
 
     link: int
     ask: int
@@ -159,7 +80,7 @@ class Tell:
 
 @dataclass(frozen=True)
 class EndLink:
-    """Close the link; its LinkEnded is ignored."""
+    """Close the link; `link_ended` ignores it."""
 
     link: int
     reason: str
@@ -198,20 +119,19 @@ SessionCommand = OpenLink | SendRequest | Tell | EndLink | Settle | ShowRoster |
 
 
 class CoordinatorSession:
-    """One client of the coordinator, starting with its first Opened.
+    """One client of the coordinator, starting with its first `opened`.
 
     `who`          name of the coordinator in errors, with its address
     `incarnation`  id of this life of the process, different from all others
     """
 
-    def __init__(self, *, who: str, incarnation: str, settings: SessionSettings | None = None) -> None:
+    def __init__(self, *, who: str, incarnation: str, settings: SessionSettings = SessionSettings()) -> None:
         self._who = who
-        self._settings = settings or SessionSettings()
+        self._settings = settings
         self._random = random.Random(incarnation)
         self._incarnation = incarnation
         self._lives = 1
         self._link: int | None = None
-        self._is_in = False
         self._is_opening = True
         self._pauses = 0
         self._open_at_s = 0.0
@@ -219,9 +139,11 @@ class CoordinatorSession:
         self._down_reason = ""
         self._member: Join | None = None
         self._join_ask = REJOIN
+        #: Deadline of the answer to a Join; None while none is open.
         self._join_by_s: float | None = None
         self._asks: dict[int, Request[Any]] = {}
-        self._numbers = RequestNumbers()
+        #: By run, the number of the last claim whose answer was seen.
+        self._last_claims: dict[str, int] = {}
         self._ended: Failure | None = None
         self._mark = Mark()
         self.roster = Roster((), ())
@@ -232,21 +154,21 @@ class CoordinatorSession:
         return self._ended.text if self._ended is not None else ""
 
     @property
+    def _is_in(self) -> bool:
+        """Whether requests other than a Join may be sent."""
+        return self._link is not None and self._join_by_s is None
+
+    @property
     def joined_link(self) -> int | None:
         """The link over which this client is a task of the cluster now; None if there is none."""
         return self._link if self._is_in and self._member is not None else None
 
     @property
     def wake_at_s(self) -> float | None:
-        """Time when the driver must send Woke; None when no timeout is pending."""
+        """Time when the driver must call `wake`; None when no timeout is pending."""
         if self._ended is not None or self._is_opening:
             return None
         return self._open_at_s if self._link is None else self._join_by_s
-
-    @property
-    def open_asks(self) -> int:
-        """Number of requests without an answer."""
-        return len(self._asks)
 
     def outage(self, at_s: float) -> str:
         """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
@@ -254,49 +176,12 @@ class CoordinatorSession:
             return ""
         return f"; there is no connection to it since {at_s - self._down_since_s:.1f} s: {self._down_reason}"
 
-    def handle(self, event: SessionEvent) -> list[SessionCommand]:
-        """Apply the event and return the commands, in order."""
-        if self._ended is not None:
-            return self._refuse(event)
-        match event:
-            case Opened(at_s, link):
-                return self._opened(at_s, link)
-            case OpenFailed(at_s, why):
-                self._is_opening = False
-                return self._lost(at_s, why)
-            case LinkEnded(at_s, link, reason) if link == self._link:
-                self._link, self._is_in = None, False
-                return self._lost(at_s, reason)
-            case Asking(at_s, ask, message):
-                return self._ask(at_s, ask, message)
-            case Withdrawn(at_s, ask):
-                self._asks.pop(ask, None)
-                return self._join_withdrawn(at_s) if self._member is not None and ask == self._join_ask else []
-            case Answered(at_s, link, ask, message) if link == self._link:
-                return self._answered(at_s, ask, message)
-            case Heard(at_s, link, message) if link == self._link:
-                return self._heard(at_s, message)
-            case Woke(at_s):
-                return self._wake(at_s)
-            case Ending(_, reason):
-                text = f"the connection to {self._who} was closed: {reason}"
-                return self._end(Failure("TransportClosed", text), reason)
-            case _:
-                return []
-
-    def _refuse(self, event: SessionEvent) -> list[SessionCommand]:
-        assert self._ended is not None
-        match event:
-            case Opened(_, link):
-                return [EndLink(link, self._ended.text)]
-            case Asking(_, ask, _):
-                return [Settle(ask, self._ended)]
-            case _:
-                return []
-
     # Links.
 
-    def _opened(self, at_s: float, link: int) -> list[SessionCommand]:
+    def opened(self, at_s: float, link: int) -> list[SessionCommand]:
+        """A link to the coordinator was opened."""
+        if self._ended is not None:
+            return [EndLink(link, self._ended.text)]
         self._is_opening = False
         self._link = link
         if self._member is not None:
@@ -304,14 +189,47 @@ class CoordinatorSession:
             return [SendRequest(link, self._join_ask, self._joining(self._member))]
         return [*self._up(at_s), *self._send_all()]
 
+    def open_failed(self, at_s: float, why: str) -> list[SessionCommand]:
+        """An attempt to open a link failed."""
+        self._is_opening = False
+        return [] if self._ended is not None else self._lost(at_s, why)
+
+    def link_ended(self, at_s: float, link: int, reason: str) -> list[SessionCommand]:
+        """A link has ended; nothing more arrives over it."""
+        if link != self._link:
+            return []
+        self._link = None
+        return self._lost(at_s, reason)
+
+    def wake(self, at_s: float) -> list[SessionCommand]:
+        """The time `wake_at_s` has come."""
+        if self._link is not None:
+            is_dead = self._join_by_s is not None and at_s >= self._join_by_s
+            return self._drop(at_s, self._link, "a Join was not answered") if is_dead else []
+        if self._is_opening or self._ended is not None:
+            return []
+        assert self._down_since_s is not None
+        down_s = at_s - self._down_since_s
+        if down_s >= self._settings.give_up_s:
+            text = f"{self._who} is lost: it could not be reached for {down_s:.1f} s: {self._down_reason}"
+            return self._give_up(Failure("TransportClosed", text))
+        if at_s < self._open_at_s:
+            return []
+        self._is_opening = True
+        return [OpenLink()]
+
+    def end(self, reason: str) -> list[SessionCommand]:
+        """The program closes the session."""
+        if self._ended is not None:
+            return []
+        return self._end(Failure("TransportClosed", f"the connection to {self._who} was closed: {reason}"), reason)
+
     def _joining(self, member: Join) -> Join:
-        """Return the Join to send now, with the newest known version and mark."""
+        """Return the Join to send now, with the roster's version and the newest mark of the coordinator's state."""
         return msgspec.structs.replace(member, since=self.roster.version, mark=self._mark)
 
-    def _drop_link(self, at_s: float, why: str) -> list[SessionCommand]:
-        assert self._link is not None
-        link, self._link, self._is_in = self._link, None, False
-        return [EndLink(link, why), *self._lost(at_s, why)]
+    def _drop(self, at_s: float, link: int, why: str) -> list[SessionCommand]:
+        return [EndLink(link, why), *self.link_ended(at_s, link, why)]
 
     def _lost(self, at_s: float, why: str) -> list[SessionCommand]:
         self._join_by_s = None
@@ -326,22 +244,7 @@ class CoordinatorSession:
         pause_s = min(settings.longest_pause_s, settings.first_pause_s * 2.0 ** min(self._pauses, 60))
         self._pauses += 1
         self._open_at_s = at_s + pause_s * self._random.uniform(0.5, 1.0)
-        return [*warnings, *self._wake(at_s)]
-
-    def _wake(self, at_s: float) -> list[SessionCommand]:
-        if self._link is not None:
-            is_dead = self._join_by_s is not None and at_s >= self._join_by_s
-            return self._drop_link(at_s, "a Join was not answered") if is_dead else []
-        if self._is_opening:
-            return []
-        down_s = at_s - (self._down_since_s if self._down_since_s is not None else at_s)
-        if down_s >= self._settings.give_up_s:
-            text = f"{self._who} is lost: it could not be reached for {down_s:.1f} s: {self._down_reason}"
-            return self._give_up(Failure("TransportClosed", text))
-        if at_s < self._open_at_s:
-            return []
-        self._is_opening = True
-        return [OpenLink()]
+        return [*warnings, *self.wake(at_s)]
 
     @property
     def _is_announced(self) -> bool:
@@ -350,7 +253,7 @@ class CoordinatorSession:
 
     def _up(self, at_s: float) -> list[SessionCommand]:
         since_s, self._down_since_s, self._down_reason = self._down_since_s, None, ""
-        self._is_in, self._join_by_s = True, None
+        self._join_by_s = None
         if since_s is None or not self._is_announced:
             return []
         return [Warn(f"the connection to {self._who} is back after {at_s - since_s:.1f} s")]
@@ -370,23 +273,41 @@ class CoordinatorSession:
                 commands.append(Tell(self._link, Leave(self._member.task, reason)))
             commands.append(EndLink(self._link, reason))
         commands += [Settle(ask, failure) for ask in self._asks]
-        self._link, self._is_in = None, False
+        self._link = None
         self._asks.clear()
         return commands
 
-    # Asks.
+    # Requests.
 
-    def _ask(self, at_s: float, ask: int, message: Request[Any]) -> list[SessionCommand]:
-        message = self._numbers.numbered(ask, message)
-        if isinstance(message, Join):
-            self._member = message = Join(message.task, message.address, self._incarnation)
-            self._join_ask, self._is_in = ask, False
-            self._join_by_s = at_s + self._settings.join_s
+    def ask(self, at_s: float, ask: int, message: Request[Any]) -> list[SessionCommand]:
+        """The program sends a request; the number `ask` is greater than all before."""
+        if self._ended is not None:
+            return [Settle(ask, self._ended)]
+        match message:
+            case Join(task, address):
+                self._member = message = Join(task, address, self._incarnation)
+                self._join_ask, self._join_by_s = ask, at_s + self._settings.join_s
+            case AwaitBarrier():
+                message = msgspec.structs.replace(message, number=ask)
+            case ClaimSteps(run):
+                message = msgspec.structs.replace(message, number=ask, last=self._last_claims.get(run, 0))
         self._asks[ask] = message
-        may_go = self._link is not None and (self._is_in or isinstance(message, Join))
-        return [SendRequest(self._link, ask, message)] if may_go and self._link is not None else []
+        if self._link is None or not (self._is_in or isinstance(message, Join)):
+            return []
+        return [SendRequest(self._link, ask, message)]
 
-    def _answered(self, at_s: float, ask: int, message: Message) -> list[SessionCommand]:
+    def withdraw(self, at_s: float, ask: int) -> list[SessionCommand]:
+        """The program no longer waits for the answer."""
+        self._asks.pop(ask, None)
+        if self._member is None or ask != self._join_ask:
+            return []
+        self._member = None
+        return [] if self._link is None else [*self._up(at_s), *self._send_all()]
+
+    def answered(self, at_s: float, link: int, ask: int, message: Message) -> list[SessionCommand]:
+        """The answer to a request, possibly a `Failure`, arrived over a link."""
+        if link != self._link:
+            return []
         # An answer resets the pauses; a connection alone does not.
         self._pauses = 0
         self._note_mark(message)
@@ -395,16 +316,11 @@ class CoordinatorSession:
         asked = self._asks.pop(ask, None)
         if asked is None:
             return []
-        self._numbers.answered(ask, asked, message)
-        if isinstance(asked, Leave):
+        if isinstance(asked, ClaimSteps) and isinstance(message, Claimed):
+            self._last_claims[asked.run] = ask
+        elif isinstance(asked, Leave):
             self._member = None
         return [Settle(ask, message)]
-
-    def _join_withdrawn(self, at_s: float) -> list[SessionCommand]:
-        self._member = None
-        if self._link is None:
-            return []
-        return [*self._up(at_s), *self._send_all()]
 
     def _join_answered(self, at_s: float, ask: int, message: Message, member: Join) -> list[SessionCommand]:
         assert self._link is not None
@@ -413,9 +329,8 @@ class CoordinatorSession:
             roster = message if isinstance(message, Roster) else changed_roster(self.roster, message)
             self._member = msgspec.structs.replace(member, cluster=roster.cluster)
             self._join_ask = REJOIN
-            warnings = self._up(at_s)
-            shown = self._show(roster)
-            return [*warnings, *shown, *([Settle(ask, roster)] if is_first else []), *self._send_all()]
+            settled = [Settle(ask, roster)] if is_first else []
+            return [*self._up(at_s), *self._show(roster), *settled, *self._send_all()]
         if is_first:
             self._member = None
             return [*self._up(at_s), Settle(ask, message), *self._send_all()]
@@ -424,7 +339,6 @@ class CoordinatorSession:
             self._lives += 1
             self._member = msgspec.structs.replace(member, incarnation=f"{self._incarnation}.{self._lives}")
             return [SendRequest(self._link, REJOIN, self._joining(self._member))]
-        self._is_in = False
         return self._give_up(Failure(why.kind, f"{self._who} did not take this task back: {why.text}"))
 
     # Rosters.
@@ -435,16 +349,19 @@ class CoordinatorSession:
             is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
             self._mark = message.mark if is_newer else self._mark
 
-    def _heard(self, at_s: float, message: Message) -> list[SessionCommand]:
+    def heard(self, at_s: float, link: int, message: Message) -> list[SessionCommand]:
+        """A notification arrived over a link."""
+        if link != self._link:
+            return []
         self._note_mark(message)
         match message:
             case Roster():
                 return self._show(message)
             case RosterChange(since, version) if since <= self.roster.version < version:
                 return self._show(changed_roster(self.roster, message))
-            case RosterChange(since, version) if self.roster.version < since and self._link is not None:
+            case RosterChange(since, version) if self.roster.version < since:
                 text = f"roster {self.roster.version} is here, and the changes since {since} came: some were lost"
-                return self._drop_link(at_s, text)
+                return self._drop(at_s, link, text)
             case _:
                 return []
 

@@ -20,36 +20,25 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
 from typing import Any
 
 from dflow.distributed.client.coordinator_session import (
-    Answered,
-    Asking,
     CoordinatorSession,
-    Ending,
     EndLink,
     GaveUp,
-    Heard,
-    LinkEnded,
-    Opened,
-    OpenFailed,
     OpenLink,
     SendRequest,
     SessionCommand,
-    SessionEvent,
     SessionSettings,
     Settle,
     ShowRoster,
     Tell,
     Warn,
-    Withdrawn,
-    Woke,
 )
 from dflow.distributed.transport.base import Peer, RefuseAll, Reply, Transport
-from dflow.distributed.transport.exchange import on_reader_thread
-from dflow.distributed.wire.failures import error_from, failure_of
+from dflow.distributed.transport.link import on_reader_thread
+from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Request
@@ -80,18 +69,18 @@ class SessionDriver:
         *,
         name: str,
         process: str,
-        settings: SessionSettings | None,
+        settings: SessionSettings,
         clock: Clock,
     ) -> None:
-        self.address = address
         self.process = process
+        #: Whether `close` was called.
+        self.is_closed = False
+        self._address = address
         self._transport = transport
         self._name = name
         self._clock = clock
-        self._settings = settings or SessionSettings()
-        self._session = CoordinatorSession(
-            who=f"the coordinator at {address}", incarnation=process, settings=self._settings
-        )
+        self._settings = settings
+        self._session = CoordinatorSession(who=f"the coordinator at {address}", incarnation=process, settings=settings)
         self._changed = threading.Condition()
         self._calling = threading.Lock()
         self._roster = Roster((), ())
@@ -100,7 +89,6 @@ class SessionDriver:
         self._on_dump: list[Callable[[str], None]] = []
         self._beat = beat
         self._is_beating = False
-        self._closed = False
         self._todo: deque[SessionCommand] = deque()
         self._is_carrying_out = False
         self._alarm_at_s: float | None = None
@@ -117,14 +105,14 @@ class SessionDriver:
         """
         link = next(self._link_numbers)
         peer = self._transport.connect(
-            self.address,
+            self._address,
             name=self._name,
             handler=_CoordinatorLink(self, link),
             who="the coordinator",
             timeout_s=timeout_s,
         )
         self._links[link] = peer
-        self._handle(Opened(self._clock.now_s, link))
+        self._handle(lambda at_s: self._session.opened(at_s, link))
         if peer.closed:  # it may have ended before the session knew about it
             self.link_ended(link, peer.closed)
 
@@ -134,13 +122,8 @@ class SessionDriver:
 
     def close(self, reason: str) -> None:
         """End the connection; a task that has joined then leaves with a fault. A second call does nothing."""
-        self._closed = True
-        self._handle(Ending(self._clock.now_s, reason))
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
+        self.is_closed = True
+        self._handle(lambda at_s: self._session.end(reason))
 
     @property
     def ended(self) -> str:
@@ -148,22 +131,10 @@ class SessionDriver:
         return self._session.ended
 
     @property
-    def lost(self) -> str:
-        """Like `ended`, but empty after `close`."""
-        with self._changed:
-            return "" if self._closed else self._session.ended
-
-    @property
     def outage(self) -> str:
         """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
         with self._changed:
             return self._session.outage(self._clock.now_s)
-
-    @property
-    def open_asks(self) -> int:
-        """Number of requests without an answer."""
-        with self._changed:
-            return self._session.open_asks
 
     @property
     def roster(self) -> Roster:
@@ -196,7 +167,7 @@ class SessionDriver:
     def call_on_lost(self, callback: Callable[[str], None]) -> None:
         """Call back once with the reason when the coordinator is lost for good, or now if it is; not after `close`."""
         with self._changed:
-            lost = self.lost
+            lost = "" if self.is_closed else self.ended
             if not lost:
                 self._on_lost.append(callback)
         if lost:
@@ -217,17 +188,16 @@ class SessionDriver:
             raise InternalError(f"a handler waits for the coordinator to answer {what}; hand that to another thread")
         future = self.start(message)
         try:
-            answer = future.result(timeout_s)
-        except FutureTimeoutError:
-            if not future.done():
-                raise DeadlineExceeded(
-                    f"the coordinator at {self.address} did not answer {what} of {self._name} within {timeout_s:g} s"
-                    f"{self.outage}"
-                ) from None
-            answer = future.result()
+            return future.result(timeout_s)
+        except TimeoutError:
+            if future.done():
+                return future.result()
+            raise DeadlineExceeded(
+                f"the coordinator at {self._address} did not answer {what} of {self._name} within {timeout_s:g} s"
+                f"{self.outage}"
+            ) from None
         finally:
             future.cancel()
-        return answer
 
     def start(self, message: Request[Answer]) -> Future[Answer]:
         """Send the coordinator a request, and return its answer to come; `cancel` withdraws the request."""
@@ -235,7 +205,7 @@ class SessionDriver:
         with self._changed:
             ask = next(self._ask_numbers)
             self._answers[ask] = future
-            self._decide(Asking(self._clock.now_s, ask, message))
+            self._decide(lambda at_s: self._session.ask(at_s, ask, message))
         future.add_done_callback(partial(self._done, ask))
         self._carry_out_all()
         return future
@@ -243,12 +213,16 @@ class SessionDriver:
     def _done(self, ask: int, future: Future[Answer]) -> None:
         if future.cancelled():
             self._answers.pop(ask, None)
-            self._handle(Withdrawn(self._clock.now_s, ask))
+            self._handle(lambda at_s: self._session.withdraw(at_s, ask))
 
     def tell(self, message: Message) -> None:
         """Send a notification; dropped while there is no connection."""
         link = self._session.joined_link
-        peer = self._links.get(link) if link is not None else None
+        if link is not None:
+            self._notify(link, message)
+
+    def _notify(self, link: int, message: Message) -> None:
+        peer = self._links.get(link)
         if peer is not None:
             with contextlib.suppress(DflowError):  # the link reports the end of its connection
                 peer.notify(message)
@@ -257,13 +231,13 @@ class SessionDriver:
         try:
             self.open(self._settings.connect_s)
         except Exception as error:  # any error: the session waits for the outcome
-            self._handle(OpenFailed(self._clock.now_s, str(error) or type(error).__name__))
+            why = str(error) or type(error).__name__
+            self._handle(lambda at_s: self._session.open_failed(at_s, why))
 
     def _wake(self) -> None:
         with self._changed:
             self._alarm_at_s = None
-            self._decide(Woke(self._clock.now_s))
-        self._carry_out_all()
+        self._handle(self._session.wake)
 
     def _beat_again(self) -> None:
         with self._changed:
@@ -275,7 +249,7 @@ class SessionDriver:
     def link_ended(self, link: int, reason: str) -> None:
         """Handle the end of the connection `link`."""
         self._links.pop(link, None)
-        self._handle(LinkEnded(self._clock.now_s, link, reason))
+        self._handle(lambda at_s: self._session.link_ended(at_s, link, reason))
 
     def link_heard(self, link: int, message: Message, payload: memoryview) -> None:
         """Handle a notification that came over the connection `link`."""
@@ -284,15 +258,16 @@ class SessionDriver:
             for callback in self._on_dump:
                 callback(message.why)
             return
-        self._handle(Heard(self._clock.now_s, link, message))
+        self._handle(lambda at_s: self._session.heard(at_s, link, message))
 
-    def _handle(self, event: SessionEvent) -> None:
+    def _handle(self, event: Callable[[float], list[SessionCommand]]) -> None:
+        """Call a method of the session with the present time, and carry out its commands."""
         with self._changed:
             self._decide(event)
         self._carry_out_all()
 
-    def _decide(self, event: SessionEvent) -> None:
-        self._todo.extend(self._session.handle(event))
+    def _decide(self, event: Callable[[float], list[SessionCommand]]) -> None:
+        self._todo.extend(event(self._clock.now_s))
         self._set_timers()
         self._changed.notify_all()
 
@@ -336,9 +311,7 @@ class SessionDriver:
             case SendRequest(link, ask, message):
                 self._send(link, ask, message)
             case Tell(link, message):
-                if (peer := self._links.get(link)) is not None:
-                    with contextlib.suppress(TransportClosed):
-                        peer.notify(message)
+                self._notify(link, message)
             case EndLink(link, reason):
                 if (peer := self._links.pop(link, None)) is not None:
                     peer.close(reason)
@@ -353,7 +326,7 @@ class SessionDriver:
             case GaveUp(reason):
                 LOGGER.warning("%s: %s", short_task_name(self._name), reason)
                 with self._changed:
-                    callbacks = [] if self._closed else list(self._on_lost)
+                    callbacks = [] if self.is_closed else list(self._on_lost)
                 for callback in callbacks:
                     callback(reason)
 
@@ -372,7 +345,7 @@ class SessionDriver:
         if isinstance(reply, TransportClosed):
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
-        self._handle(Answered(self._clock.now_s, link, ask, message))
+        self._handle(lambda at_s: self._session.answered(at_s, link, ask, message))
 
     def _show(self, roster: Roster) -> None:
         with self._calling:
@@ -403,7 +376,7 @@ class _CoordinatorLink(RefuseAll):
 def _settle(future: Future[Any], answer: Message) -> None:
     """End the wait for an answer; a `Failure` ends it with the error."""
     if isinstance(answer, Failure):
-        future.set_exception(error_from(answer))
+        future.set_exception(error_of(answer))
     else:
         future.set_result(answer)
 

@@ -15,6 +15,7 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import sys
@@ -44,8 +45,8 @@ from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, Me
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
-from dflow.distributed.transport.base import Listener, Peer, Responder, Transport
-from dflow.distributed.transport.exchange import become_reader
+from dflow.distributed.transport.base import Peer, Responder, Transport
+from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Roster
@@ -102,35 +103,23 @@ class Coordinator:
         self._peers: dict[int, Peer] = {}
         self._numbers: dict[Peer, int] = {}
         self._asks: dict[int, Responder] = {}
-        self._last_number = 0
+        self._new_numbers = itertools.count(1)
         self._rosters = RosterPacker()
         self._closed = threading.Event()
-        self._listener: Listener | None = None
         try:
             if _FIRST_START not in rows:
                 self._store.write([Change(_FIRST_START, msgspec.msgpack.encode(now_s))])
-            self._begin(transport, address)
+            with self._mailbox.lock:
+                # Not posted: a fault before this coordinator listens is raised here, `on_fault` gets the later ones.
+                self._handle_all(deque([lambda at_s: Started(at_s, secrets.token_hex(8))]))
+                self._listener = transport.listen(address, name=NAME, handler=self)
         except BaseException:
             self._store.close()
             raise
+        #: Address that tasks connect to.
+        self.address = self._listener.address
         if tick_s is not None:
             threading.Thread(target=self._tick_every, args=(tick_s,), name="dflow tick", daemon=True).start()
-
-    def _begin(self, transport: Transport, address: str) -> None:
-        # A fault before this coordinator listens is raised here; `on_fault` gets the later ones.
-        faults: list[str] = []
-        self._on_fault, on_fault = faults.append, self._on_fault
-        self._mailbox.post(lambda at_s: Started(at_s, secrets.token_hex(8)))
-        if faults:
-            raise OSError(faults[0])
-        self._on_fault = on_fault
-        self._listener = transport.listen(address, name=NAME, handler=self)
-
-    @property
-    def address(self) -> str:
-        """Address that tasks connect to."""
-        assert self._listener is not None
-        return self._listener.address
 
     def status(self) -> Status:
         """Return a snapshot for people and tools."""
@@ -149,8 +138,7 @@ class Coordinator:
     def close(self) -> None:
         """Stop listening, close every connection and the store; a second call does nothing."""
         self._closed.set()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         with self._mailbox.lock:
             self._store.close()
 
@@ -159,7 +147,7 @@ class Coordinator:
         if isinstance(message, Join) and message.task != peer.name:
             raise SecurityError(f"{peer.name} asks to join as {message.task}; a task joins by its own name")
         with self._numbering:
-            number, ask = self._number(peer), self._new_number()
+            number, ask = self._number(peer), next(self._new_numbers)
             self._asks[ask] = responder
         self._mailbox.post(lambda at_s: Asked(at_s, number, ask, message))
 
@@ -178,13 +166,9 @@ class Coordinator:
 
     def _number(self, peer: Peer) -> int:
         if peer not in self._numbers:
-            number = self._new_number()
+            number = next(self._new_numbers)
             self._numbers[peer], self._peers[number] = number, peer
         return self._numbers[peer]
-
-    def _new_number(self) -> int:
-        self._last_number += 1
-        return self._last_number
 
     def _handle_arrived(self, arrived: deque[Callable[[float], Event]]) -> None:
         """Handle all queued events; an error ends the coordinator, which drops later ones."""
@@ -218,8 +202,7 @@ class Coordinator:
     def _end_by_fault(self, fault: str) -> None:
         LOGGER.error("the coordinator ends: %s", fault)
         self._closed.set()
-        if self._listener is not None:
-            self._listener.close()
+        self._listener.close()
         self._on_fault(fault)
 
     def _carry_out(self, command: Command) -> None:
@@ -267,7 +250,7 @@ def serve_coordinator(
     """
     coordinator = Coordinator(transport, address, jobs, store=store, settings=settings, on_fault=stop.stop)
     print(f"{LISTENING}{coordinator.address}", flush=True)
-    endpoint = MetricsEndpoint(coordinator_metrics(coordinator.status), metrics) if metrics else None
+    endpoint = MetricsEndpoint(lambda: coordinator_metrics(coordinator.status()), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow coordinator: metrics are served at {endpoint.address}", flush=True)
     status, fault = stop.wait_for_exit_status()

@@ -23,8 +23,8 @@ from dflow.distributed.coordinator.coordinator_events import (
     Asked,
     Broadcast,
     Command,
-    Disconnect,
     Event,
+    EventLog,
     Log,
     PeerClosed,
     Persist,
@@ -35,36 +35,21 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.elections import Elections
-from dflow.distributed.coordinator.event_log import EventLog
-from dflow.distributed.coordinator.membership import (
-    ConnectionLost,
-    EndConnection,
-    HeartbeatArrived,
-    Joined,
-    LeaveAsked,
-    Membership,
-    MembershipCommand,
-    PublishRoster,
-    RefuseJoin,
-    ReleaseTask,
-)
-from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan
+from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
+from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
-from dflow.distributed.coordinator.task_description import describe_task
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
-from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
-from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, RosterChange
-from dflow.distributed.wire.messages.rounds import RoundsDone
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
+from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 
@@ -113,7 +98,7 @@ class CoordinatorState:
     ) -> None:
         self._records = records = DurableRecords(rows)
         self._marks = StateMarks(records)
-        self._membership = Membership(jobs, settings.heartbeat_timeout_s, settings.rejoin_s, records)
+        self._membership = Membership(records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s)
         self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
@@ -129,9 +114,8 @@ class CoordinatorState:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
         commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
-        # Before `take_changes`, since the revision is a record too.
-        if self._records.has_changed:
-            self._marks.written()
+        if self._records.changed:
+            self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
@@ -143,9 +127,10 @@ class CoordinatorState:
 
     def _decide(self, event: Event) -> list[Command]:
         match event:
-            case Started(_, name):
+            case Started(at_s, name):
                 self._marks.started(name)
-                return self._follow(self._membership.handle(event))
+                self._membership.start(at_s, name)
+                return []
             case Asked():
                 return self._asked(event)
             case Told():
@@ -153,9 +138,10 @@ class CoordinatorState:
                 is_taken = handle is not None and not self._refusal(event.peer, event.message)
                 return handle(self, event.message, event) if handle is not None and is_taken else []
             case PeerClosed(at_s, peer, reason):
-                return self._follow(self._membership.handle(ConnectionLost(at_s, peer, reason)))
+                self._membership.lose(at_s, peer, reason)
+                return []
             case Ticked(at_s):
-                followed = self._follow(self._membership.handle(event))
+                followed = self._follow(self._membership.tick(at_s))
                 return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
 
     def _asked(self, event: Asked) -> list[Command]:
@@ -195,31 +181,31 @@ class CoordinatorState:
             variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
-            health=self._watch.all_health(),
+            health=tuple(health for _, health in sorted(self._watch.health.items())),
             away=self._membership.away(),
             left=self._membership.left_in_all,
             not_finite=self._ledger.not_finite,
         )
 
     def _present(self, job: str) -> tuple[tuple[str, ...], int]:
-        return self._membership.available(job), self._membership.version
+        return self._membership.by_job().get(job, ()), self._membership.version
 
     def _describe(self, task: str, at_s: float) -> str:
         return describe_task(task, self._health(at_s, task))
 
     def _tell_stalls(self, at_s: float) -> list[Command]:
         texts = [
-            f"{short_task_name(stall.task)} is alive and has ended no step for {at_s - stall.since_s:.1f} s; "
-            f"it is at: {self._describe_work(stall)}"
-            for stall in self._watch.tick(at_s)
+            f"{short_task_name(stalled.task)} is alive and has ended no step for {stall_s:.1f} s; "
+            f"it is at: {self._describe_work(stalled)}"
+            for stalled, stall_s in self._watch.tick(at_s)
         ]
         return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
 
-    def _describe_work(self, stall: StallBegan) -> str:
-        claims = self._ledger.describe_claims(stall.task)
-        if not stall.doing:
+    def _describe_work(self, stalled: TaskHealth) -> str:
+        claims = self._ledger.describe_claims(stalled.task)
+        if not stalled.doing:
             return claims
-        return f"{stall.doing}; it holds {claims}" if claims else stall.doing
+        return f"{stalled.doing}; it holds {claims}" if claims else stalled.doing
 
     def _ask_for_dumps(self, at_s: float, why: str, asker: int | None = None) -> list[Command]:
         """Make all live tasks dump their newest events, once for a stall that many tasks report at the same time."""
@@ -232,7 +218,7 @@ class CoordinatorState:
     def _health(self, at_s: float, task: str) -> Health:
         if not self._membership.is_there(task):
             return Health(at_s, None, self._membership.absence(task))
-        return Health(at_s, self._watch.health(self._membership.life(task)), "")
+        return Health(at_s, self._watch.health.get(self._membership.life(task)), "")
 
     # Requests.
 
@@ -258,12 +244,12 @@ class CoordinatorState:
         return [*self._barriers.arrive(event.at_s, event.ask, self._membership.life(request.task), request, job)]
 
     @REQUESTS.handles(PlaceVariable)
-    def _place_one(self, request: PlaceVariable, event: Asked) -> Placed | Failure:
-        return self._place(request)
+    def _place(self, request: PlaceVariable, event: Asked) -> Placed | Failure:
+        return self._directory.place(request)
 
     @REQUESTS.handles(PlaceVariables)
     def _place_all(self, request: PlaceVariables, event: Asked) -> PlacedAll:
-        return PlacedAll(tuple(map(self._place, request.requests)))
+        return PlacedAll(tuple(map(self._directory.place, request.requests)))
 
     @REQUESTS.handles(Unplace)
     def _unplace(self, request: Unplace, event: Asked) -> Ok:
@@ -272,12 +258,13 @@ class CoordinatorState:
 
     @REQUESTS.handles(Report)
     def _report(self, report: Report, event: Asked) -> Ok:
-        self._set_result(report)
+        self._results[report.name] = report.value
+        self._records.put(_RESULT + report.name, _Result(report.value))
         return Ok()
 
     @REQUESTS.handles(Leave)
     def _leave(self, request: Leave, event: Asked) -> list[Command]:
-        return [*self._release(event, request.reason), SendReply(event.ask, Ok())]
+        return [*self._release(event.at_s, request), SendReply(event.ask, Ok())]
 
     @REQUESTS.handles(Join)
     def _join(self, join: Join, event: Asked) -> Failure | list[Command]:
@@ -285,15 +272,12 @@ class CoordinatorState:
             split_task_name(join.task)
         except DeviceError as error:
             return Failure("DeviceError", str(error))
-        is_known = join.cluster == self._membership.cluster
+        is_known = join.cluster == self._membership.identity.cluster
         if is_known and (missing := self._marks.missing(join.mark)):
             return self._refuse_newer(event, join, missing)
-        decided = self._membership.handle(
-            Joined(event.at_s, event.peer, join.task, join.address, join.incarnation, join.cluster)
-        )
-        for command in decided:
-            if isinstance(command, RefuseJoin):
-                return Failure(command.kind, command.text)
+        decided = self._membership.join(event.at_s, event.peer, join)
+        if isinstance(decided, Failure):
+            return decided
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
         return [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
@@ -308,34 +292,25 @@ class CoordinatorState:
         self._has_lost_state = True
         return [*commands, SendReply(event.ask, Failure("RemoteError", text))]
 
-    def _place(self, request: PlaceVariable) -> Placed | Failure:
-        members = self._membership
-        return self._directory.place(request, members.available(request.job), members.jobs())
-
     # Notices.
 
     @NOTICES.handles(Heartbeat)
     def _hear(self, heartbeat: Heartbeat, event: Told) -> list[Command]:
-        task, at_s, life = heartbeat.task, event.at_s, self._membership.life(heartbeat.task)
-        followed = self._follow(self._membership.handle(HeartbeatArrived(at_s, event.peer, task)))
+        task, life = heartbeat.task, self._membership.life(heartbeat.task)
+        self._membership.hear(event.at_s, task)
         self._traffic.report(life, heartbeat.traffic)
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
-        ended = self._watch.hear(life, task, at_s, heartbeat.steps, heartbeat.doing, is_busy)
-        return [*followed, *(Log(f"{short_task_name(task)} goes on after {stall.lasted_s:.1f} s") for stall in ended)]
+        stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
+        return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
 
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:
         self._ledger.note_rounds(report)
         return []
 
-    @NOTICES.handles(Report)
-    def _note_result(self, report: Report, event: Told) -> list[Command]:
-        self._set_result(report)
-        return []
-
     @NOTICES.handles(Leave)
     def _note_leave(self, leave: Leave, event: Told) -> list[Command]:
-        return self._release(event, leave.reason)
+        return self._release(event.at_s, leave)
 
     @NOTICES.handles(DumpEvents)
     def _pass_on_dump(self, message: DumpEvents, event: Told) -> list[Command]:
@@ -343,12 +318,8 @@ class CoordinatorState:
         is_its_own = self._membership.is_live(message.task, event.peer)
         return self._ask_for_dumps(event.at_s, message.why, event.peer) if is_its_own else []
 
-    def _set_result(self, report: Report) -> None:
-        self._results[report.name] = report.value
-        self._records.put(_RESULT + report.name, _Result(report.value))
-
-    def _release(self, event: Asked | Told, reason: str) -> list[Command]:
-        return self._follow(self._membership.handle(LeaveAsked(event.at_s, event.peer, reason)))
+    def _release(self, at_s: float, leave: Leave) -> list[Command]:
+        return self._follow(self._membership.leave(at_s, leave.task, leave.reason))
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
         """Apply a change of the membership to the other parts, and return the commands."""
@@ -361,12 +332,6 @@ class CoordinatorState:
                     self._watch.leave(life)
                     self._elections.leave(life, reason)
                     commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
-                case EndConnection(peer, reason):
-                    commands.append(Disconnect(peer, reason))
-                case PublishRoster(since, version, lives, dropped):
-                    entries = tuple(map(self._membership.entry, lives))
-                    change = RosterChange(since, version, entries, dropped, self._membership.epoch)
-                    commands.append(Broadcast(self._membership.live_peers(), change))
-                case RefuseJoin():
-                    pass
+                case _:
+                    commands.append(command)
         return commands

@@ -11,29 +11,12 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Protocol
 
 from dflow.distributed.coordinator.durable_records import Change, apply_changes
 from dflow.tracing.errors import ConfigError
 
 #: Version of the tables in the file; a file of another version is refused.
 FORMAT = 2
-
-
-class CoordinatorStore(Protocol):
-    """Keeps the records of one coordinator."""
-
-    def load(self) -> Mapping[str, bytes]:
-        """Return all records."""
-        ...
-
-    def write(self, changes: Iterable[Change]) -> None:
-        """Apply the changes, all or none; raises OSError when it cannot."""
-        ...
-
-    def close(self) -> None:
-        """Release the file; a second call does nothing."""
-        ...
 
 
 class MemoryStore:
@@ -118,3 +101,6 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+
+CoordinatorStore = MemoryStore | SqliteStore

@@ -38,7 +38,8 @@ class DurableRecords:
 
     def __init__(self, rows: Mapping[str, bytes] | None = None) -> None:
         self._rows = dict(rows or {})
-        self._changed: dict[str, bytes | None] = {}
+        #: The records changed since the last `take_changes`, encoded; None for a deleted one.
+        self.changed: dict[str, bytes | None] = {}
 
     def load(self, prefix: str, type: type[Record]) -> Iterator[tuple[str, Record]]:
         """Yield each initial record whose key begins with `prefix`, with the rest of its key, sorted by key.
@@ -54,23 +55,22 @@ class DurableRecords:
                     "go on with the version that wrote it, or begin with a new state"
                 ) from error
 
+    def load_one(self, key: str, default: Record) -> Record:
+        """Return the initial record under `key`; `default` if there is none."""
+        return next((record for _, record in self.load(key, type(default))), default)
+
     def put(self, key: str, record: msgspec.Struct) -> None:
         """Set or replace a record."""
-        self._changed[key] = _ENCODER.encode(record)
+        self.changed[key] = _ENCODER.encode(record)
 
     def drop(self, key: str) -> None:
         """Delete a record, if it exists."""
-        self._changed[key] = None
-
-    @property
-    def has_changed(self) -> bool:
-        """Whether there are changes to take."""
-        return bool(self._changed)
+        self.changed[key] = None
 
     def take_changes(self) -> tuple[Change, ...]:
         """Return the changes since the last call."""
-        changes = tuple(Change(key, value) for key, value in self._changed.items())
-        self._changed.clear()
+        changes = tuple(Change(key, value) for key, value in self.changed.items())
+        self.changed.clear()
         return changes
 
 

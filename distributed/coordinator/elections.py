@@ -25,8 +25,8 @@ class _Office(msgspec.Struct, frozen=True):
 class Elections:
     """The elections of one cluster, kept in `records`."""
 
-    def __init__(self, records: DurableRecords | None = None) -> None:
-        self._records = records or DurableRecords()
+    def __init__(self, records: DurableRecords) -> None:
+        self._records = records
         self._offices = dict(self._records.load(_OFFICE, _Office))
 
     def elect(self, what: str, task: str, life: int) -> bool:

@@ -1,4 +1,4 @@
-"""Detection of stalled tasks: alive and busy by their heartbeats, but ending no step.
+"""Health of tasks: detection of stalled ones, which are alive and busy by their heartbeats but end no step.
 
 Invariants:
 - a task is stalled when it has been busy for `stall_timeout_s` without ending a step, until it ends one or is idle; an
@@ -8,39 +8,11 @@ Invariants:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec.structs import replace
 
-from dflow.distributed.wire.messages.status import TaskHealth
-
-
-@dataclass(frozen=True)
-class StallBegan:
-    """A task has made no progress since `since_s`."""
-
-    task: str
-    since_s: float
-    doing: str
-
-
-@dataclass(frozen=True)
-class StallEnded:
-    """A stalled task has ended a step or is idle; the stall lasted `lasted_s`."""
-
-    task: str
-    lasted_s: float
-
-
-@dataclass(frozen=True)
-class _WatchedTask:
-    """A task: its newest heartbeat, the time since when it has been busy without progress, and if that is a stall."""
-
-    task: str
-    heard_at_s: float
-    steps: int
-    doing: str
-    is_busy: bool
-    since_s: float
-    is_stalled: bool
+from dflow.distributed.wire.messages.roster import Heartbeat
+from dflow.distributed.wire.messages.status import Health, TaskHealth
+from dflow.tracing.devices.task_name import short_task_name
 
 
 class ProgressWatch:
@@ -48,38 +20,47 @@ class ProgressWatch:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self._timeout_s = stall_timeout_s
-        self._seen: dict[int, _WatchedTask] = {}
+        #: The newest heartbeat of each task that has sent one.
+        self.health: dict[int, TaskHealth] = {}
+        #: Of each busy task, the time since when it has been busy without progress.
+        self._busy_since_s: dict[int, float] = {}
 
-    def hear(self, life: int, task: str, at_s: float, steps: int, doing: str, is_busy: bool) -> list[StallEnded]:
-        """Apply a heartbeat: the steps that the task has ended since its start, and what it works on."""
-        seen = self._seen.get(life)
-        if seen is not None and seen.is_busy and is_busy and seen.steps == steps:
-            self._seen[life] = replace(seen, heard_at_s=at_s, doing=doing)
-            return []
-        self._seen[life] = _WatchedTask(task, at_s, steps, doing, is_busy, at_s, False)
-        return [StallEnded(task, at_s - seen.since_s)] if seen is not None and seen.is_stalled else []
+    def hear(self, life: int, at_s: float, heartbeat: Heartbeat, is_busy: bool) -> float | None:
+        """Apply a heartbeat; return the duration of the stall that it ends, None if it ends none."""
+        last = self.health.get(life)
+        if last is not None and last.steps == heartbeat.steps and is_busy and life in self._busy_since_s:
+            self.health[life] = replace(last, heard_at_s=at_s, doing=heartbeat.doing)
+            return None
+        self.health[life] = TaskHealth(heartbeat.task, at_s, heartbeat.steps, heartbeat.doing, None)
+        if is_busy:
+            self._busy_since_s[life] = at_s
+        else:
+            self._busy_since_s.pop(life, None)
+        return None if last is None or last.stalled_since_s is None else at_s - last.stalled_since_s
 
     def leave(self, life: int) -> None:
         """Forget a task that has left."""
-        self._seen.pop(life, None)
+        self.health.pop(life, None)
+        self._busy_since_s.pop(life, None)
 
-    def tick(self, at_s: float) -> list[StallBegan]:
-        """Return the stalls that have begun since the last call."""
-        began = []
-        for life, seen in self._seen.items():
-            if seen.is_busy and not seen.is_stalled and at_s - seen.since_s >= self._timeout_s:
-                self._seen[life] = replace(seen, is_stalled=True)
-                began.append(StallBegan(seen.task, seen.since_s, seen.doing))
-        return began
+    def tick(self, at_s: float) -> list[tuple[TaskHealth, float]]:
+        """Return the tasks that have become stalled since the last call, each with the duration of its stall."""
+        stalled = []
+        for life, since_s in self._busy_since_s.items():
+            health = self.health[life]
+            if health.stalled_since_s is None and at_s - since_s >= self._timeout_s:
+                self.health[life] = replace(health, stalled_since_s=since_s)
+                stalled.append((self.health[life], at_s - since_s))
+        return stalled
 
-    def health(self, life: int) -> TaskHealth | None:
-        """Return the newest heartbeat of a task; None before the first."""
-        seen = self._seen.get(life)
-        if seen is None:
-            return None
-        stalled_s = seen.since_s if seen.is_stalled else None
-        return TaskHealth(seen.task, seen.heard_at_s, seen.steps, seen.doing, stalled_s)
 
-    def all_health(self) -> tuple[TaskHealth, ...]:
-        """Return the newest heartbeat of each task, in order of joining."""
-        return tuple(health for life in sorted(self._seen) if (health := self.health(life)) is not None)
+def describe_task(task: str, answer: Health) -> str:
+    """Describe a task, such as "ps:0 (last heard 0.3 s ago, 12 steps ended, now idle)", or "ps:0 (has not joined)"."""
+    name, health = short_task_name(task), answer.health
+    if health is None:
+        return f"{name} ({answer.absence.removeprefix(name).strip() or 'just joined'})"
+    stalled_s = health.stalled_since_s
+    stall = f", which has ended no step for {answer.now_s - stalled_s:.1f} s" if stalled_s is not None else ""
+    heard = f"last heard {answer.now_s - health.heard_at_s:.1f} s ago"
+    doing = f"at: {health.doing}" if health.doing else "idle"
+    return f"{name} ({heard}, {health.steps} steps ended, now {doing}{stall})"

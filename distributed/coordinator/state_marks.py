@@ -24,7 +24,7 @@ class _Start(msgspec.Struct, frozen=True):
 
 
 class _Revision(msgspec.Struct, frozen=True):
-    revision: int
+    revision: int = 0
 
 
 class StateMarks:
@@ -33,7 +33,7 @@ class StateMarks:
     def __init__(self, records: DurableRecords) -> None:
         self._records = records
         self._starts = [start for _, start in records.load(_START, _Start)]
-        self._revision = next((found.revision for _, found in records.load(_REVISION, _Revision)), 0)
+        self._revision = records.load_one(_REVISION, _Revision()).revision
 
     @property
     def newest(self) -> Mark:
@@ -47,7 +47,7 @@ class StateMarks:
         self._starts.append(start)
 
     def written(self) -> None:
-        """Count the write of the changes that `records` now has."""
+        """Count a write of the state."""
         self._revision += 1
         self._records.put(_REVISION, _Revision(self._revision))
 

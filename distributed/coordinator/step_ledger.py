@@ -22,9 +22,8 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import WorkerProgress
 from dflow.tracing.devices.task_name import short_task_name
 
@@ -66,20 +65,20 @@ class _WorkerRecord(msgspec.Struct, frozen=True):
 class StepLedger:
     """The runs of one cluster, and each worker's progress in them, kept in `records`."""
 
-    def __init__(self, records: DurableRecords | None = None) -> None:
-        self._records = records or DurableRecords()
-        self._progress = dict(self._records.load(_PROGRESS, WorkerProgress))
+    def __init__(self, records: DurableRecords) -> None:
+        self._records = records
+        self._progress = dict(records.load(_PROGRESS, WorkerProgress))
         self._runs = {
-            name: _LedgerRun(name, self._records, known.total_steps, known.done, [range(*part) for part in known.pool])
-            for name, known in self._records.load(_RUN, _RunRecord)
+            name: _LedgerRun(name, records, known.total_steps, known.done, [range(*part) for part in known.pool])
+            for name, known in records.load(_RUN, _RunRecord)
         }
-        #: By run of synchronous training: rounds done, and rounds in all. Not kept: workers report them repeatedly.
+        #: By run of synchronous training: rounds done, and rounds in all. Not durable: workers report them repeatedly.
         self._rounds: dict[str, tuple[int, int]] = {}
-        self._not_finite = {(one.run, one.metric): one for _, one in self._records.load(_NOT_FINITE, NotFinite)}
+        self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
         #: By run, the number of steps done when it was last logged as abandoned.
         self._announced: dict[str, int] = {}
         self._news: list[str] = []
-        for _, found in self._records.load(_WORKER, _WorkerRecord):
+        for _, found in records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
 
     def leave(self, left: Mapping[str, str]) -> list[SendReply]:
@@ -138,8 +137,8 @@ class StepLedger:
         self._runs[claim.run] = run
         if run.is_repeated(claim):
             return run.repeat(claim.task, ask)
-        self._note_progress(claim, run.settle(claim))
-        self._note_not_finite(claim.run, claim.task, claim.not_finite)
+        self._note_progress(claim, steps=run.settle(claim))
+        self._records.put(_PROGRESS + claim.task, self._progress[claim.task])
         replies = run.ask(claim, ask)
         self._announce_end(run)
         return replies
@@ -161,31 +160,22 @@ class StepLedger:
         where = f"step {found.step} of run {run!r} on {short_task_name(task)}"
         self._news.append(f"{found.metric} is {found.value} at {where}; later ones of this run are not announced")
 
-    def _note_progress(self, claim: ClaimSteps, done: int) -> None:
-        last = self._progress.get(claim.task, WorkerProgress(claim.task, 0, 0.0, {}))
-        now = WorkerProgress(
-            claim.task,
-            last.steps + done,
-            claim.step_s or last.step_s,
-            {**last.metrics, **claim.metrics},
-            last.dropped,
+    def _note_progress(self, report: ClaimSteps | RoundsDone, steps: int, dropped: int = 0) -> None:
+        last = self._progress.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
+        self._progress[report.task] = WorkerProgress(
+            report.task,
+            last.steps + steps,
+            report.step_s or last.step_s,
+            {**last.metrics, **report.metrics},
+            last.dropped + dropped,
         )
-        self._progress[claim.task] = now
-        self._records.put(_PROGRESS + claim.task, now)
+        self._note_not_finite(report.run, report.task, report.not_finite)
 
     def note_rounds(self, report: RoundsDone) -> None:
         """Record the progress of a run of synchronous training, as a live worker reports it."""
         done, total = self._rounds.get(report.run, (0, 0))
         self._rounds[report.run] = max(done, report.rounds), max(total, report.total_rounds)
-        self._note_not_finite(report.run, report.task, report.not_finite)
-        last = self._progress.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
-        self._progress[report.task] = WorkerProgress(
-            report.task,
-            last.steps + report.steps,
-            report.step_s or last.step_s,
-            {**last.metrics, **report.metrics},
-            last.dropped + report.dropped,
-        )
+        self._note_progress(report, report.steps, report.dropped)
 
 
 @dataclass
@@ -258,17 +248,14 @@ class _LedgerRun:
         worker = self.workers[task]
         if worker.answered:
             return [SendReply(ask, Claimed(worker.first, worker.held))]
-        replies = []
-        if task in self.waiting:
-            text = f"{short_task_name(task)} has sent this claim again"
-            replies = [SendReply(self.waiting[task], Failure("RemoteError", text))]
+        replies = self._refused(task, "RemoteError", f"{short_task_name(task)} has sent this claim again")
         self.waiting[task] = ask
         return replies + self.answer_waiting()
 
     def settle(self, claim: ClaimSteps) -> int:
-        """End the worker's last claim: its first steps are done, the rest return to the pool. Return the number done.
+        """End the worker's last claim, before `ask`: its first steps are done, the rest return to the pool.
 
-        No step counts as done when the worker has not seen the answer to its last claim.
+        Return the number done: 0 when the worker has not seen the answer to its last claim.
         """
         worker = self.workers.get(claim.task)
         if worker is None or not worker.held:
@@ -277,12 +264,14 @@ class _LedgerRun:
         held = range(worker.first, worker.first + worker.held)
         self.done += done
         self._give_back(held[done:])
-        self._save(msgspec.structs.replace(worker, held=0))
         return done
 
     def ask(self, claim: ClaimSteps, ask: int) -> list[SendReply]:
         """Queue the worker's request for steps, or end its part if `more` is false; answer all that can be answered."""
-        replies = self._replace(claim.task)
+        replies = []
+        if claim.task in self.waiting:
+            text = f"a later claim of {short_task_name(claim.task)} has taken the place of this one"
+            replies = [SendReply(self.waiting.pop(claim.task), Failure("RemoteError", text))]
         self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
         if claim.more:
             self.waiting[claim.task] = ask
@@ -290,19 +279,14 @@ class _LedgerRun:
             replies.append(SendReply(ask, Claimed(0, 0)))
         return replies + self.answer_waiting()
 
-    def _replace(self, task: str) -> list[SendReply]:
-        """Refuse the worker's waiting request, since a later one came."""
-        if task not in self.waiting:
-            return []
-        text = f"a later claim of {short_task_name(task)} has taken the place of this one"
-        return [SendReply(self.waiting.pop(task), Failure("RemoteError", text))]
+    def _refused(self, task: str, kind: str, text: str) -> list[SendReply]:
+        """Return the error for the worker's waiting request, if there is one."""
+        return [SendReply(self.waiting[task], Failure(kind, text))] if task in self.waiting else []
 
     def leave(self, task: str, reason: str) -> list[SendReply]:
         """Return the worker's unreported steps to the pool. Callers waiting for them are answered later."""
-        replies = []
-        if task in self.waiting:
-            text = f"{short_task_name(task)} has left: {reason}"
-            replies.append(SendReply(self.waiting.pop(task), Failure("TaskLost", text)))
+        replies = self._refused(task, "TaskLost", f"{short_task_name(task)} has left: {reason}")
+        self.waiting.pop(task, None)
         worker = self.workers.pop(task, None)
         if worker is not None:
             self.holding.discard(task)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-import msgspec
+from msgspec.structs import replace
 
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 
@@ -46,7 +46,7 @@ def largest(traffic: Sequence[EdgeTraffic], count: int = EDGES_TOLD) -> tuple[Ed
         return tuple(traffic)
     known.sort(key=lambda entry: entry.size_bytes, reverse=True)
     rest = [entry for entry in traffic if entry.edge == OTHERS] + known[count:]
-    return (*known[:count], *_summed(msgspec.structs.replace(entry, edge=OTHERS) for entry in rest))
+    return (*known[:count], *_summed(replace(entry, edge=OTHERS) for entry in rest))
 
 
 def _summed(entries: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:
@@ -54,11 +54,7 @@ def _summed(entries: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:
     for entry in entries:
         key = (entry.edge, entry.source, entry.destination)
         last = sums.get(key)
-        sums[key] = (
-            entry
-            if last is None
-            else msgspec.structs.replace(
-                last, values=last.values + entry.values, size_bytes=last.size_bytes + entry.size_bytes
-            )
-        )
+        if last is not None:
+            entry = replace(last, values=last.values + entry.values, size_bytes=last.size_bytes + entry.size_bytes)
+        sums[key] = entry
     return tuple(sums.values())

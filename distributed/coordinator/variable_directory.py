@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.membership import Membership
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.status import VariableInfo
@@ -33,38 +33,24 @@ class _Placement(msgspec.Struct, frozen=True):
     info: VariableInfo
 
 
-class Processes(Protocol):
-    """The processes of the tasks; see `Membership`."""
-
-    def process(self, task: str) -> str:
-        """Return the process of a live task; empty when the task is not live."""
-        ...
-
-    def end_of_process(self, task: str, process: str) -> str:
-        """When and why that process of the task last left; empty if it is live, or its end is no longer known."""
-        ...
-
-
 class VariableDirectory:
     """The placed variables of one cluster, kept in `records`."""
 
-    def __init__(self, processes: Processes, records: DurableRecords | None = None) -> None:
-        self._processes = processes
-        self._records = records or DurableRecords()
+    def __init__(self, members: Membership, records: DurableRecords) -> None:
+        self._members = members
+        self._records = records
         self._placements: dict[str, _Placement] = {}
         self._load_bytes: Counter[str] = Counter()
         #: Names placed on a task that has not joined yet, by task.
         self._before_joining: defaultdict[str, list[str]] = defaultdict(list)
-        known = [placement for _, placement in self._records.load(_PLACED, _Placement)]
+        known = [placement for _, placement in records.load(_PLACED, _Placement)]
         for placement in sorted(known, key=lambda placement: placement.number):
             self._add(placement)
         self._next_number = 1 + max((placement.number for placement in known), default=-1)
 
-    def place(self, request: PlaceVariable, tasks: Sequence[str], jobs: Sequence[str]) -> Placed | Failure:
+    def place(self, request: PlaceVariable) -> Placed | Failure:
         """Find or decide the variable's task.
 
-        `tasks`  the tasks of `request.job` that may hold it, by index
-        `jobs`   the existing jobs, for the error
         Returns a Failure of kind VariableError when the name has another type or `near` is unknown, of kind
         DeviceError when there is no task to place it on, or it is on another task than `request.on`, and of kind
         TaskLost when the process that held it, or the variable `near`, has left.
@@ -72,19 +58,22 @@ class VariableDirectory:
         known = self._placements.get(request.name)
         if known is not None:
             return self._found(known.info, request)
-        near = self._placements.get(request.near)
+        what, near = _what(request), self._placements.get(request.near)
         if request.near and near is None:
-            return Failure("VariableError", _NEAR_UNKNOWN.format(what=_what(request), near=request.near))
+            text = f"{what} was to share the task of {request.near!r}, which is not placed"
+            return Failure("VariableError", f"{text}; place {request.near!r} first")
         if near is not None and (lost := self._loss(near.info)):
             return Failure("TaskLost", lost)
+        jobs = self._members.by_job()
+        tasks = jobs.get(request.job, ())
         if not request.near and not tasks:
-            there = ", ".join(jobs) if jobs else "none"
-            return Failure("DeviceError", _NO_TASKS.format(what=_what(request), job=request.job, jobs=there))
+            text = f"{what} was to be placed on job {request.job!r}, which has no task that is live or expected"
+            return Failure("DeviceError", f"{text}; the jobs there are: {', '.join(jobs) or 'none'}")
         if request.on and request.on not in tasks:
-            there = ", ".join(tasks)
-            return Failure("DeviceError", _NOT_THERE.format(what=_what(request), task=request.on, tasks=there))
+            text = f"{what} was to be placed on {request.on}, which is none of the tasks there: {', '.join(tasks)}"
+            return Failure("DeviceError", text)
         task = request.on or (near.info.task if near else "") or min(tasks, key=lambda t: self._load_bytes[t])
-        process = self._processes.process(task)
+        process = self._members.process(task)
         info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task, request.kind, process)
         placement = _Placement(self._next_number, info)
         self._records.put(_PLACED + info.name, placement)
@@ -97,7 +86,7 @@ class VariableDirectory:
         for name in self._before_joining.pop(task, ()):
             placement = self._placements.get(name)
             if placement is not None and (placement.info.task, placement.info.process) == (task, ""):
-                info = msgspec.structs.replace(placement.info, process=self._processes.process(task))
+                info = msgspec.structs.replace(placement.info, process=self._members.process(task))
                 self._placements[name] = bound = msgspec.structs.replace(placement, info=info)
                 self._records.put(_PLACED + name, bound)
 
@@ -121,10 +110,10 @@ class VariableDirectory:
 
     def _loss(self, known: VariableInfo) -> str:
         """Return the error for a variable whose process has left; empty while the process is there."""
-        now = self._processes.process(known.task)
+        now = self._members.process(known.task)
         if known.process in ("", now):
             return ""
-        end = self._processes.end_of_process(known.task, known.process)
+        end = self._members.end_of_process(known.task, known.process)
         return lost_text([_what(known)], known.task, end, is_replaced=bool(now))
 
     def _found(self, known: VariableInfo, request: PlaceVariable) -> Placed | Failure:
@@ -145,7 +134,7 @@ class VariableDirectory:
 
 
 def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:
-    """Return the error for variables that a process of `task` held, which has left.
+    """Return the error for variables whose process, a former one of `task`, has left.
 
     `end`          when and why it left, or empty
     `is_replaced`  whether another process has joined as the task
@@ -176,8 +165,3 @@ def _type(one: VariableInfo | PlaceVariable) -> str:
 #: An error names at most this many lost variables.
 MOST_NAMED = 5
 _PLACED = "placed/"
-_NEAR_UNKNOWN = "{what} was to share the task of {near!r}, which is not placed; place {near!r} first"
-_NO_TASKS = (
-    "{what} was to be placed on job {job!r}, which has no task that is live or expected; the jobs there are: {jobs}"
-)
-_NOT_THERE = "{what} was to be placed on {task}, which is none of the tasks there: {tasks}"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dflow.distributed.detection.cluster_file import read_cluster_file
 from dflow.distributed.detection.detect import Surroundings
-from dflow.distributed.transport.addresses import LOCAL_ADDRESS, also_near
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.tracing.errors import DeadlineExceeded
 
 METADATA_S = 10.0
@@ -96,7 +96,7 @@ def listening_address(said: str, coordinator: str) -> str:
     host = said or own_host(coordinator)
     if not said and host.startswith("127."):
         return LOCAL_ADDRESS
-    return host if "unix:" in host else also_near(with_port(host))
+    return host if "unix:" in host else f"{with_port(host)};unix:"
 
 
 def with_port(said: str) -> str:

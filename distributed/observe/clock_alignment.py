@@ -47,9 +47,7 @@ _Bounds = Mapping[tuple[str, str], int]
 def align(samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Crossing]) -> dict[str, Offset]:
     """Return the offset of each clock that has at least one sample."""
     by_trips = _bounds_of_trips(samples)
-    if any(by_trips[OURS, task] + by_trips[task, OURS] < 0 for task in samples):
-        return {task: _by_shortest(found) for task, found in samples.items()}
-    for bounds in (by_trips | _bounds_of_crossings(samples, crossings, by_trips), by_trips):
+    for bounds in (by_trips | _bounds_of_crossings(samples, crossings), by_trips):
         greatest = _shortest_paths(bounds, samples)
         least = _shortest_paths({(end, start): bound for (start, end), bound in bounds.items()}, samples)
         if greatest is not None and least is not None:
@@ -70,7 +68,7 @@ def _bounds_of_trips(samples: Mapping[str, Sequence[ClockSample]]) -> dict[tuple
 
 
 def _bounds_of_crossings(
-    samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Crossing], others: _Bounds
+    samples: Mapping[str, Sequence[ClockSample]], crossings: Iterable[Crossing]
 ) -> dict[tuple[str, str], int]:
     found: dict[tuple[str, str], int] = {}
     for crossing in crossings:
@@ -78,7 +76,7 @@ def _bounds_of_crossings(
         if key[0] in samples and key[1] in samples and key[0] != key[1]:
             # One less, so that it also holds for midpoints rounded to whole ns.
             bound = crossing.received_ns - crossing.sent_ns - 1
-            found[key] = min(found.get(key, bound), bound, others.get(key, bound))
+            found[key] = min(found.get(key, bound), bound)
     return found
 
 

@@ -14,21 +14,24 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 
 import msgspec
 
-from dflow.distributed.observe.flight_text import flight_text
+from dflow.distributed.observe.spans import spans
 from dflow.distributed.process.atomic_file import write_whole_file
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
-from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
+from dflow.lowering.steps.recorder import ITEM_BEGAN, PART_BEGAN, Event, Recorder
 from dflow.tracing.devices.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")
 MOST_DUMPS = 8
 PAUSE_S = 5.0
+#: At most this many steps in progress are listed, and this many items of each.
+MOST_STEPS, MOST_ITEMS = 20, 20
 
 
 class FlightRecorder:
@@ -77,28 +80,21 @@ class FlightRecorder:
     def _write(self, why: str) -> Path:
         _make_private(self._folder)
         events, now_ns = self.recorder.events(), self.recorder.clock()
-        text = self._path(self._next_number())
+        text = self._next_path()
         when = datetime.now().isoformat(timespec="milliseconds")
-        reason = why if why.isprintable() else why.encode("unicode_escape").decode()
-        head = f"{self._task} at {when}, process {os.getpid()}\n{reason}\n\n"
+        head = f"{self._task} at {when}, process {os.getpid()}\n{_plain(why)}\n\n"
         write_whole_file(text, (head + flight_text(events, now_ns)).encode("utf-8", "backslashreplace"))
         about = {"task": self._task, "when": when, "process": os.getpid(), "why": why, "now_ns": now_ns}
         lines = [msgspec.json.encode(line) for line in (about, *events)]
         write_whole_file(text.with_suffix(".jsonl"), b"\n".join(lines) + b"\n")
         return text
 
-    def _next_number(self) -> int:
-        """Return the first number without a file, or that of the oldest file."""
-        written: list[tuple[float, int]] = []
-        for number in range(1, MOST_DUMPS + 1):
-            try:
-                written.append((self._path(number).stat().st_mtime_ns, number))
-            except FileNotFoundError:
-                return number
-        return min(written)[1]
-
-    def _path(self, number: int) -> Path:
-        return self._folder / f"{self._task.replace(':', '-')}.events-{number}.txt"
+    def _next_path(self) -> Path:
+        """Return the first path without a file, or that of the oldest file."""
+        name = self._task.replace(":", "-")
+        paths = [self._folder / f"{name}.events-{number}.txt" for number in range(1, MOST_DUMPS + 1)]
+        free = (path for path in paths if not path.exists())
+        return next(free, None) or min(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
 def _make_private(folder: Path) -> None:
@@ -110,3 +106,74 @@ def _make_private(folder: Path) -> None:
             raise PermissionError(f"{folder} is not a folder of user {os.geteuid()}; set {RUN_FOLDER_VARIABLE}")
         return
     folder.mkdir(parents=True, exist_ok=True)
+
+
+def flight_text(events: Sequence[Event], now_ns: int) -> str:
+    """List what is in progress, since when, and then the events, oldest first; times are in s before `now_ns`.
+
+    Texts from other tasks are escaped, so that they cannot imitate lines of this text.
+    """
+    lines = ["under way:", *(_under_way(events, now_ns) or ["  nothing"]), "", "events:"]
+    lines += [f"{_age(event.at_ns, now_ns)}  {_said(event)}" for event in events]
+    return "\n".join(lines) + "\n"
+
+
+def _under_way(events: Sequence[Event], now_ns: int) -> list[str]:
+    found = [span.began for span in spans(events) if span.ended is None]
+    parts = [began for began in found if began.what == PART_BEGAN]
+    lines = []
+    for part in parts[:MOST_STEPS]:
+        items = [began for began in found if began.what == ITEM_BEGAN and _step(began) == _step(part)]
+        lines.append(f"  {_step(part)}, for {_seconds(part.at_ns, now_ns)}")
+        lines += [f"    {_item(item)}, for {_seconds(item.at_ns, now_ns)}" for item in items[:MOST_ITEMS]]
+        lines += [f"    and {len(items) - MOST_ITEMS} more"] if len(items) > MOST_ITEMS else []
+    return lines + ([f"  and {len(parts) - MOST_STEPS} more steps"] if len(parts) > MOST_STEPS else [])
+
+
+def _said(event: Event) -> str:
+    step = _step(event)
+    match event.what:
+        case "step began" | "step ended" | "part began" | "part ended":
+            return f"{step}: {event.what.replace('step ', '').replace('part', 'its part here')}{_after(event.text)}"
+        case "item began" | "item ended" | "item failed":
+            return f"{step}: {event.what.removeprefix('item ')} {_item(event)}{_after(event.text)}"
+        case "sent":
+            took = f", {(event.at_ns - event.began_ns) / 1e6:.3f} ms" if event.began_ns else ""
+            return f"{step}: sent {_plain(event.name)} to {_task(event.peer)}, {event.size_bytes} B{took}"
+        case "received":
+            return f"{step}: received {_plain(event.name)} from {_task(event.peer)}, {event.size_bytes} B"
+        case "wait expired":
+            return f"{step}: gave up waiting for {_plain(event.name)} from {_task(event.peer)}"
+    who = f" {_task(event.peer)}" if event.peer else ""
+    return f"{event.what}{who}{_after(event.text)}"
+
+
+def _step(event: Event) -> str:
+    return f"step {event.step % STEPS_OF_A_LIFE} of {_task(event.origin)}" if event.origin else ""
+
+
+def _item(event: Event) -> str:
+    what = {"Recv": f"wait for {_task(event.peer)}", "Send": f"send to {_task(event.peer)}"}.get(event.kind, event.kind)
+    line = f" at {_plain(event.line)}" if event.line else ""
+    return f"{what}: {_plain(event.name) or f'item {event.number}'}{line}"
+
+
+def _task(name: str) -> str:
+    return _plain(short_task_name(name))
+
+
+def _after(text: str) -> str:
+    return f": {_plain(text)}" if text else ""
+
+
+def _plain(text: str) -> str:
+    """Escape a text that is not printable, so that it stays on one line."""
+    return text.encode("unicode_escape").decode() if not text.isprintable() else text
+
+
+def _age(at_ns: int, now_ns: int) -> str:
+    return f"{(at_ns - now_ns) / 1e9:12.6f}"
+
+
+def _seconds(since_ns: int, now_ns: int) -> str:
+    return f"{(now_ns - since_ns) / 1e9:.3f} s"

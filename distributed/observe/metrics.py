@@ -7,7 +7,7 @@ however a program names its queues and however many tasks exist: values beyond t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dflow.distributed.observe.step_counts import BOUNDS_S, StepTotals
@@ -24,8 +24,6 @@ LOOPBACK = "127.0.0.1"
 MOST_NAMED = 100
 OTHERS = "others"
 
-Collect = Callable[[], "Iterable[Metric]"]
-
 
 class MetricsEndpoint:
     """Serves the metrics of `collect` at `place`: a port on 127.0.0.1, or `host:port`; port 0 picks any free one.
@@ -33,7 +31,7 @@ class MetricsEndpoint:
     raises  ConfigError without the package prometheus_client, and for a malformed place; OSError for a port in use
     """
 
-    def __init__(self, collect: Collect, place: str | int) -> None:
+    def __init__(self, collect: Callable[[], Iterator[Metric]], place: str | int) -> None:
         host, port = metrics_place(place)
         try:
             from prometheus_client import CollectorRegistry, start_http_server
@@ -42,7 +40,8 @@ class MetricsEndpoint:
                 "metrics are served by prometheus_client, which is not installed", "pip install 'dflow[metrics]'"
             ) from error
         registry = CollectorRegistry()
-        registry.register(_Collector(collect))
+        self.collect = collect
+        registry.register(self)
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -67,20 +66,8 @@ def metrics_place(place: str | int) -> tuple[str, int]:
     return host.strip("[]") or LOOPBACK, int(port)
 
 
-def coordinator_metrics(status: Callable[[], Status]) -> Collect:
-    """Return a function that collects the coordinator's metrics from its status."""
-    return lambda: _of_coordinator(status())
-
-
-class _Collector:
-    def __init__(self, collect: Collect) -> None:
-        self._collect = collect
-
-    def collect(self) -> Iterable[Metric]:
-        return self._collect()
-
-
-def _of_coordinator(status: Status) -> Iterator[Metric]:
+def coordinator_metrics(status: Status) -> Iterator[Metric]:
+    """Yield the metrics of a coordinator with this status."""
     live = [info for info in status.tasks if info.left_at_s is None]
     stalled = sum(health.stalled_since_s is not None for health in status.health)
     tasks = {"live": len(live), "stalled": stalled, "expected": len(status.expected)}
@@ -127,7 +114,7 @@ def gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metr
 
 
 def by_short_name(by_task: Mapping[str, int]) -> dict[str, int]:
-    """Return the bounded values by the short names of tasks."""
+    """Return the values by the short names of tasks; see `bounded`."""
     return bounded({short_task_name(task): size for task, size in by_task.items()})
 
 

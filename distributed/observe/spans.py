@@ -6,6 +6,7 @@ is paired with the first end.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
@@ -40,25 +41,18 @@ class Span:
 def spans(events: Iterable[Event]) -> list[Span]:
     """Pair the events into spans, in order of beginning; an end without its beginning is ignored."""
     found: list[Span] = []
-    going_on: dict[Hashable, list[Span]] = {}
-    being_computed: dict[Hashable, list[Span]] = {}
+    open_spans: defaultdict[Hashable, list[Span]] = defaultdict(list)
     for event in events:
+        key = (event.origin, event.step, event.number, event.name)
         if event.what in _BEGINNINGS:
             span = Span(event)
             found.append(span)
-            going_on.setdefault(_key(_BEGINNINGS[event.what], event), []).append(span)
+            open_spans[_BEGINNINGS[event.what], key].append(span)
             if event.kind == "Call":
-                being_computed.setdefault(_key("item", event), []).append(span)
-        elif event.what in _ENDS:
-            waiting = going_on.get(_key(_ENDS[event.what], event))
-            if waiting:
-                waiting.pop(0).ended = event
+                open_spans[COMPUTED, key].append(span)
         elif event.what == COMPUTED:
-            waiting = being_computed.get(_key("item", event))
-            if waiting:
-                waiting.pop(0).computed = event
+            if computing := open_spans[COMPUTED, key]:
+                computing.pop(0).computed = event
+        elif event.what in _ENDS and (running := open_spans[_ENDS[event.what], key]):
+            running.pop(0).ended = event
     return found
-
-
-def _key(what: str, event: Event) -> Hashable:
-    return what, event.origin, event.step, event.number, event.name

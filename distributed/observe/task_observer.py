@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import msgspec
 
+from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.distributed.wire.messages.observing import (
     ClockTold,
     GetClock,
@@ -56,6 +58,12 @@ class TaskObserver:
                 return TraceTold(lost), msgspec.msgpack.encode(events)
             case GetTaskState():
                 return self._state(), b""
+
+    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
+        """Answer a tracer in this process; as `Peer.call`."""
+        assert isinstance(message, Observation)
+        answer, payload = self.answer(message)
+        return Reply(cast(Answer, answer), memoryview(payload))
 
     def _start(self, message: StartTrace) -> ClockTold:
         if not (0 <= message.events <= MOST_EVENTS and 0 < message.longest_s <= LONGEST_S):

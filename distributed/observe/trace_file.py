@@ -61,11 +61,9 @@ def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
 
 def crossings(events: Events) -> list[Crossing]:
     """The values whose sending and arrival were both recorded."""
-    sent, received = _values(events, SENT), _values(events, RECEIVED)
     return [
-        Crossing(value[3], event.began_ns or event.at_ns, value[4], received[value].at_ns)
-        for value, event in sent.items()
-        if value in received
+        Crossing(value[3], sent.began_ns or sent.at_ns, value[4], received.at_ns)
+        for value, (sent, received) in _transfers(events).items()
     ]
 
 
@@ -78,7 +76,7 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
         for event in events[task]
     ]
     start_ns = min(times, default=0)
-    arrows = {value: number for number, value in enumerate(_both(events), 1)}
+    arrows = {value: number for number, value in enumerate(_transfers(events), 1)}
     found: list[dict[str, Any]] = []
     for pid, task in enumerate(tasks, 1):
         own = _Process(task, pid, start_ns + offsets[task].offset_ns, arrows)
@@ -93,19 +91,18 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}
 
 
-def _values(events: Events, what: str) -> dict[_Value, Event]:
-    """Events of type `what` by step, edge and both tasks: an edge carries at most one value in a step."""
-    return {_value(task, event): event for task, own in events.items() for event in own if event.what == what}
+def _transfers(events: Events) -> dict[_Value, tuple[Event, Event]]:
+    """By step, edge and both tasks, the sending and the arrival of each value: an edge has at most one in a step."""
+    sent, received = (
+        {_value(task, event): event for task, own in events.items() for event in own if event.what == what}
+        for what in (SENT, RECEIVED)
+    )
+    return {value: (event, received[value]) for value, event in sent.items() if value in received}
 
 
 def _value(task: str, event: Event) -> _Value:
     ends = (task, event.peer) if event.what == SENT else (event.peer, task)
     return (event.origin, event.step, event.name, *ends)
-
-
-def _both(events: Events) -> list[_Value]:
-    received = _values(events, RECEIVED)
-    return [value for value in _values(events, SENT) if value in received]
 
 
 @dataclass(frozen=True)
@@ -115,6 +112,8 @@ class _Slice:
     start_ns: int
     end_ns: int
     about: Mapping[str, Any]
+    #: The end of an arrow, at the start of the slice.
+    arrow: Mapping[str, Any] | None = None
 
 
 class _Process:
@@ -124,7 +123,9 @@ class _Process:
         self._task, self._pid, self._zero_ns, self._arrows = task, pid, zero_ns, arrows
 
     def told(self, events: Sequence[Event]) -> list[dict[str, Any]]:
-        lanes = _in_lanes([*self._spans(events), *self._transfers(events)])
+        last_ns = max((event.at_ns for event in events), default=0)
+        transfers = [self._transfer(event) for event in events if event.what in (SENT, RECEIVED)]
+        lanes = _in_lanes([*(_slice_of(span, last_ns) for span in spans(events)), *transfers])
         found = [self._meta("process_name", 0, name=short_task_name(self._task))]
         found.append(self._meta("process_sort_index", 0, sort_index=self._pid))
         for tid, (track, slices) in enumerate(lanes, 1):
@@ -134,52 +135,26 @@ class _Process:
                 took_us = (each.end_ns - each.start_ns) / 1e3
                 about = {"name": each.name, "cat": track, "ph": "X", "dur": took_us, "args": dict(each.about)}
                 found.append({**about, **self._at(each.start_ns, tid)})
-        places = {id(each): tid for tid, (_, slices) in enumerate(lanes, 1) for each in slices}
-        sends = [each for _, slices in lanes for each in slices if "value" in each.about]
-        found += self._arrow_ends(events, [(each, places[id(each)]) for each in sends])
+                if each.arrow:
+                    found.append({**each.arrow, **self._at(each.start_ns, tid)})
         for event in events:
             if event.what in _INSTANTS:
                 said = ": ".join(text for text in (event.what, short_task_name(event.peer), event.text) if text)
                 found.append({"name": said, "cat": "cluster", "ph": "i", "s": "p", **self._at(event.at_ns, 0)})
         return found
 
-    def _spans(self, events: Sequence[Event]) -> list[_Slice]:
-        last_ns = max((event.at_ns for event in events), default=0)
-        return [_slice_of(span, last_ns) for span in spans(events)]
-
-    def _transfers(self, events: Sequence[Event]) -> list[_Slice]:
-        """A slice for the sending of each value, which may outlast its Send item, and one for each arrival."""
-        found = []
-        for event in events:
-            about = {"step": _step(event), "bytes": event.size_bytes, "value": event.name}
-            who = short_task_name(event.peer)
-            if event.what == SENT:
-                start_ns = event.began_ns or event.at_ns
-                found.append(_Slice("transfers", f"{event.name} to {who}", start_ns, event.at_ns, about))
-            elif event.what == RECEIVED:
-                ends_ns = event.at_ns + _ARRIVAL_NS
-                found.append(_Slice("transfers", f"{event.name} from {who}", event.at_ns, ends_ns, about))
-        return found
-
-    def _arrow_ends(self, events: Sequence[Event], ends: Sequence[tuple[_Slice, int]]) -> list[dict[str, Any]]:
-        """The two ends of each arrow: in the slice of a send, and in that of an arrival."""
-        found = []
-        for event in events:
-            if event.what not in (SENT, RECEIVED) or (number := self._arrows.get(_value(self._task, event))) is None:
-                continue
-            at_ns = event.began_ns or event.at_ns
-            inside = [
-                tid
-                for each, tid in ends
-                if each.about["value"] == event.name
-                and each.about["step"] == _step(event)
-                and each.start_ns <= at_ns <= each.end_ns
-            ]
-            if inside:
-                about = {"name": event.name, "cat": "transfers", "id": number}
-                way = {"ph": "s"} if event.what == SENT else {"ph": "f", "bp": "e"}
-                found.append({**about, **way, **self._at(at_ns, inside[0])})
-        return found
+    def _transfer(self, event: Event) -> _Slice:
+        """A slice for the sending of a value, which may outlast its Send item, or for an arrival."""
+        is_sent = event.what == SENT
+        arrow = None
+        number = self._arrows.get(_value(self._task, event))
+        if number is not None:
+            way = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
+            arrow = {"name": event.name, "cat": "transfers", "id": number, **way}
+        name = f"{event.name} {'to' if is_sent else 'from'} {short_task_name(event.peer)}"
+        end_ns = event.at_ns if is_sent else event.at_ns + _ARRIVAL_NS
+        about = {"step": _step(event), "bytes": event.size_bytes, "value": event.name}
+        return _Slice("transfers", name, event.began_ns or event.at_ns, end_ns, about, arrow)
 
     def _at(self, at_ns: int, tid: int) -> dict[str, Any]:
         return {"ts": (at_ns - self._zero_ns) / 1e3, "pid": self._pid, "tid": tid}

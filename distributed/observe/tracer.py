@@ -8,24 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
 from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
-from dflow.distributed.observe.task_observer import Observation, TaskObserver
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.process.atomic_file import write_whole_file
-from dflow.distributed.transport.base import Peer, Reply
+from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.observing import (
-    GetClock,
-    GetTaskState,
-    StartTrace,
-    StopTrace,
-)
+from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, StartTrace, StopTrace
 from dflow.lowering.steps.recorder import Event
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError
@@ -38,21 +32,8 @@ ANSWER_S = 30.0
 POLL_S = 0.02
 
 
-class Here:
-    """The task of this process, with the answers of `observer`."""
-
-    def __init__(self, observer: TaskObserver) -> None:
-        self._observer = observer
-
-    def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
-        """Answer immediately."""
-        assert isinstance(message, Observation)
-        answer, payload = self._observer.answer(message)
-        return Reply(cast(Answer, answer), memoryview(payload))
-
-
 class Observed(Protocol):
-    """A task that answers `Observation`s: a connection to it, or the task itself."""
+    """A task that answers an `Observation`: a `Peer`, or the `TaskObserver` of a task in this process."""
 
     def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
         """See `Peer.call`."""
@@ -88,19 +69,9 @@ class Trace:
 
 
 class Tracer:
-    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out.
+    """Traces `tasks` from construction until `stop`; a task that does not answer, or refuses, is left out."""
 
-    `clock`  clock of the trace, in ns since an arbitrary moment
-    """
-
-    def __init__(
-        self,
-        tasks: Mapping[str, Observed | Peer],
-        *,
-        longest_s: float = 600.0,
-        clock: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self._clock = clock
+    def __init__(self, tasks: Mapping[str, Observed], *, longest_s: float = 600.0) -> None:
         self._tasks = dict(tasks)
         self._missing: dict[str, str] = {}
         self._samples: dict[str, list[ClockSample]] = {}
@@ -109,9 +80,9 @@ class Tracer:
         self._before = self._ask_all(GetTaskState())
 
     def wait_for_steps(self, steps: int, timeout_s: float) -> None:
-        """Wait until each task that starts steps has ended more than `steps` of them.
+        """Wait until each task that starts steps has ended `steps` since the beginning of the trace, and one more.
 
-        raises  DeadlineExceeded when none has ended within `timeout_s`; with fewer than `steps` it returns
+        After `timeout_s` return with fewer; raises DeadlineExceeded if no step has ended by then.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -147,11 +118,11 @@ class Tracer:
     def _ask_clocks(self) -> None:
         for task in tuple(self._tasks):
             for _ in range(TRIPS):
-                asked_ns = self._clock()
-                found = self._ask(task, GetClock())
+                asked_ns = time.monotonic_ns()
+                found, heard_ns = self._ask(task, GetClock()), time.monotonic_ns()
                 if found is None:
                     break
-                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found.message.at_ns, self._clock()))
+                self._samples.setdefault(task, []).append(ClockSample(asked_ns, found.message.at_ns, heard_ns))
 
     def _ask_all(self, message: Request[Answer]) -> dict[str, Answer]:
         found = {task: self._ask(task, message) for task in tuple(self._tasks)}

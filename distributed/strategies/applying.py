@@ -8,7 +8,7 @@ is traced again, with nothing changed in it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -25,27 +25,27 @@ _KEY = "dflow_applier"
 
 
 class GivenOptimizer(Protocol):
-    """What is known of an optimizer."""
+    """The part of an optimizer that strategies need; see `dflow.Optimizer`."""
 
     name: str
 
     @property
     def variables(self) -> Any:
-        """What it updates."""
+        """The pytree of variables that it updates."""
         ...
 
     def apply_mean(self, gradients: Any) -> None:
-        """Update the variables by the mean of gradients that an applier was given."""
+        """Update the variables by the mean of several workers' gradients."""
         ...
 
 
 class Applier(Protocol):
-    """Takes the gradients of the steps traced under it; `name` tells it from all others."""
+    """Receives the gradients of steps traced under it, in place of the optimizer; no two have the same `name`."""
 
     name: str
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Take the gradients that an optimizer was given, which fit its variables."""
+        """Receive the gradients of the optimizer's variables."""
         ...
 
 
@@ -76,24 +76,21 @@ _is_shared: ContextVar[bool] = ContextVar("dflow_shared_steps", default=False)
 
 @contextmanager
 def shared_step() -> Iterator[None]:
-    """Have `refuse_own_variables` check the updates of a step that runs inside and that workers share out.
+    """Return a context for a step of a run that several workers share: `refuse_own_variables` checks its updates.
 
-    If an update that it would refuse was traced outside, functions are traced again inside, and kept apart.
+    Functions are traced again inside if an update that is refused there was traced outside, where it is allowed.
     """
     token = _is_shared.set(True)
     try:
-        if not _traced_outside:
-            yield
-            return
-        with set_xla_metadata(**{_KEY: "shared"}):
+        with set_xla_metadata(**{_KEY: "shared"}) if _traced_outside else nullcontext():
             yield
     finally:
         _is_shared.reset(token)
 
 
-def refuse_own_variables(optimizer: GivenOptimizer, *, is_shared: bool | None = None) -> None:
+def refuse_own_variables(optimizer: GivenOptimizer) -> None:
     """Raise VariableError for an optimizer of variables that each worker has for itself, in a step that they share."""
-    is_refused = _is_shared.get() if is_shared is None else is_shared
+    is_refused = _is_shared.get()
     variable = _own_variable(optimizer) if is_refused or is_tracing() else None
     if variable is not None and not is_refused:
         _traced_outside.add(optimizer)

@@ -12,47 +12,15 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from msgspec.structs import replace
 
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.strategies.strategy import Strategy, arguments_of
-from dflow.distributed.wire.messages.claims import ClaimSteps
-from dflow.distributed.wire.messages.message import Answer, Notice, Request
+from dflow.distributed.strategies.strategy import Strategy, StrategyCluster, arguments_of
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.tracing.errors import DflowError
 from dflow.tracing.near_names import suggests_keywords
-
-
-class CoordinatorAccess(Protocol):
-    """Sends messages to the coordinator; see `CoordinatorClient`."""
-
-    def ask(self, message: Request[Answer]) -> Answer:
-        """Send a request, and return its answer."""
-        ...
-
-    def tell(self, message: Notice) -> None:
-        """Send a notification."""
-        ...
-
-
-class StepSource(Protocol):
-    """The part of a cluster that a strategy needs: its coordinator assigns the steps to workers."""
-
-    @property
-    def task(self) -> str:
-        """The full name of this task."""
-        ...
-
-    @property
-    def coordinator(self) -> CoordinatorAccess:
-        """Where steps are claimed, and reported."""
-        ...
-
-    def shared_step(self) -> AbstractContextManager[None]:
-        """Return a context for running a step that other workers run too."""
-        ...
 
 
 class Async(Strategy):
@@ -61,7 +29,7 @@ class Async(Strategy):
     run_prefix = "run"
 
     @suggests_keywords
-    def __init__(self, cluster: StepSource) -> None:
+    def __init__(self, cluster: StrategyCluster) -> None:
         self._cluster = cluster
 
     def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:

@@ -13,18 +13,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables
-from dflow.distributed.strategies.strategy import arguments_of
+from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
+from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.task_requests import TaskRequests
-from dflow.distributed.wire.array_lists import encode_arrays
+from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
@@ -34,7 +33,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.tracing.devices.device import device
+from dflow.tracing.devices.device import device_scope
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
 from dflow.tracing.ir.types import RowsType
@@ -56,22 +55,12 @@ LOGGER = logging.getLogger("dflow")
 NOTICE_AFTER_S = 10.0
 
 
-class RoundTasks(Protocol):
+class RoundTasks(StrategyCluster, Protocol):
     """The part of a cluster that is needed here; see `Cluster`."""
 
-    task: str
     #: Messages to other tasks, and steps that run on them.
     requests: TaskRequests
     steps: ClusterSteps
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """The tasks that are alive."""
-        ...
-
-    def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """Return this job's tasks that are alive or expected, and the number of these and the departed ones."""
-        ...
 
     def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
         """Return a context that places new state on the tasks of `job`."""
@@ -83,17 +72,16 @@ class RoundPart:
 
     def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
-        self._host = cluster.requests.place(
-            PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run")
-        ).task
+        place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run")
+        self._host = cluster.coordinator.ask(place).task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
         optimizer, spec = _looked_at(step, arguments_of(batch))
-        refuse_own_variables(optimizer, is_shared=True)
-        rows = jax.tree_util.tree_map(lambda part: _widened(part, wanted), spec, is_leaf=is_row_gradient)
+        with shared_step():
+            refuse_own_variables(optimizer)
         # The name determines the type and the task, so that later runs can use the accumulator again.
-        name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(rows, wanted)}"
+        name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(spec, wanted)}"
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
         agreed, _ = self._cluster.requests.ask(self._host, message)
         if agreed.is_over:
@@ -107,11 +95,12 @@ class RoundPart:
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
         if known is not None:
-            known.renew()
+            # Its task freed the accumulator at the end of the run.
+            known.accumulator.home.create_resource(known.accumulator)
             return known
-        rows = jax.tree_util.tree_map(lambda part: _widened(part, agreed.wanted), spec, is_leaf=is_row_gradient)
-        with self._cluster.parameter_servers(self._job), device(self._host):
-            accumulator = ConditionalAccumulator(rows, name=agreed.accumulator, limit=agreed.wanted)
+        of = _sum_type(spec, agreed.wanted)
+        with self._cluster.parameter_servers(self._job), device_scope(self._host):
+            accumulator = ConditionalAccumulator(of, name=agreed.accumulator, limit=agreed.wanted)
         return kept.setdefault(agreed.accumulator, Gradients(accumulator))
 
     def _be_hosted(
@@ -122,15 +111,9 @@ class RoundPart:
         traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
+        workers, count = self._cluster.colleagues()[0], len(before)
         message = OpenRounds(
-            self._run,
-            steps,
-            wanted,
-            self._cluster.colleagues()[0],
-            accumulator.key,
-            dict(handles),
-            infos[: len(before)],
-            infos[len(before) :],
+            self._run, steps, wanted, workers, accumulator.key, dict(handles), infos[:count], infos[count:]
         )
         self._cluster.requests.ask(self._host, message, payload)
 
@@ -139,8 +122,9 @@ class RoundPart:
         began_at, timeout_s = time.monotonic(), self._cluster.steps.timeout_s
         wait_s = min(NOTICE_AFTER_S, timeout_s)
         while True:
+            message = NextRound(self._run, self._cluster.task, done, wait_s)
             try:
-                return self._asked(done, wait_s)
+                return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
             except DeadlineExceeded as error:
                 waited_s = time.monotonic() - began_at
                 whole = f"{error}{self._yet_to_come()}"
@@ -149,13 +133,10 @@ class RoundPart:
                 LOGGER.warning("%s waits, for %.0f s: %s", short_task_name(self._cluster.task), waited_s, whole)
                 wait_s = min(2 * wait_s, timeout_s - waited_s)
 
-    def _asked(self, done: int, wait_s: float) -> RoundOpen:
-        message = NextRound(self._run, self._cluster.task, done, wait_s)
-        return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
-
     def _yet_to_come(self) -> str:
         """Return the end of a message that names the expected workers that have not joined."""
-        absent = [short_task_name(task) for task in self._cluster.colleagues()[0] if task not in self._cluster.tasks]
+        expected = self._cluster.coordinator.session.roster.expected
+        absent = [short_task_name(task) for task in self._cluster.colleagues()[0] if task in expected]
         if not absent:
             return ""
         return f"; not joined yet: {', '.join(absent)}\n  start what is missing, or a cluster that expects fewer"
@@ -166,21 +147,18 @@ class RoundPart:
             self._cluster.requests.ask(self._host, LeaveRounds(self._run, self._cluster.task, done))
 
 
-@dataclass
 class _Found:
     """An applier that records the gradients of a step, and applies none."""
 
-    name: str
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        self.name = f"looked at {next(_serials)}"
         self._seen: list[tuple[GivenOptimizer, Any]] = []
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Record the optimizer, and the types of the gradients."""
-        tree: Any
-        leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
+        leaves = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
         note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves])
-        self._seen.append((optimizer, tree.unflatten(map(_typed, leaves))))
+        self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
     def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
         """Return the step's only optimizer, and its gradients' types; raises StrategyError for none or several."""
@@ -211,26 +189,26 @@ _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictiona
 def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
     """Return the only optimizer of a step, and the types of the gradients given to it; traces at the first call."""
     leaves, tree = jax.tree_util.tree_flatten(arguments)
-    key = tree, tuple(_kind(leaf) for leaf in leaves)
+    # A trace depends on the shapes and dtypes of arrays, and on other leaves themselves.
+    key = tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
     looks = _looks.setdefault(step, {})
     if key not in looks:
-        found = _Found(f"looked at {next(_serials)}")
+        if not hasattr(step, "trace"):
+            raise StrategyError(
+                f"{getattr(step, '__name__', step)} is not a function of dflow.jit", "decorate it with @dflow.jit"
+            )
+        found = _Found()
         with applying(found):
-            stage = _traced(step, arguments)
-        looks[key] = found.only(step, *closed_parts(stage.jaxpr))
+            jaxpr = step.trace(*arguments).jaxpr
+        looks[key] = found.only(step, *closed_parts(jaxpr))
     return looks[key]
 
 
-def _kind(leaf: Any) -> Any:
-    """Return the shape and dtype of an array, or the leaf itself: a trace depends on these."""
-    return (leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
-
-
 def _digest(spec: Any, wanted: int) -> str:
-    """Return a digest of an accumulator's type, the same in each process."""
-    leaves, tree = jax.tree_util.tree_flatten(spec)
-    said = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
-    return hashlib.sha256(repr((said, str(tree), wanted)).encode()).hexdigest()[:8]
+    """Return a digest of the type of an accumulator of `wanted` gradients, the same in each process."""
+    leaves, tree = jax.tree_util.tree_flatten(_sum_type(spec, wanted))
+    types = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
+    return hashlib.sha256(repr((types, str(tree), wanted)).encode()).hexdigest()[:8]
 
 
 class Gradients:
@@ -242,10 +220,6 @@ class Gradients:
         with home(default_home()):
             self._round = Variable(lambda: jnp.zeros((), jnp.int32), name=f"{self.name}/round")
             self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{self.name}/is fresh")
-
-    def renew(self) -> None:
-        """Create the accumulator again, which its task frees at the end of each run."""
-        self.accumulator.home.create_resource(self.accumulator)
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Add the gradients to the average of the round, unless they are too late."""
@@ -262,20 +236,10 @@ class Gradients:
         return outcome, bool(self._is_fresh.read())
 
 
-def _traced(step: Callable[..., Any], arguments: Sequence[Any]) -> Any:
-    trace_step = getattr(step, "trace", None)
-    if trace_step is None:
-        raise StrategyError(
-            f"{getattr(step, '__name__', step)} is not a function of dflow.jit", "decorate it with @dflow.jit"
-        )
-    return trace_step(*arguments)
-
-
 def _typed(part: Any) -> Any:
-    def struct(array: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(array), jnp.result_type(array))
-
-    return RowGradient(struct(part.indices), struct(part.rows), part.shape) if is_row_gradient(part) else struct(part)
+    if is_row_gradient(part):
+        return RowGradient(_typed(part.indices), _typed(part.rows), part.shape)
+    return jax.ShapeDtypeStruct(jnp.shape(part), jnp.result_type(part))
 
 
 def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
@@ -292,10 +256,14 @@ def _fitting(gradient: Any, component: Any) -> Any:
     return RowGradient(*dense_to_rows(gradient), gradient.shape)
 
 
-def _widened(part: Any, gradients: int) -> Any:
-    """Return the type of a sum of at most `gradients` gradients."""
-    if not is_row_gradient(part):
-        return part
-    count = min(part.indices.shape[0] * gradients, part.shape[0])
-    indices = jax.ShapeDtypeStruct((count,), jnp.int32)
-    return RowGradient(indices, jax.ShapeDtypeStruct((count, *part.rows.shape[1:]), part.rows.dtype), part.shape)
+def _sum_type(spec: Any, gradients: int) -> Any:
+    """Return the type of a sum of at most `gradients` gradients of the type `spec`."""
+
+    def widened(part: Any) -> Any:
+        if not is_row_gradient(part):
+            return part
+        count = min(part.indices.shape[0] * gradients, part.shape[0])
+        rows = jax.ShapeDtypeStruct((count, *part.rows.shape[1:]), part.rows.dtype)
+        return RowGradient(jax.ShapeDtypeStruct((count,), jnp.int32), rows, part.shape)
+
+    return jax.tree_util.tree_map(widened, spec, is_leaf=is_row_gradient)

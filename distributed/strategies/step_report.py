@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from dflow.distributed.wire.messages.claims import NotFinite
+from dflow.distributed.wire.messages.rounds import NotFinite
 
 
 def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFinite | None:
@@ -18,25 +18,24 @@ def first_not_finite(first: int, losses: Iterable[Mapping[str, Any]]) -> NotFini
     """
     for step, named in enumerate(losses, first):
         for name, value in named.items():
-            if _is_loss(name) and not math.isfinite(number := float(value)):
+            if name.endswith("loss") and not math.isfinite(number := float(value)):
                 return NotFinite(step, name, number)
     return None
 
 
 def losses_of(outcome: Any) -> dict[str, Any]:
     """Return the losses among a step's results, which may not be computed yet."""
-    named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
-    return {str(key): value for key, value in named.items() if _is_loss(str(key)) and _is_real_scalar(value)}
-
-
-def _is_loss(name: str) -> bool:
-    return name.endswith("loss")
+    return {name: value for name, value in _scalars(outcome) if name.endswith("loss")}
 
 
 def real_scalars(outcome: Any) -> dict[str, float]:
     """Return the real scalars among a step's results, by name; a result that is one scalar is named `loss`."""
+    return {name: float(value) for name, value in _scalars(outcome)}
+
+
+def _scalars(outcome: Any) -> Iterator[tuple[str, Any]]:
     named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
-    return {str(key): float(value) for key, value in named.items() if _is_real_scalar(value)}
+    return ((str(name), value) for name, value in named.items() if _is_real_scalar(value))
 
 
 def _is_real_scalar(value: Any) -> bool:

@@ -5,25 +5,46 @@ from __future__ import annotations
 import itertools
 import operator
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
+
+if TYPE_CHECKING:
+    # Every command imports this module, and most need no client.
+    from dflow.distributed.client.coordinator_client import CoordinatorClient
+
+#: By prefix, the numbers of the runs that the program does not name.
+_run_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+class StrategyCluster(Protocol):
+    """The part of a cluster that every strategy needs; see `Cluster`."""
+
+    #: The full name of this task.
+    task: str
+    #: Assigns steps to workers, and collects their progress.
+    coordinator: CoordinatorClient
+
+    def shared_step(self) -> AbstractContextManager[None]:
+        """Return a context for running a step that other workers run too."""
+        ...
+
+    def colleagues(self) -> tuple[tuple[str, ...], int]:
+        """Return the live and expected tasks of this task's job, and their number including tasks that left."""
+        ...
 
 
 class Strategy(ABC):
     """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
 
-    A subclass defines `_results`, and `run_prefix`, with which the names begin of runs that the program does not name.
+    A subclass defines `_results`, and `run_prefix`: runs without a name are called by it and a number.
     """
 
     run_prefix: ClassVar[str]
-    _numbers: ClassVar[Iterator[int]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls._numbers = itertools.count()
 
     @suggests_keywords
     def run(
@@ -47,7 +68,7 @@ class Strategy(ABC):
             ) from None
         if count < 0:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
-        run = name or f"{self.run_prefix}_{next(self._numbers)}"
+        run = name or f"{self.run_prefix}_{next(_run_numbers[self.run_prefix])}"
         yield from self._results(run, step, iter(batches), count)
 
     @abstractmethod

@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
+from msgspec.structs import replace
 
-from dflow.distributed.strategies.async_ import Async, StepSource
+from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
-from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.strategies.strategy import Strategy, StrategyCluster
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
@@ -31,14 +31,8 @@ if TYPE_CHECKING:
 TELL_S = 0.25
 
 
-class Workers(StepSource, Protocol):
+class Workers(StrategyCluster, Protocol):
     """The part of a cluster that the strategy needs."""
-
-    task: str
-
-    def colleagues(self) -> tuple[tuple[str, ...], int]:
-        """Return this job's tasks that are alive or expected, and the number of these and the departed ones."""
-        ...
 
     def take_part(self, run: str, job: str) -> RoundPart | None:
         """Return this worker's part in a run of synchronous training; None if there is no other worker."""
@@ -63,20 +57,24 @@ class Sync(Strategy):
 
     @suggests_keywords
     def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
-        self._cluster, self._wanted = cluster, without_backups(cluster.colleagues()[1], backup_workers)
+        workers = cluster.colleagues()[1]
+        if not 0 <= backup_workers < workers:
+            raise StrategyError(
+                f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "
+                f"gradient is waited for",
+                f"give a number from 0 to {workers - 1}",
+            )
+        self._cluster, self._wanted = cluster, workers - backup_workers
         self._requeue, self._job = requeue, job
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
 
     def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
         part = self._cluster.take_part(run, self._job)
-        if part is None:
-            yield from self._alone(Async(self._cluster).run(step, batches, steps=steps, name=run))
-        else:
+        if part is not None:
             yield from self._rounds(part, run, step, batches, steps)
-
-    def _alone(self, outcomes: Iterator[Any]) -> Iterator[Any]:
-        for outcome in outcomes:
+            return
+        for outcome in Async(self._cluster).run(step, batches, steps=steps, name=run):
             self.accepted += 1
             yield outcome
 
@@ -113,37 +111,24 @@ class Sync(Strategy):
 _END = object()
 
 
-def without_backups(workers: int, backup_workers: int) -> int:
-    """Return how many of `workers` are waited for. Raises StrategyError unless this is from 1 to `workers`."""
-    if not 0 <= backup_workers < workers:
-        raise StrategyError(
-            f"backup_workers={backup_workers} of {workers} worker{'s' if workers != 1 else ''} leaves none whose "
-            f"gradient is waited for",
-            f"give a number from 0 to {workers - 1}",
-        )
-    return workers - backup_workers
-
-
 class _Progress:
     """Reports a worker's progress to the coordinator, at most every `TELL_S`."""
 
     def __init__(self, cluster: Workers, run: str, total: int) -> None:
-        self._cluster, self._run, self._total = cluster, run, total
+        self._cluster = cluster
         self._told_at, self._news = time.monotonic(), RoundsDone(run, cluster.task, 0, total, 0)
 
     def note(self, rounds: int, step_s: float, metrics: Mapping[str, float], is_dropped: bool) -> None:
         """Note that a step of this worker has ended; `rounds` is the number of rounds that have begun."""
         before = self._news
-        self._news = RoundsDone(
-            self._run,
-            self._cluster.task,
-            rounds,
-            self._total,
-            before.steps + 1,
-            before.dropped + is_dropped,
-            step_s,
-            dict(metrics),
-            before.not_finite or first_not_finite(rounds - 1, [metrics]),
+        self._news = replace(
+            before,
+            rounds=rounds,
+            steps=before.steps + 1,
+            dropped=before.dropped + is_dropped,
+            step_s=step_s,
+            metrics=dict(metrics),
+            not_finite=before.not_finite or first_not_finite(rounds - 1, [metrics]),
         )
         if time.monotonic() - self._told_at > TELL_S:
             self.tell()
@@ -152,4 +137,4 @@ class _Progress:
         """Report the steps since the last report."""
         self._cluster.coordinator.tell(self._news)
         self._told_at = time.monotonic()
-        self._news = msgspec.structs.replace(self._news, steps=0, dropped=0, not_finite=None)
+        self._news = replace(self._news, steps=0, dropped=0, not_finite=None)

@@ -21,7 +21,7 @@ from dflow.distributed.steps.plan_checks import MAX_COUNT
 from dflow.distributed.task.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.transport.base import Responder
-from dflow.distributed.wire.array_lists import decode_arrays
+from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.rounds import (

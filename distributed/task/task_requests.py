@@ -103,8 +103,7 @@ class TaskRequests:
                 task than `request.on`; TaskLost when the process that held it has left
         """
         placed = self.coordinator.ask(request)
-        if request.kind != "run":  # there may be many runs; a run's accumulator, on the same task, is noted
-            self.used.note(request.name, placed)
+        self.used.note(request.name, placed)
         return placed
 
     def unplace(self, name: str) -> None:

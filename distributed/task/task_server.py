@@ -42,12 +42,10 @@ from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
-from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
-from dflow.distributed.wire.codec import decode_array
+from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.arrays import Arrays
 from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
     Dumped,
@@ -76,12 +74,7 @@ from dflow.lowering.steps.recorder import (
 )
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import (
-    SecurityError,
-    StepCancelled,
-    TaskLost,
-    WireError,
-)
+from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost, WireError
 
 
 @dataclass(frozen=True)

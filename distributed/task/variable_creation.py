@@ -16,8 +16,7 @@ import jax
 from jax.sharding import Sharding
 
 from dflow.distributed.task.variable_layout import on_devices
-from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import KEYS, parse_dtype
+from dflow.distributed.wire.codec import KEYS, decode_arrays, parse_dtype
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated

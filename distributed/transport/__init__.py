@@ -2,6 +2,6 @@
 
 What holds what in a connection over sockets; whatever lies to the left is called through functions:
 
-    SocketTransport -> SocketListener, Dialler -> Exchange -> Connection -> SendQueue, FrameReader, Session, Reactor
-                                                                         -> Stream, plain or TLS
+    SocketTransport -> SocketListener, Dialler -> Peer -> Connection -> SendQueue, FrameReader, Session, Reactor
+                                                                     -> Stream, plain or TLS
 """

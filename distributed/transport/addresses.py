@@ -79,11 +79,6 @@ def parse_endpoints(text: str) -> Endpoints:
     return Endpoints(parse_address(main), address, identity)
 
 
-def also_near(address: str) -> str:
-    """Add to `host:port` a Unix socket to listen at, for processes of this machine."""
-    return f"{address};{_UNIX}"
-
-
 def parse_address(text: str) -> Address:
     """Parse one address; raises ValueError if `text` is malformed."""
     if text.startswith(_UNIX):

@@ -7,7 +7,6 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,18 +22,26 @@ _LEFT_AFTER_S = 60.0
 
 
 class BoundSocket(NamedTuple):
-    """A listening socket, its address, and a function to call after closing it."""
+    """A listening socket, its address, and the folder that was made for it, if any."""
 
     sock: socket.socket
     address: Address
-    clean_up: Callable[[], None]
+    folder: str = ""
+
+    def close(self) -> None:
+        """Stop listening, wake the thread that accepts, and remove the socket's file and folder."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+        self.sock.close()
+        if isinstance(self.address, UnixAddress):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address.path)
+        if self.folder:
+            os.rmdir(self.folder)
 
 
 def bind(address: Address) -> BoundSocket:
-    """Listen at `address`.
-
-    raises  OSError if the address is taken
-    """
+    """Listen at `address`; raises OSError if it is taken."""
     return _bind_unix(address) if isinstance(address, UnixAddress) else _bind_tcp(address)
 
 
@@ -55,7 +62,7 @@ def _bind_tcp(address: TcpAddress) -> BoundSocket:
     sock = socket.create_server((address.host, address.port), family=family, backlog=_BACKLOG)
     _send_immediately(sock)  # accepted sockets inherit this
     host, port = sock.getsockname()[:2]
-    return BoundSocket(sock, TcpAddress(host, port), lambda: None)
+    return BoundSocket(sock, TcpAddress(host, port))
 
 
 def _send_immediately(sock: socket.socket) -> None:
@@ -74,14 +81,7 @@ def _bind_unix(address: UnixAddress) -> BoundSocket:
     except BaseException:
         sock.close()
         raise
-
-    def clean_up() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        if folder:
-            os.rmdir(folder)
-
-    return BoundSocket(sock, UnixAddress(path), clean_up)
+    return BoundSocket(sock, UnixAddress(path), folder)
 
 
 def _new_folder() -> str:

@@ -33,14 +33,7 @@ class BufferPool:
         self._returned: deque[_Storage] = deque()
         #: The idle storages, oldest first, and their total size.
         self._idle: list[_Storage] = []
-        self._idle_bytes = 0
-
-    @property
-    def idle_bytes(self) -> int:
-        """Size of the unused buffers."""
-        with self._lock:
-            self._collect()
-            return self._idle_bytes
+        self.idle_bytes = 0
 
     def take(self, size_bytes: int) -> memoryview:
         """Return a writable, uninitialised buffer that starts at a multiple of `ALIGNMENT_BYTES`.
@@ -69,15 +62,15 @@ class BufferPool:
     def _collect(self) -> None:
         while self._returned:
             self._idle.append(self._returned.popleft())
-            self._idle_bytes += self._idle[-1].size
-        while self._idle_bytes > self._most_idle:
-            self._idle_bytes -= self._idle.pop(0).size
+            self.idle_bytes += self._idle[-1].size
+        while self.idle_bytes > self._most_idle:
+            self.idle_bytes -= self._idle.pop(0).size
 
     def _reuse(self, size_bytes: int) -> _Storage | None:
         """Remove and return the newest idle storage of this size; the newest is likely to be in the cache."""
         for index in range(len(self._idle) - 1, -1, -1):
             if self._idle[index].size == size_bytes:
-                self._idle_bytes -= size_bytes
+                self.idle_bytes -= size_bytes
                 return self._idle.pop(index)
         return None
 

@@ -2,7 +2,7 @@
 
 Why: a sent message must reach the other process once, even when sockets break.
 
-Ownership: an `Exchange` or a listener holds a connection; the connection holds its send queue, session, reader and
+Ownership: a `Peer` or a listener holds a connection; the connection holds its send queue, session, reader and
 reactor. It knows the code above it as functions.
 
 Invariants:
@@ -21,15 +21,13 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from dflow.distributed.transport.base import Limits, OnReleased
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.exchange import LOGGER, Frame, Kind, become_reader, on_reader_thread
-from dflow.distributed.transport.framing import Ahead, FrameReader, Header, pack_header, stalled
-from dflow.distributed.transport.reactor import Reactor, give_way
+from dflow.distributed.transport.framing import FrameReader, Header, pack_header, stalled
+from dflow.distributed.transport.link import LOGGER, Frame, Kind, Limits, OnReleased, become_reader, on_reader_thread
+from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathered
 from dflow.distributed.transport.session import Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
-from dflow.distributed.transport.stream import Parts, Stream, reason_of
+from dflow.distributed.transport.stream import Deadline, Parts, Stream, reason_of
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 #: Payloads up to this size are copied when sent, which costs less than retaining the owner's memory.
@@ -55,7 +53,7 @@ class _RetainedFrame(msgspec.Struct, frozen=True):
 
 
 class Connection:
-    """The `Link` of an exchange, over a stream that is replaced when it breaks; `name` is that of the other side."""
+    """The link of a peer, over a stream that is replaced when it breaks; `name` is that of the other side."""
 
     def __init__(self, stream: Stream, name: str, limits: Limits, reactor: Reactor, recover: Recover) -> None:
         self._stream = stream
@@ -67,9 +65,11 @@ class Connection:
         self._lock = threading.Lock()
         #: Notified when frames are acknowledged, and when the connection breaks, is resumed or closed.
         self._changed = threading.Condition(self._lock)
-        self._session: Session[_RetainedFrame] = Session()
-        self._is_closed = False
-        self._is_broken = False
+        self.session: Session[_RetainedFrame] = Session()
+        #: Whether this side has closed the connection.
+        self.is_closed = False
+        #: Whether the last stream broke and is not replaced yet. Meanwhile the session receives nothing.
+        self.is_broken = False
 
     def start(
         self, on_frame: Callable[[Frame], None], on_end: Callable[[str], None], memory: SharedMemory | None = None
@@ -81,10 +81,8 @@ class Connection:
         self._on_frame, self._on_end, self._memory = on_frame, on_end, memory
         self._read_from(self._stream)
 
-    # As a link; see `exchange.Link`.
-
     def send(self, frame: Frame) -> None:
-        """Send or retain a frame; see `Link.send`."""
+        """Send or retain a frame; see `FrameLink.send`."""
         on_released = None
         if frame.payload and (copied := self._copied(frame)) is not None:
             on_released, frame = frame.on_released, copied
@@ -94,12 +92,12 @@ class Connection:
             on_released()
 
     def close(self) -> None:
-        """End the connection; see `Link.close`."""
+        """End the connection; see `FrameLink.close`."""
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 return
-            self._is_closed = True
-            stream, kept = self._stream, self._session.end()
+            self.is_closed = True
+            stream, kept = self._stream, self.session.end()
             self._changed.notify_all()
         self._queue.say_last(_LAST)
         stream.shut_down()
@@ -107,25 +105,10 @@ class Connection:
 
     # Recovery.
 
-    @property
-    def received(self) -> int:
-        """Number of frames received, which does not change while the connection is broken."""
-        return self._session.received
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether this side has closed the connection."""
-        return self._is_closed
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the last stream broke and is not replaced yet."""
-        return self._is_broken
-
     def is_over(self, broken: Stream, timeout_s: float) -> bool:
         """Wait at most `timeout_s`; return whether `broken` was replaced, or the connection closed."""
         with self._lock:
-            return self._changed.wait_for(lambda: self._is_closed or self._stream is not broken, timeout_s)
+            return self._changed.wait_for(lambda: self.is_closed or self._stream is not broken, timeout_s)
 
     def abandon_stream(self, deadline: Deadline) -> bool:
         """Break the stream, and wait until it is read no longer; return whether the connection may be resumed.
@@ -133,11 +116,11 @@ class Connection:
         raises  DeadlineExceeded
         """
         with self._lock:
-            if not self._is_broken:
+            if not self.is_broken:
                 self._stream.shut_down()
-            if not self._changed.wait_for(lambda: self._is_closed or self._is_broken, deadline.left_s):
+            if not self._changed.wait_for(lambda: self.is_closed or self.is_broken, deadline.left_s):
                 raise DeadlineExceeded(f"{self._name} is back, but its last stream is still being read")
-            return not self._is_closed
+            return not self.is_closed
 
     def resume(self, stream: Stream, peer_received: int) -> str:
         """Continue over `stream`; return why that is impossible, or "" on success.
@@ -146,18 +129,18 @@ class Connection:
         """
         with self._lock:
             try:
-                released, _ = self._session.resume(peer_received)
+                released = self.session.resume(peer_received)
             except WireError as error:
                 stream.close()
                 return str(error)
             self._stream = stream
-            self._is_broken = False
+            self.is_broken = False
             self._changed.notify_all()
-            is_closed = self._is_closed
+            is_closed = self.is_closed
         _release(released)
         if is_closed:
             stream.shut_down()
-        self._queue.resume(stream, lambda: self._again(peer_received))
+        self._queue.resume(stream, self._again)
         self._read_from(stream)
         return ""
 
@@ -170,19 +153,18 @@ class Connection:
         """
         parts: Parts = []
         with self._lock:
-            is_dropped = self._is_closed and frame.on_released is not None
-            if not is_dropped:
+            if frame.on_released is None or not self.is_closed:
                 sequence = 0
                 size_bytes = len(frame.meta) + len(frame.payload)
                 if frame.kind <= Kind.NOTIFY:
-                    sequence = self._session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
-                header = pack_header(frame, sequence=sequence, acknowledged=self._session.say_received())
+                    sequence = self.session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
+                header = pack_header(frame, sequence=sequence, acknowledged=self.session.say_received())
                 if size_bytes <= _JOINED_BYTES:
                     parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
                 else:
                     parts.extend(memoryview(part) for part in (header, frame.meta, frame.payload) if part)
-        if is_dropped and frame.on_released is not None:
-            frame.on_released()
+                return parts
+        frame.on_released()
         return parts
 
     def _copied(self, frame: Frame) -> Frame | None:
@@ -201,24 +183,24 @@ class Connection:
 
         raises  TransportClosed on a time-out, or if too many frames wait for a new stream
         """
-        session, limits = self._session, self._limits
-        if self._is_broken and session.unacknowledged_frames >= limits.max_unsent:
-            raise TransportClosed(f"the other side cannot be reached, and {session.unacknowledged_frames} frames wait")
-        if session.unacknowledged_bytes <= limits.max_retained_bytes or on_reader_thread():
+        session, limits = self.session, self._limits
+        if self.is_broken and (frames := len(session.retained)) >= limits.max_unsent:
+            raise TransportClosed(f"the other side cannot be reached, and {frames} frames wait")
+        if session.retained_bytes <= limits.max_retained_bytes or on_reader_thread():
             return
         with self._lock:
             has_room = self._changed.wait_for(
-                lambda: self._is_closed or session.unacknowledged_bytes <= limits.max_retained_bytes,
+                lambda: self.is_closed or session.retained_bytes <= limits.max_retained_bytes,
                 limits.stall_timeout_s,
             )
         if not has_room:
             raise TransportClosed(
-                f"the other side took nothing of {session.unacknowledged_bytes} bytes for {limits.stall_timeout_s:g} s"
+                f"the other side took nothing of {session.retained_bytes} bytes for {limits.stall_timeout_s:g} s"
             )
 
-    def _again(self, peer_received: int) -> list[Parts]:
+    def _again(self) -> list[Parts]:
         with self._lock:
-            return [kept.parts for kept in self._session.resume(peer_received).again]
+            return [kept.item.parts for kept in self.session.retained]
 
     # Reading.
 
@@ -227,21 +209,21 @@ class Connection:
         gather()
         breaks = False
         try:
-            ahead = self._read()
+            ended = self._read()
         except WireError as error:
-            ahead = f"the other side broke the protocol: {error}"
-            LOGGER.warning("connection to %s closed: %s", self._name, ahead)
+            ended = f"the other side broke the protocol: {error}"
+            LOGGER.warning("connection to %s closed: %s", self._name, ended)
         except MemoryError as error:
-            ahead = f"there is no memory for a frame: {error}"
+            ended = f"there is no memory for a frame: {error}"
         except OSError as error:
-            ahead, breaks = reason_of(error), True
+            ended, breaks = reason_of(error), True
         except Exception:
             LOGGER.exception("reading the connection to %s failed", self._name)
-            ahead = "reading failed"
+            ended = "reading failed"
         send_gathered()
-        if isinstance(ahead, str):
-            self._stream_ended(ahead, breaks=breaks)
-        return ahead is Ahead.PART
+        if ended:
+            self._stream_ended(ended, breaks=breaks)
+        return not ended and self._reader.is_in_frame
 
     def _stalled(self) -> None:
         self._stream_ended(str(stalled(self._limits)), breaks=True)
@@ -250,8 +232,8 @@ class Connection:
         self._reader = FrameReader(stream, self._limits, self._memory and self._memory.view)
         self._reactor.add(stream.file, self._read_available, self._stalled)
 
-    def _read(self) -> Ahead | str:
-        """Handle the frames that have arrived; return the state of the buffer, or why the other side closed.
+    def _read(self) -> str:
+        """Handle the frames that have arrived; return why the other side closed the connection, or "".
 
         raises  OSError, such as TransportClosed, if the stream broke; WireError; MemoryError
         """
@@ -261,30 +243,28 @@ class Connection:
                 if not reader.receive():
                     raise TransportClosed(_CLOSED)
             except BlockingIOError:
-                return reader.ahead()
-            while (ahead := reader.ahead()) is Ahead.WHOLE or ahead is Ahead.LARGE:
-                if ahead is Ahead.LARGE:
-                    give_way()
-                frame, header = reader.read()
+                return ""
+            while (arrived := reader.read()) is not None:
+                frame, header = arrived
                 if frame.kind is Kind.LAST:
                     return _CLOSED
                 self._take(frame, header)
             if not self._stream.may_hold_back:
-                return ahead
+                return ""
 
     def _take(self, frame: Frame, header: Header) -> None:
         is_message = frame.kind <= Kind.NOTIFY
         if is_message and not header.sequence:
             raise WireError("a message has no number")
         with self._lock:
-            kept = self._session.acknowledge(header.acknowledged)
-            is_new = is_message and self._session.receive(header.sequence, len(frame.payload) + len(frame.meta))
+            kept = self.session.acknowledge(header.acknowledged)
+            is_new = is_message and self.session.receive(header.sequence, len(frame.payload) + len(frame.meta))
             if kept:
                 self._changed.notify_all()
         _release(kept)
         if is_new:
             self._on_frame(frame)
-            if self._session.ack_due:
+            if self.session.ack_due:
                 self._queue.send(_ACK)
 
     def _stream_ended(self, reason: str, *, breaks: bool) -> None:
@@ -294,8 +274,8 @@ class Connection:
         stream.shut_down()
         self._queue.close_stream(stream)
         with self._lock:
-            self._is_broken = True
-            recovers = breaks and not self._is_closed
+            self.is_broken = True
+            recovers = breaks and not self.is_closed
             self._changed.notify_all()
         if not recovers:
             self._on_end(reason)

@@ -13,17 +13,18 @@ from typing import NamedTuple
 import msgspec
 
 from dflow.distributed.transport.addresses import Address
-from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.bind_and_dial import dial
 from dflow.distributed.transport.connection import Connection
-from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.process_identity import process_identity
+from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.messages.connection import Hello
-from dflow.tracing.errors import DflowError, SecurityError, TransportClosed, WireError
+from dflow.tracing.errors import DflowError, SecurityError, WireError
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
@@ -32,7 +33,7 @@ _DIAL_S = 3.0
 _MOST_IN_A_ROW = 20
 
 
-class Greeted(NamedTuple):
+class _Greeted(NamedTuple):
     """A stream to a listener that has answered `Hello`, the identity that it proved, and shared memory, if any."""
 
     stream: Stream
@@ -44,22 +45,26 @@ class Greeted(NamedTuple):
 class Dialler:
     """Dials the listener at `place` as `name`: once to begin a session, then whenever its stream broke."""
 
-    def __init__(self, place: Address, name: str, limits: Limits, security: SecurityPolicy) -> None:
+    def __init__(self, place: Address, name: str, limits: Limits, security: SecurityPolicy, reactor: Reactor) -> None:
         self._place = place
         self._limits = limits
         self._security = security
+        self._reactor = reactor
         shares = may_share(place, limits)
         self._hello = Hello(name, session=secrets.token_hex(16), process=process_identity(), shares=shares)
         #: Number of frames received by both sides at the last recovery, and number of recoveries since it changed.
         self._received = (0, 0)
         self._in_a_row = 0
 
-    def begin(self, timeout_s: float) -> Greeted:
+    def connect(self, handler: Handler, timeout_s: float) -> Peer:
         """Begin the session; raises OSError or a DflowError."""
-        self._first = self._greet(self._hello, timeout_s)
-        return self._first
+        stream, answer, _, memory = self._first = self._greet(self._hello, timeout_s)
+        connection = Connection(stream, answer.name, self._limits, self._reactor, self._recover)
+        peer = Peer(connection, local=self._hello.name, remote=answer.name, handler=handler, limits=self._limits)
+        connection.start(peer.arrived, peer.close, memory)
+        return peer
 
-    def recover(self, connection: Connection, broken: Stream, reason: str) -> str:
+    def _recover(self, connection: Connection, broken: Stream, reason: str) -> str:
         """Dial until the connection is resumed; see `connection.Recover`."""
         deadline = Deadline.after(self._limits.resume_s)
         if self._in_a_row == 0:
@@ -69,10 +74,10 @@ class Dialler:
         retry_s = FIRST_RETRY_S
         while not connection.is_closed:
             try:
-                stream, answer = self._dial_again(connection.received, deadline.left_s)
+                stream, answer = self._dial_again(connection.session.received, deadline.left_s)
             except (ConnectionRefusedError, FileNotFoundError):
                 return f"{reason}, and nothing listens there any more"
-            except (_SessionUnknown, SecurityError, WireError) as error:
+            except (SecurityError, WireError) as error:
                 return f"{reason}, and {error}"
             except (OSError, DflowError) as error:
                 if deadline.left_s <= retry_s:
@@ -80,11 +85,13 @@ class Dialler:
                 connection.is_over(broken, retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             else:
-                self._count((connection.received, answer.received))
+                received = (connection.session.received, answer.received)
+                self._in_a_row = self._in_a_row + 1 if received == self._received else 0
+                self._received = received
                 return connection.resume(stream, answer.received)
         return "closed by this side"
 
-    def _greet(self, hello: Hello, timeout_s: float) -> Greeted:
+    def _greet(self, hello: Hello, timeout_s: float) -> _Greeted:
         """Dial, secure the stream and exchange `Hello`."""
         deadline = Deadline.after(min(timeout_s, self._limits.hello_timeout_s))
         sock = dial(self._place, min(timeout_s, _DIAL_S))
@@ -99,7 +106,7 @@ class Dialler:
         except BaseException:
             sock.close()
             raise
-        return Greeted(stream, answer, identity, memory)
+        return _Greeted(stream, answer, identity, memory)
 
     def _dial_again(self, received: int, timeout_s: float) -> tuple[Stream, Hello]:
         ours, first = self._hello, self._first
@@ -108,13 +115,5 @@ class Dialler:
         known = ours.session, first.answer.name, first.answer.process, first.identity
         if (answer.session, answer.name, answer.process, identity) != known:
             stream.close()
-            raise _SessionUnknown(f"{answer.name} knows nothing of this connection any more")
+            raise WireError(f"{answer.name} knows nothing of this connection any more")
         return stream, answer
-
-    def _count(self, received: tuple[int, int]) -> None:
-        self._in_a_row = self._in_a_row + 1 if received == self._received else 0
-        self._received = received
-
-
-class _SessionUnknown(TransportClosed):
-    """The other side does not know the session to resume."""

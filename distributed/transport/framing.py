@@ -7,7 +7,7 @@ read to its end, waiting for the bytes.
 A frame is a header, then the message (`meta`), then the payload. The header is 44 bytes, little-endian:
 
     0   4 bytes   magic `DFLW`
-    4   u8        kind, a number of `exchange.Kind`
+    4   u8        kind, a number of `link.Kind`
     5   u8        1 if the payload is a location in shared memory, else 0
     6   2 bytes   zero
     8   u32       meta size in bytes
@@ -24,17 +24,15 @@ only as its bytes arrive. The stream counts as broken if no byte of a begun fram
 
 from __future__ import annotations
 
-import enum
 import struct
 
 import msgspec
 
-from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.transport.buffer_pool import RECEIVED
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Frame, Kind, Limits
+from dflow.distributed.transport.reactor import give_way
 from dflow.distributed.transport.shared_memory import PLACE_BYTES, SharedView
-from dflow.distributed.transport.stream import Stream, receive_by
+from dflow.distributed.transport.stream import Deadline, Stream, receive_by
 from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import TransportClosed, WireError
 
@@ -80,15 +78,6 @@ def parse_header(data: bytes | bytearray | memoryview, limits: Limits) -> Header
     return Header(known, shared == 1, number, meta_bytes, payload_bytes, sequence, acknowledged)
 
 
-class Ahead(enum.Enum):
-    """The state of a reader's buffer: no frame, part of one, a whole one, or one too LARGE for the buffer."""
-
-    NOTHING = enum.auto()
-    PART = enum.auto()
-    WHOLE = enum.auto()
-    LARGE = enum.auto()
-
-
 class FrameReader:
     """Reads frames from a stream whose time-out is `limits.stall_timeout_s`."""
 
@@ -101,40 +90,44 @@ class FrameReader:
         self._end = 0
         self._header: Header | None = None
 
+    @property
+    def is_in_frame(self) -> bool:
+        """Whether part of a frame has arrived."""
+        return self._end > self._start or self._header is not None
+
     def receive(self) -> bool:
         """Read the available bytes into the free part of the buffer; False if the other side closed the connection.
 
         raises  BlockingIOError if there are none; TransportClosed if the stream ends within a frame; OSError
         """
-        self._make_room()
-        count = self._stream.receive(self._buffer[self._end :], waits=False)
+        held = self._end - self._start
+        if self._start:
+            self._buffer[:held] = self._buffer[self._start : self._end]
+            self._start, self._end = 0, held
+        count = self._stream.receive(self._buffer[held:], waits=False)
         self._end += count
-        if not count and (self._end or self._header is not None):
+        if not count and self.is_in_frame:
             raise TransportClosed(_BREAKS_OFF)
         return count > 0
 
-    def ahead(self) -> Ahead:
-        """Return the state of the buffer; raises WireError if the next header is malformed."""
-        header = self._header
-        if header is None:
-            start, held = self._start, self._end - self._start
-            if held < HEADER.size:
-                return Ahead.PART if held else Ahead.NOTHING
-            header = self._header = parse_header(self._buffer[start : start + HEADER.size], self._limits)
-            self._start = start + HEADER.size
-        size_bytes = header.meta_bytes + header.payload_bytes
-        if self._end - self._start >= size_bytes:
-            return Ahead.WHOLE
-        return Ahead.LARGE if size_bytes > _BUFFER_BYTES else Ahead.PART
+    def read(self) -> tuple[Frame, Header] | None:
+        """Return the next frame; None if the rest has not arrived, unless the buffer is too small for it: then wait.
 
-    def read(self) -> tuple[Frame, Header]:
-        """Return the frame that `ahead` found WHOLE or LARGE, waiting for the rest of a LARGE one.
-
-        raises  WireError for an invalid location in shared memory; TransportClosed if the stream ends or stalls within
-                the frame; OSError
+        raises  WireError for a malformed header, or an invalid location in shared memory; TransportClosed if the stream
+                ends or stalls within the frame; OSError
         """
         header = self._header
-        assert header is not None
+        if header is None:
+            start, body = self._start, self._start + HEADER.size
+            if self._end < body:
+                return None
+            header = self._header = parse_header(self._buffer[start:body], self._limits)
+            self._start = body
+        size_bytes = header.meta_bytes + header.payload_bytes
+        if self._end - self._start < size_bytes:
+            if size_bytes <= _BUFFER_BYTES:
+                return None
+            give_way()
         self._header = None
         meta = self._take(header.meta_bytes)
         payload: memoryview | bytearray
@@ -154,45 +147,27 @@ class FrameReader:
 
     def _take(self, size_bytes: int) -> bytearray:
         """Return a copy of the next `size_bytes` bytes, waiting for them."""
-        if size_bytes <= _BUFFER_BYTES:
-            self._buffer_up(size_bytes)
-            start = self._start
-            self._start = end = start + size_bytes
+        start, end = self._start, self._start + size_bytes
+        if end <= self._end:
+            self._start = end
             return bytearray(self._buffer[start:end])
         data = bytearray(size_bytes)
         self._fill(memoryview(data))
         return data
 
-    def _make_room(self) -> None:
-        held = self._end - self._start
-        if self._start:
-            self._buffer[:held] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, held
-
-    def _buffer_up(self, size_bytes: int) -> None:
-        """Fill the buffer to at least `size_bytes` bytes, waiting for them."""
-        if self._end - self._start >= size_bytes:
-            return
-        self._make_room()
-        while self._end < size_bytes:
-            self._end += self._receive(self._buffer[self._end :])
-
     def _fill(self, view: memoryview) -> None:
-        held = min(self._end - self._start, len(view))
-        view[:held] = self._buffer[self._start : self._start + held]
-        self._start += held
-        filled = held
+        """Move the next bytes into `view`, waiting for them."""
+        filled = min(self._end - self._start, len(view))
+        view[:filled] = self._buffer[self._start : self._start + filled]
+        self._start += filled
         while filled < len(view):
-            filled += self._receive(view[filled:])
-
-    def _receive(self, view: memoryview) -> int:
-        try:
-            count = self._stream.receive(view)
-        except BlockingIOError:
-            raise stalled(self._limits) from None
-        if count == 0:
-            raise TransportClosed(_BREAKS_OFF)
-        return count
+            try:
+                count = self._stream.receive(view[filled:])
+            except BlockingIOError:
+                raise stalled(self._limits) from None
+            if not count:
+                raise TransportClosed(_BREAKS_OFF)
+            filled += count
 
 
 def stalled(limits: Limits) -> TransportClosed:
@@ -200,8 +175,8 @@ def stalled(limits: Limits) -> TransportClosed:
     return TransportClosed(f"a frame was begun but went on for {limits.stall_timeout_s:g} s without a byte")
 
 
-def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
-    """Read the first frame of a connection, which has no payload.
+def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> bytearray:
+    """Return the message of a connection's first frame, which has no payload.
 
     This changes the time-out of `stream`, and reads no byte behind the frame.
 
@@ -217,5 +192,4 @@ def read_first(stream: Stream, limits: Limits, deadline: Deadline) -> Frame:
     if start == MAGIC:
         start += receive(HEADER.size - len(MAGIC))
     limits = Limits(max_meta_bytes=limits.max_hello_bytes, max_payload_bytes=0)
-    header = parse_header(start.ljust(HEADER.size, b"\0"), limits)
-    return Frame(header.kind, header.number, receive(header.meta_bytes), b"")
+    return receive(parse_header(start.ljust(HEADER.size, b"\0"), limits).meta_bytes)

@@ -6,12 +6,10 @@ session is unknown: then that side has ended it, or has restarted.
 
 from __future__ import annotations
 
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import pack_header, read_first
+from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
-from dflow.distributed.transport.stream import Stream, send_by
+from dflow.distributed.transport.stream import Deadline, Stream, send_by
 from dflow.distributed.wire.codec import decode_message, encode_message
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Failure, Hello
@@ -37,7 +35,7 @@ def hear_hello(secured: Secured, security: SecurityPolicy, limits: Limits, deadl
     raises  WireError if it is no valid `Hello`; SecurityError if either side refuses the other's name; Refused if the
             other side has no room; DeadlineExceeded; TransportClosed; OSError
     """
-    hello = decode_message(read_first(secured.stream, limits, deadline).meta)
+    hello = decode_message(read_first(secured.stream, limits, deadline))
     if isinstance(hello, Failure):
         error = error_of(hello, "the other side")
         raise Refused(str(error)) if isinstance(error, TransportClosed) else error

@@ -8,6 +8,8 @@ process connects by its name and identity, since the original process has then e
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
 import threading
 import time
@@ -16,29 +18,29 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
-from dflow.distributed.transport.base import Handler, Limits
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.bind_and_dial import BoundSocket
 from dflow.distributed.transport.connection import Connection
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.descriptor_limit import raise_descriptor_limit
-from dflow.distributed.transport.exchange import LOGGER, Exchange
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
+from dflow.distributed.transport.link import LOGGER, Limits
 from dflow.distributed.transport.process_identity import has_ended, host_identity, process_identity
 from dflow.distributed.transport.reactor import Reactor
-from dflow.distributed.transport.security.admission import Admission, Belief
+from dflow.distributed.transport.security.admission import Admission
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 from dflow.distributed.transport.shared_memory import SharedMemory, may_share
-from dflow.distributed.transport.stream import Stream, reason_of
+from dflow.distributed.transport.stream import Deadline, Stream, reason_of
 from dflow.distributed.wire.failures import failure_of
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 _AFTER_FAULT_S = 0.02
-
-
 #: Longest pause between two looks whether the process of a broken session has ended.
 _LOOK_S = 0.05
+#: File descriptors that a process needs besides the connections of a listener.
+_OTHER_FILES = 64
+#: The limit of open files to set. It is no higher because some child programs visit every descriptor below their limit.
+_ENOUGH_FILES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -47,13 +49,9 @@ class _Session:
 
     hello: Hello
     identity: str
-    exchange: Exchange
+    peer: Peer
     connection: Connection
     resuming: threading.Lock = field(default_factory=threading.Lock)
-
-
-#: File descriptors that a process needs besides the connections of a listener.
-_OTHER_FILES = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +76,11 @@ class SocketListener:
         security: SecurityPolicy,
         reactor: Reactor,
     ) -> None:
+        main, *near = (bound.address for bound in bounds)
+        #: The address to connect to, with the real port or path.
+        self.address = str(main)
+        if near and isinstance(near[0], UnixAddress):
+            self.address = str(Endpoints(main, near[0], host_identity()))
         self._reactor = reactor
         self._bounds = bounds
         self._name = own
@@ -95,29 +98,19 @@ class SocketListener:
         for bound in bounds:
             threading.Thread(target=self._accept_all, args=(bound,), name=f"dflow accept {own}", daemon=True).start()
 
-    @property
-    def address(self) -> str:
-        """The address to connect to, with the real port or path."""
-        main, *near = (bound.address for bound in self._bounds)
-        if near and isinstance(near[0], UnixAddress):
-            return str(Endpoints(main, near[0], host_identity()))
-        return str(main)
-
     def close(self) -> None:
         """Stop listening and end every connection made here."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-            arrivals, sessions = self._admission.unauthenticated, list(self._sessions)
+            arrivals, sessions = list(self._admission.unauthenticated), list(self._sessions)
         for bound in self._bounds:
-            Stream(bound.sock).shut_down()
-            bound.sock.close()
-            bound.clean_up()
+            bound.close()
         for arrival in arrivals:
             Stream(arrival.sock).shut_down()
         for session in sessions:
-            session.exchange.close(f"{self._name} stopped listening")
+            session.peer.close(f"{self._name} stopped listening")
 
     def _accept_all(self, bound: BoundSocket) -> None:
         while True:
@@ -165,7 +158,7 @@ class SocketListener:
                 session = self._begin(secured, hello)
                 memory = self._answer(arrival, secured, hello, deadline)
                 on_end = partial(self._ended, arrival, session)
-                session.connection.start(session.exchange.arrived, on_end, memory)
+                session.connection.start(session.peer.arrived, on_end, memory)
                 return
         except Exception as error:
             self._warn("connection from %s closed: %s", arrival.source, reason_of(error))
@@ -191,10 +184,8 @@ class SocketListener:
     def _believe(self, arrival: _Accepted, secured: Secured, deadline: Deadline) -> None:
         """Count the connection as a peer; raises TransportClosed if it was evicted, or there is no room."""
         with self._lock:
-            belief = self._admission.believe(arrival)
-        if belief is Belief.EVICTED:
-            raise TransportClosed("it was evicted for another connection")
-        if belief is Belief.NO_ROOM:
+            has_room = self._admission.believe(arrival)
+        if not has_room:
             error = TransportClosed(f"{self._name} {self._is_full}")
             say_hello(secured.stream, failure_of(error), deadline)
             raise error
@@ -207,16 +198,17 @@ class SocketListener:
         connection = Connection(
             secured.stream, hello.name, self._limits, self._reactor, partial(self._await_redial, hello.process)
         )
-        exchange = Exchange(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
-        session = _Session(hello, secured.identity, exchange, connection)
+        peer = Peer(connection, local=self._name, remote=hello.name, handler=self._handler, limits=self._limits)
+        session = _Session(hello, secured.identity, peer, connection)
         with self._lock:
             if self._is_closed:
                 raise TransportClosed(f"{self._name} stopped listening")
             others = list(self._sessions)
             self._sessions.add(session)
         for other in others:
-            if _has_replaced(session, other):
-                other.exchange.close(f"another process has come as {hello.name}")
+            is_same_task = (other.hello.name, other.identity) == (hello.name, secured.identity)
+            if is_same_task and other.hello.process != hello.process and other.connection.is_broken:
+                other.peer.close(f"another process has come as {hello.name}")
         return session
 
     def _answer(self, arrival: _Accepted, secured: Secured, hello: Hello, deadline: Deadline) -> SharedMemory | None:
@@ -229,7 +221,7 @@ class SocketListener:
         return memory
 
     def _ended(self, arrival: _Accepted, session: _Session, reason: str) -> None:
-        session.exchange.close(reason)
+        session.peer.close(reason)
         self._forget(arrival, session)
 
     def _forget(self, arrival: _Accepted, session: _Session | None = None) -> None:
@@ -255,8 +247,8 @@ class SocketListener:
         LOGGER.info("%s: %s wants to resume a session that has ended here", self._name, hello.name)
 
     def _resume_over(self, stream: Stream, session: _Session, hello: Hello, deadline: Deadline) -> None:
-        connection = session.connection
-        answer = Hello(self._name, session=hello.session, process=process_identity(), received=connection.received)
+        connection, process = session.connection, process_identity()
+        answer = Hello(self._name, session=hello.session, process=process, received=connection.session.received)
         say_hello(stream, answer, deadline)
         stream.set_timeout(self._limits.stall_timeout_s)
         try:
@@ -264,7 +256,7 @@ class SocketListener:
         except RuntimeError as error:  # no more threads for now
             reason = str(error)
         if reason:
-            session.exchange.close(reason)
+            session.peer.close(reason)
 
     def _find(self, hello: Hello, identity: str) -> _Session | None:
         with self._lock:
@@ -292,7 +284,7 @@ class SocketListener:
 
 def _room(limits: Limits) -> tuple[int, str]:
     """Return the number of peers that `limits` and the system allow, and why there are no more."""
-    files = raise_descriptor_limit()
+    files = _raise_descriptor_limit()
     room = min(limits.max_connections, max(files - limits.max_unauthenticated - _OTHER_FILES, files // 2))
     cause = "which is its limit; start fewer tasks"
     if room < limits.max_connections:
@@ -300,7 +292,15 @@ def _room(limits: Limits) -> tuple[int, str]:
     return room, f"has {room} connections and takes no more, {cause}"
 
 
-def _has_replaced(new: _Session, old: _Session) -> bool:
-    """Whether the process that `old` waits for was replaced: another process has its name and identity."""
-    same_name = old.hello.name == new.hello.name and old.identity == new.identity
-    return same_name and old.hello.process != new.hello.process and old.connection.is_broken
+def _raise_descriptor_limit() -> int:
+    """Raise this process's limit of open files as far as allowed, at most to `_ENOUGH_FILES`; return the new limit.
+
+    Many systems start a process with a limit of 1,024 files, although it may raise that far higher.
+    """
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _ENOUGH_FILES if most == resource.RLIM_INFINITY else min(_ENOUGH_FILES, most)
+    if limit != resource.RLIM_INFINITY and limit < wanted:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _ENOUGH_FILES if limit == resource.RLIM_INFINITY else limit

@@ -7,7 +7,6 @@ Unlike a socket, a link accepts any number of bytes without making the sender wa
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -15,9 +14,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from dflow.distributed.transport.base import MIN_ALIGNED_BYTES, Handler, Limits, always_wanted
+from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.buffer_pool import RECEIVED
-from dflow.distributed.transport.exchange import LOGGER, Exchange, Frame, become_reader
+from dflow.distributed.transport.link import LOGGER, MIN_ALIGNED_BYTES, Frame, Limits, become_reader
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 #: Interval in seconds between calls of `is_wanted` while connecting.
@@ -58,8 +57,8 @@ class MemoryNetwork:
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
-    ) -> Exchange:
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Peer:
         """Connect to the listener at `address`, waiting for it to appear; see `base.Transport.connect`."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
@@ -89,21 +88,21 @@ class MemoryListener:
         self._name = name
         self._handler = handler
         self._lock = threading.Lock()
-        self._accepted: list[Exchange] = []
+        self._accepted: list[Peer] = []
 
-    def accept(self, name: str, handler: Handler, limits: Limits) -> Exchange:
+    def accept(self, name: str, handler: Handler, limits: Limits) -> Peer:
         """Make a connection to this listener and return the caller's end."""
-        outbound, inbound = _Pipe(), _Pipe()
-        own, handle = self._name, self._handler
-        ours = Exchange(_MemoryLink(inbound, outbound), local=own, remote=name, handler=handle, limits=limits)
-        theirs = Exchange(_MemoryLink(outbound, inbound), local=name, remote=own, handler=handler, limits=limits)
+        near, far = _MemoryLink(), _MemoryLink()
+        near.other, far.other = far, near
+        ours = Peer(near, local=self._name, remote=name, handler=self._handler, limits=limits)
+        theirs = Peer(far, local=name, remote=self._name, handler=handler, limits=limits)
         with self._lock:
             self._accepted = [*(peer for peer in self._accepted if not peer.closed), ours]
-        for exchange, pipe in ((ours, outbound), (theirs, inbound)):
+        for peer, link in ((ours, near), (theirs, far)):
             if self._network.is_threaded:
-                threading.Thread(target=_read, args=(exchange, pipe), name=f"dflow read {name}", daemon=True).start()
+                threading.Thread(target=_read, args=(peer, link), name=f"dflow read {name}", daemon=True).start()
             else:
-                pipe.reader = exchange
+                link.reader = peer
         return theirs
 
     def close(self) -> None:
@@ -111,62 +110,50 @@ class MemoryListener:
         self._network.remove(self)
         with self._lock:
             accepted = list(self._accepted)
-        for exchange in accepted:
-            exchange.close(f"{self._name} stopped listening")
-
-
-class _Pipe:
-    """One direction of a connection: frames, then the end. The sender delivers to `reader`, if that is set."""
-
-    def __init__(self) -> None:
-        self.frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
-        self.is_closed = False
-        self.reader: Exchange | None = None
-
-    def put(self, frame: Frame) -> None:
-        if self.reader is None:
-            self.frames.put(frame)
-        else:
-            self.reader.arrived(frame)
-
-    def close(self) -> None:
-        self.is_closed = True
-        self.frames.put(None)
-        if self.reader is not None:
-            self.reader.close(_CLOSED)
+        for peer in accepted:
+            peer.close(f"{self._name} stopped listening")
 
 
 class _MemoryLink:
-    """One end of a connection: the pipe that it sends into, and the pipe that it reads, which `close` wakes."""
+    """One end of a connection. The `other` delivers frames to its `reader`, or without one, into the queue `frames`."""
 
-    def __init__(self, outbound: _Pipe, inbound: _Pipe) -> None:
-        self._outbound = outbound
-        self._inbound = inbound
+    other: _MemoryLink
+
+    def __init__(self) -> None:
+        self.frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self.reader: Peer | None = None
+        self.is_closed = False
 
     def send(self, frame: Frame) -> None:
-        if self._outbound.is_closed:
+        if self.is_closed:
             raise TransportClosed(_CLOSED)
         size_bytes = len(frame.payload)
         payload = RECEIVED.take(size_bytes) if size_bytes >= MIN_ALIGNED_BYTES else memoryview(bytearray(size_bytes))
         payload[:] = frame.payload
-        self._outbound.put(msgspec.structs.replace(frame, payload=payload, on_released=None))
+        received = msgspec.structs.replace(frame, payload=payload, on_released=None)
+        if self.other.reader is None:
+            self.other.frames.put(received)
+        else:
+            self.other.reader.arrived(received)
         if frame.on_released is not None:
             frame.on_released()
 
     def close(self) -> None:
-        self._outbound.close()
-        self._inbound.close()
+        self.is_closed = self.other.is_closed = True
+        for end in (self.other, self):
+            end.frames.put(None)
+            if end.reader is not None:
+                end.reader.close(_CLOSED)
 
 
-def _read(exchange: Exchange, pipe: _Pipe) -> None:
+def _read(peer: Peer, link: _MemoryLink) -> None:
     become_reader()
     reason = _CLOSED
-    with contextlib.closing(pipe):
-        while (frame := pipe.frames.get()) is not None:
-            try:
-                exchange.arrived(frame)
-            except WireError as error:
-                reason = f"the other side broke the protocol: {error}"
-                LOGGER.warning("connection to %s closed: %s", exchange.name, reason)
-                break
-    exchange.close(reason)
+    while (frame := link.frames.get()) is not None:
+        try:
+            peer.arrived(frame)
+        except WireError as error:
+            reason = f"the other side broke the protocol: {error}"
+            LOGGER.warning("connection to %s closed: %s", peer.name, reason)
+            break
+    peer.close(reason)

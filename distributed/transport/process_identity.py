@@ -24,7 +24,8 @@ def host_identity() -> str:
 def process_identity() -> str:
     """Return the identity of this process."""
     try:
-        return f"{_boot()}/{_pid_namespace()}/{os.getpid()}/{_state(os.getpid())[1]}"
+        pid_namespace = os.stat("/proc/self/ns/pid").st_ino
+        return f"{_boot()}/{pid_namespace}/{os.getpid()}/{_state(os.getpid())[1]}"
     except OSError:
         return ""
 
@@ -48,10 +49,6 @@ def _boot() -> str:
         return _BOOT.read_text().strip()
     except OSError:
         return ""
-
-
-def _pid_namespace() -> str:
-    return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
 def _state(pid: int) -> tuple[str, str]:

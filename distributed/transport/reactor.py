@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dflow.distributed.transport.exchange import LOGGER, become_reader
+from dflow.distributed.transport.link import LOGGER, become_reader
 from dflow.distributed.transport.send_queue import flush
 from dflow.lowering.values.computed import before_waiting
 
@@ -67,17 +67,13 @@ class Reactor:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake).atexit = False
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._threads = 0
+        #: Number of reader threads.
+        self.threads = 0
         self._waiting = 0
         #: The source that the leader is reading.
         self._at: _Source | None = None
         #: For each source in the middle of a frame, the monotonic time at which it counts as stalled.
         self._stalls_at: dict[_Source, float] = {}
-
-    @property
-    def threads(self) -> int:
-        """Number of reader threads."""
-        return self._threads
 
     def add(self, file: int, read: Callable[[], bool], stalled: Callable[[], None]) -> None:
         """Read a source until `remove`; raises RuntimeError if no thread can be started.
@@ -87,7 +83,7 @@ class Reactor:
         stalled  called when no byte of a begun frame has arrived for `stall_timeout_s`
         """
         with self._lock:
-            if not self._threads:
+            if not self.threads:
                 self._start()
             self._sources[file] = _Source(file, read, stalled)
             self._epoll.register(file, select.EPOLLIN)
@@ -121,7 +117,7 @@ class Reactor:
     def _start(self) -> None:
         thread = threading.Thread(target=self._run, name="dflow read", daemon=True)
         thread.start()
-        self._threads += 1
+        self.threads += 1
         self._waiting += 1
 
     def _run(self) -> None:
@@ -135,14 +131,16 @@ class Reactor:
             self._lead()
             with self._lock:
                 if self._waiting or not self._sources:
-                    self._threads -= 1
+                    self.threads -= 1
                     return
                 self._waiting += 1
 
     def _lead(self) -> None:
         """Poll and read the sources, until another thread leads or no source is left."""
         while self._sources:
-            for file, _ in self._epoll.poll(self._patience_s(), _EVENTS_AT_A_TIME):
+            ends = min(self._stalls_at.values(), default=None)
+            patience_s = None if ends is None else max(ends - time.monotonic(), 0)
+            for file, _ in self._epoll.poll(patience_s, _EVENTS_AT_A_TIME):
                 source = self._sources.get(file)
                 if source is not None:
                     self._read(source)
@@ -167,22 +165,14 @@ class Reactor:
             return
         if is_in_frame:
             self._stalls_at[source] = time.monotonic() + self._stall_timeout_s
-        if source.is_waited_for:
-            self._take_back(source)
-
-    def _take_back(self, source: _Source) -> None:
-        """Return a source to the leader, and wake the leader if the source may stall."""
-        with self._lock:
+        if not source.is_waited_for:
+            return
+        with self._lock:  # another thread leads: return the source to it, and wake it if the source may stall
             if self._sources.get(source.file) is source:
                 source.is_waited_for = False
                 self._epoll.register(source.file, select.EPOLLIN)
                 if source in self._stalls_at:
                     os.eventfd_write(self._wake, 1)
-
-    def _patience_s(self) -> float | None:
-        if not self._stalls_at:
-            return None
-        return max(min(self._stalls_at.values()) - time.monotonic(), 0)
 
     def _end_stalled(self) -> None:
         """Call `stalled` on each source whose time is over, and drop the deadlines of removed sources."""

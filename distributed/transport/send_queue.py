@@ -22,8 +22,7 @@ import collections
 import threading
 from collections.abc import Callable, Sequence
 
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.exchange import Frame, on_reader_thread
+from dflow.distributed.transport.link import Frame, Limits, on_reader_thread
 from dflow.distributed.transport.stream import Parts, Stream, without
 from dflow.tracing.errors import TransportClosed
 
@@ -74,16 +73,41 @@ class SendQueue:
 
         raises  TransportClosed, with the reason as its text, if the queue is full
         """
-        if on_reader_thread():
-            if not self._gathers(frame):
-                self._send_or_queue(frame)
+        if not on_reader_thread():
+            with self._sending:
+                self._send_all(self._pack([*self._take_gathered(), frame]))
             return
-        with self._sending:
-            self._send_all(self._pack([*self._take_gathered(), frame]))
+        with self._queue_lock:
+            if self._is_draining and len(self._queue) >= self._limits.max_unsent:
+                raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
+            self._queue.append(frame)
+            is_full = len(self._queue) > _MOST_GATHERED
+        if _GATHERING.queues is None or is_full or len(frame.payload) > GATHERED_BYTES:
+            self.flush()
+        else:
+            _GATHERING.queues.add(self)
 
     def flush(self) -> None:
-        """Send the gathered frames here or on the drain thread."""
-        self._send_or_queue(None)
+        """Send the queued frames; leave to a drain thread what would block."""
+        with self._queue_lock:
+            if self._is_draining or not self._queue:
+                return  # another thread has sent them, or will
+            if not self._sending.acquire(blocking=False):
+                self._is_draining = True
+                self._start_drain([])
+                return
+            frames = self._take_queue()
+        try:
+            rest = self._send_now(self._pack(frames))
+        except BaseException:
+            self._sending.release()
+            raise
+        if not rest:
+            self._sending.release()
+            return
+        with self._queue_lock:
+            self._is_draining = True
+        self._start_drain(rest)
 
     def say_last(self, frame: Frame) -> None:
         """Send `frame` if that needs no waiting; nothing is sent after this call."""
@@ -115,18 +139,6 @@ class SendQueue:
         else:
             self._sending.release()
 
-    def _gathers(self, frame: Frame) -> bool:
-        """Queue `frame` if it is small and this thread is gathering; return whether it was queued."""
-        queues = _GATHERING.queues
-        if queues is None or len(frame.payload) > GATHERED_BYTES:
-            return False
-        with self._queue_lock:
-            if self._is_draining or len(self._queue) >= _MOST_GATHERED:
-                return False
-            self._queue.append(frame)
-        queues.add(self)
-        return True
-
     def _take_gathered(self) -> list[Frame]:
         """Take the gathered frames from the queue; called with `_sending` held."""
         if not self._queue:
@@ -140,40 +152,7 @@ class SendQueue:
         return frames
 
     def _pack(self, frames: Sequence[Frame]) -> Parts:
-        pack = self._pack_one
-        return pack(frames[0]) if len(frames) == 1 else [part for frame in frames for part in pack(frame)]
-
-    def _send_or_queue(self, frame: Frame | None) -> None:
-        """Send the gathered frames and then `frame`; leave to a drain thread what would block."""
-        with self._queue_lock:
-            if frame is None and (self._is_draining or not self._queue):
-                return  # another thread has sent the gathered frames, or will
-            if self._is_draining or not self._sending.acquire(blocking=False):
-                self._enqueue(frame)
-                return
-            frames = self._take_queue()
-        if frame is not None:
-            frames.append(frame)
-        try:
-            rest = self._send_now(self._pack(frames))
-        except BaseException:
-            self._sending.release()
-            raise
-        if not rest:
-            self._sending.release()
-            return
-        with self._queue_lock:
-            self._is_draining = True
-        self._start_drain(rest)
-
-    def _enqueue(self, frame: Frame | None) -> None:
-        if frame is not None:
-            if len(self._queue) >= self._limits.max_unsent:
-                raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
-            self._queue.append(frame)
-        if not self._is_draining:
-            self._is_draining = True
-            self._start_drain([])
+        return [part for frame in frames for part in self._pack_one(frame)]
 
     def _start_drain(self, begun: Parts) -> None:
         """Start a drain thread for `begun`, then the queue; it takes over `_sending` unless `begun` is empty."""

@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -27,14 +27,9 @@ from dflow.tracing.errors import WireError
 Item = TypeVar("Item")
 
 
-class Resumption(NamedTuple, Generic[Item]):
-    """The effect of a new link: the frames that the other side has, and the frames to resend, oldest first."""
+class Retained(msgspec.Struct, Generic[Item], frozen=True):
+    """An item that the other side has not acknowledged."""
 
-    released: list[Item]
-    again: list[Item]
-
-
-class _Retained(msgspec.Struct, Generic[Item], frozen=True):
     number: int
     item: Item
     size_bytes: int
@@ -48,30 +43,17 @@ class Session(Generic[Item]):
     """
 
     def __init__(self, *, ack_frames: int = 64, ack_bytes: int = 1 << 20) -> None:
+        #: Number of the last frame received; all before it were received too.
+        self.received = 0
+        #: The items that the other side has not acknowledged, oldest first, and their total size.
+        self.retained: deque[Retained[Item]] = deque()
+        self.retained_bytes = 0
         self._ack_frames = ack_frames
         self._ack_bytes = ack_bytes
-        self._retained: deque[_Retained[Item]] = deque()
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         self._sent = 0
         self._acknowledged = 0
-        self._received = 0
-        self._unacknowledged_bytes = 0
-
-    @property
-    def received(self) -> int:
-        """The number of the last frame received; all before it were received too."""
-        return self._received
-
-    @property
-    def unacknowledged_bytes(self) -> int:
-        """Size of the retained frames."""
-        return self._unacknowledged_bytes
-
-    @property
-    def unacknowledged_frames(self) -> int:
-        """Number of retained frames."""
-        return len(self._retained)
 
     @property
     def ack_due(self) -> bool:
@@ -81,26 +63,26 @@ class Session(Generic[Item]):
     def send(self, item: Item, size_bytes: int) -> int:
         """Retain an item that is about to be sent; return its number."""
         self._sent += 1
-        self._retained.append(_Retained(self._sent, item, size_bytes))
-        self._unacknowledged_bytes += size_bytes
+        self.retained.append(Retained(self._sent, item, size_bytes))
+        self.retained_bytes += size_bytes
         return self._sent
 
     def say_received(self) -> int:
         """Return the number to acknowledge in the frame that is about to be sent."""
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
-        return self._received
+        return self.received
 
     def receive(self, number: int, size_bytes: int) -> bool:
         """Count a received frame; return False if it was received before and must not be handled again.
 
         raises  WireError if frames before it have not been received
         """
-        if number <= self._received:
+        if number <= self.received:
             return False
-        if number != self._received + 1:
-            raise WireError(f"frame {number} came after frame {self._received}; those in between are missing")
-        self._received = number
+        if number != self.received + 1:
+            raise WireError(f"frame {number} came after frame {self.received}; those in between are missing")
+        self.received = number
         self._unsaid_frames += 1
         self._unsaid_bytes += size_bytes
         return True
@@ -115,14 +97,16 @@ class Session(Generic[Item]):
         released: list[Item] = []
         if upto > self._acknowledged:
             self._acknowledged = upto
-            while self._retained and self._retained[0].number <= upto:
-                kept = self._retained.popleft()
-                self._unacknowledged_bytes -= kept.size_bytes
+            while self.retained and self.retained[0].number <= upto:
+                kept = self.retained.popleft()
+                self.retained_bytes -= kept.size_bytes
                 released.append(kept.item)
         return released
 
-    def resume(self, peer_received: int) -> Resumption[Item]:
-        """Go on over a new link, when the other side has all frames up to `peer_received`.
+    def resume(self, peer_received: int) -> list[Item]:
+        """Go on over a new link, when the other side has all frames up to `peer_received`; as `acknowledge`.
+
+        The owner sends all of `retained` over the new link first.
 
         raises  WireError if `peer_received` contradicts earlier acknowledgements or was never sent
         """
@@ -131,12 +115,11 @@ class Session(Generic[Item]):
                 f"the other side has {peer_received} frames but had acknowledged {self._acknowledged}; "
                 "it has forgotten this session"
             )
-        released = self.acknowledge(peer_received)
-        return Resumption(released, [kept.item for kept in self._retained])
+        return self.acknowledge(peer_received)
 
     def end(self) -> list[Item]:
         """End the session: return all retained items, and retain none."""
-        left = [kept.item for kept in self._retained]
-        self._retained.clear()
-        self._unacknowledged_bytes = 0
+        left = [kept.item for kept in self.retained]
+        self.retained.clear()
+        self.retained_bytes = 0
         return left

@@ -21,26 +21,64 @@ import socket
 import struct
 import threading
 import weakref
+from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from dflow.distributed.transport.addresses import Address, UnixAddress
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.blocks import GRAIN_BYTES, Blocks
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.wire.codec import Payload
 from dflow.tracing.errors import TransportClosed, WireError
 
 #: Smaller payloads go over the socket, which costs no more.
 SHARED_FROM_BYTES = 64 << 10
 
+#: The size of a page, so that two values never share one.
+GRAIN_BYTES = 4096
+
 _SLOTS = GRAIN_BYTES
 _PLACE = struct.Struct("<QQQ")
 PLACE_BYTES = _PLACE.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MARK = b"M"
+
+
+class Blocks:
+    """The blocks in use of a memory of `size_bytes`: first fit, so that few pages are ever touched.
+
+    Invariants: blocks do not overlap and lie within `size_bytes`; each starts at a multiple of `GRAIN_BYTES`; adjacent
+    gaps are merged. This only counts, and is not thread-safe.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        self._gaps: list[tuple[int, int]] = [(0, size_bytes // GRAIN_BYTES * GRAIN_BYTES)]
+        self._taken: dict[int, int] = {}
+
+    def take(self, size_bytes: int) -> int | None:
+        """Allocate a block; return its offset, or None if no gap is large enough."""
+        wanted = -(-max(size_bytes, 1) // GRAIN_BYTES) * GRAIN_BYTES
+        for index, (offset, length) in enumerate(self._gaps):
+            if length >= wanted:
+                if length == wanted:
+                    del self._gaps[index]
+                else:
+                    self._gaps[index] = (offset + wanted, length - wanted)
+                self._taken[offset] = wanted
+                return offset
+        return None
+
+    def give_back(self, offset: int) -> None:
+        """Free the block at `offset`."""
+        length = self._taken.pop(offset)
+        at = bisect_left(self._gaps, (offset, 0))
+        if at < len(self._gaps) and self._gaps[at][0] == offset + length:
+            length += self._gaps.pop(at)[1]
+        if at > 0 and sum(self._gaps[at - 1]) == offset:
+            before, size = self._gaps.pop(at - 1)
+            offset, length = before, size + length
+        insort(self._gaps, (offset, length))
 
 
 class SharedPool:
@@ -60,13 +98,6 @@ class SharedPool:
         self._free_slots = deque(range(_SLOTS))
         #: Slot and offset of each value that the other side may still use.
         self._lent: list[tuple[int, int]] = []
-
-    @property
-    def lent_bytes(self) -> int:
-        """Size of the blocks that the other side still uses."""
-        with self._lock:
-            self._collect()
-            return self._blocks.taken_bytes
 
     def put(self, payload: Payload) -> bytes | None:
         """Copy `payload` into the memory; return its location for `SharedView.take`, or None if there is no room."""
@@ -127,7 +158,7 @@ class SharedView:
         if size_bytes > most_bytes:
             raise WireError(f"a payload of {size_bytes} bytes is over the limit of {most_bytes}")
         lent = self._bytes[start : start + size_bytes]
-        weakref.finalize(lent, _clear, self._bytes, slot).atexit = False
+        weakref.finalize(lent, self._bytes.__setitem__, slot, 0).atexit = False
         return lent.data
 
 
@@ -163,7 +194,3 @@ def _swap_descriptors(sock: socket.socket, descriptor: int) -> int:
     if not mark:
         raise TransportClosed("the other side closed the connection before it offered shared memory")
     raise WireError("the other side offers shared memory but no descriptor came")
-
-
-def _clear(flags: npt.NDArray[np.uint8], slot: int) -> None:
-    flags[slot] = 0

@@ -1,8 +1,4 @@
-"""Connections between processes over sockets.
-
-Why: this is how the tasks of a cluster reach each other. See `listener` and `dialler` for the two sides, `security` for
-which peers are accepted, `framing` for the bytes, `connection` for what happens when a socket breaks, and `reactor` for
-the threads that read.
+"""Connections between processes over sockets: see `listener` and `dialler` for the two sides.
 
 Invariants: the security policy is checked before listening, dialling and accepting a peer's identity. A frame that is
 malformed, oversized or late ends only its own connection, with a logged reason.
@@ -15,18 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 
 from dflow.distributed.transport.addresses import Address, Endpoints, parse_endpoints
-from dflow.distributed.transport.base import Handler, Limits, always_wanted
-from dflow.distributed.transport.bind_and_dial import BoundSocket, bind
-from dflow.distributed.transport.connection import Connection
-from dflow.distributed.transport.deadline import Deadline
+from dflow.distributed.transport.base import Handler, Peer
+from dflow.distributed.transport.bind_and_dial import bind
 from dflow.distributed.transport.dialler import FIRST_RETRY_S, LONGEST_RETRY_S, Dialler
-from dflow.distributed.transport.exchange import Exchange
 from dflow.distributed.transport.handshake import Refused
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity
 from dflow.distributed.transport.reactor import Reactor, give_way
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
-from dflow.distributed.transport.stream import reason_of
+from dflow.distributed.transport.stream import Deadline, reason_of
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
 
 
@@ -43,16 +37,10 @@ class SocketTransport:
         ways = parse_endpoints(address)
         places = [ways.main] if ways.near is None else [ways.main, ways.near]
         for place in places:
-            self._security.may_listen(place)
-        bounds: list[BoundSocket] = []
-        try:
-            for place in places:
-                bounds.append(bind(place))
-        except BaseException:
-            for bound in bounds:
-                bound.sock.close()
-                bound.clean_up()
-            raise
+            self._security.check_address(place, listens=True)
+        with contextlib.ExitStack() as opened:
+            bounds = [opened.enter_context(contextlib.closing(bind(place))) for place in places]
+            opened.pop_all()
         return SocketListener(bounds, name, handler, self._limits, self._security, self._reactor)
 
     def connect(
@@ -63,13 +51,13 @@ class SocketTransport:
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
-    ) -> Exchange:
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Peer:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
         give_way()
         places = _ways_from_here(parse_endpoints(address))
         for place in places:
-            self._security.may_connect(place)
+            self._security.check_address(place, listens=False)
         deadline, retry_s = Deadline.after(timeout_s), FIRST_RETRY_S
         while True:
             try:
@@ -85,27 +73,20 @@ class SocketTransport:
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Exchange:
+    def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Peer:
         """Connect by the first address at which the other side listens; errors are those of the last address."""
-        for place in places[:-1]:
+        diallers = [Dialler(place, name, self._limits, self._security, self._reactor) for place in places]
+        for dialler in diallers[:-1]:
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
-                return self._connect_by(place, name, handler, timeout_s)
-        return self._connect_by(places[-1], name, handler, timeout_s)
-
-    def _connect_by(self, place: Address, name: str, handler: Handler, timeout_s: float) -> Exchange:
-        dialler = Dialler(place, name, self._limits, self._security)
-        greeted = dialler.begin(timeout_s)
-        peer_name = greeted.answer.name
-        connection = Connection(greeted.stream, peer_name, self._limits, self._reactor, dialler.recover)
-        peer = Exchange(connection, local=name, remote=peer_name, handler=handler, limits=self._limits)
-        connection.start(peer.arrived, peer.close, greeted.memory)
-        return peer
+                return dialler.connect(handler, timeout_s)
+        return diallers[-1].connect(handler, timeout_s)
 
 
 def _ways_from_here(ways: Endpoints) -> list[Address]:
     """Return the addresses to try from this process, fastest first."""
-    is_near = ways.near is not None and ways.identity == host_identity() != ""
-    return [ways.near, ways.main] if is_near and ways.near is not None else [ways.main]
+    if ways.near is not None and ways.identity == host_identity() != "":
+        return [ways.near, ways.main]
+    return [ways.main]
 
 
 def _remedy(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""The byte stream that carries frames: a plain socket here, an encrypted one in `security.tls_stream`."""
+"""The byte stream that carries frames, and deadlines for using it; one that encrypts is in `security.tls_stream`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import itertools
 import socket
 import struct
+import time
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from dflow.distributed.transport.deadline import Deadline
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 
 Parts = list[memoryview]
@@ -16,6 +17,28 @@ Parts = list[memoryview]
 _TIMEVAL = struct.Struct("@ll")
 #: Most buffers that Linux accepts in one call.
 _MOST_PARTS = 1024
+
+
+class Deadline(NamedTuple):
+    """The time of the monotonic clock at which a time-out ends, and that time-out, in seconds."""
+
+    at: float
+    timeout_s: float
+
+    @classmethod
+    def after(cls, timeout_s: float) -> Deadline:
+        """Return the deadline `timeout_s` from now."""
+        return cls(time.monotonic() + timeout_s, timeout_s)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() >= self.at
+
+    @property
+    def left_s(self) -> float:
+        """The time left, at least 1 ms."""
+        return max(self.at - time.monotonic(), 0.001)
 
 
 class Stream:

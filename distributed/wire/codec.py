@@ -2,16 +2,20 @@
 
 Why: everything that crosses a process border passes here, so this one file decides what bytes from a peer may become.
 
-Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `all_messages`,
+Invariants: nothing is pickled and no bytes name code. A message is msgpack of one struct of `MESSAGES`,
 checked against its types. An array is its elements in row-major order, little-endian, without a header: the message
 has its dtype and shape, and the payload's size must match both. A PRNG key is its 32-bit words.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import itertools
 import math
+import operator
+import pkgutil
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +24,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dflow.distributed.wire.all_messages import ANY_MESSAGE
+from dflow.distributed.wire import messages
+from dflow.distributed.wire.messages.connection import ArrayInfo
 from dflow.distributed.wire.messages.message import Message
 from dflow.tracing.errors import WireError
 
@@ -64,6 +69,22 @@ _COPIED_BYTES = 1 << 10
 
 #: The dtypes whose elements have the same layout in memory as when sent.
 _AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
+
+_FILES = [
+    importlib.import_module(f"{messages.__name__}.{file.name}") for file in pkgutil.iter_modules(messages.__path__)
+]
+
+#: Every message that is sent: each class in a file of `messages/`, except the bases.
+MESSAGES: tuple[type[Message], ...] = tuple(
+    found
+    for file in _FILES
+    for found in vars(file).values()
+    if isinstance(found, type) and issubclass(found, Message)
+    if found.__module__ == file.__name__ != Message.__module__
+)
+
+#: Their union, for a decoder.
+ANY_MESSAGE: Any = functools.reduce(operator.or_, MESSAGES)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(ANY_MESSAGE)
@@ -125,7 +146,31 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> Any:
     return np.frombuffer(payload, dtype=parse_dtype(dtype)).reshape(shape)
 
 
-@lru_cache(maxsize=4096)
+def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], Payload]:
+    """Return the types and the elements of `arrays`. Waits until they are computed; raises like `encode_array`."""
+    infos = tuple(ArrayInfo(dtype_name(array.dtype), tuple(array.shape)) for array in arrays)
+    encoded = [encode_array(array) for array in arrays]
+    return infos, encoded[0] if len(encoded) == 1 else b"".join(encoded)
+
+
+def decode_arrays(infos: Sequence[ArrayInfo], payload: Payload) -> list[npt.NDArray[Any]]:
+    """Split `payload` into arrays of these types, without a copy.
+
+    raises  WireError if a dtype cannot be sent, or the size of the payload does not match the types
+    """
+    sizes = [array_bytes(info.dtype, info.shape) for info in infos]
+    if sum(sizes) != len(payload):
+        shown = ", ".join(f"{info.dtype}{list(info.shape)}" for info in infos) or "no arrays"
+        raise WireError(f"{shown} do not fill a payload of {len(payload)} bytes")
+    view = memoryview(payload)
+    ends = itertools.accumulate(sizes)
+    return [
+        decode_array(info.dtype, info.shape, view[end - size : end])
+        for info, size, end in zip(infos, sizes, ends, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=4096)
 def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Size of an array in bytes, at bounded cost for any shape a peer sends; raises WireError for an invalid type."""
     if dtype in KEYS:
@@ -141,7 +186,7 @@ def array_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * itemsize
 
 
-@lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Name of a dtype, cached because NumPy builds the string each time."""
     return dtype.name

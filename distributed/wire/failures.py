@@ -26,15 +26,9 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(kind=type(error).__name__, text=text)
 
 
-def error_from(failure: Failure) -> DflowError:
-    """Return the exception for a failure whose text already names the peer that failed."""
-    kind = _KINDS.get(failure.kind)
-    return RemoteError(f"{failure.kind}: {failure.text}") if kind is None else kind(failure.text)
-
-
-def error_of(failure: Failure, peer: str) -> DflowError:
-    """Return the exception for a failure, with the name of the `peer` that failed before its text."""
+def error_of(failure: Failure, peer: str = "") -> DflowError:
+    """Return the exception for a failure, with the name of the `peer` that failed unless the text already names it."""
     kind = _KINDS.get(failure.kind)
     if kind is None:
-        return RemoteError(f"{peer} failed: {failure.kind}: {failure.text}")
-    return kind(f"{peer}: {failure.text}")
+        return RemoteError(f"{peer} failed: {failure.kind}: {failure.text}".removeprefix(" failed: "))
+    return kind(f"{peer}: {failure.text}" if peer else failure.text)

@@ -19,9 +19,9 @@ class HandlerTable(Generic[Role, Arrival, Result]):
     """Functions `handle(role, message, arrival)`, by the class of `message`."""
 
     def __init__(self) -> None:
-        self._handlers: dict[type[Message], Callable[[Role, Any, Arrival], Result]] = {}
+        self.handlers: dict[type[Message], Callable[[Role, Any, Arrival], Result]] = {}
         #: Return the handler of a class of messages; None without one.
-        self.get = self._handlers.get
+        self.get = self.handlers.get
 
     def handles(
         self, kind: type[Taken]
@@ -29,14 +29,9 @@ class HandlerTable(Generic[Role, Arrival, Result]):
         """Return a decorator for the handler of messages of the class `kind`; raises InternalError for a second one."""
 
         def add(handle: Callable[[Role, Taken, Arrival], Result]) -> Callable[[Role, Taken, Arrival], Result]:
-            if kind in self._handlers:
+            if kind in self.handlers:
                 raise InternalError(f"{kind.__name__} has two handlers in one table: expected one")
-            self._handlers[kind] = handle
+            self.handlers[kind] = handle
             return handle
 
         return add
-
-    @property
-    def kinds(self) -> frozenset[type[Message]]:
-        """The classes of messages that have a handler."""
-        return frozenset(self._handlers)

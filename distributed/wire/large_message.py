@@ -9,9 +9,8 @@ import zlib
 from dflow.distributed.wire.codec import Payload, decode_message, encode_message
 from dflow.distributed.wire.messages.connection import Packed
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange
+from dflow.distributed.wire.messages.roster import PackedRoster, Roster, RosterChange, change_between, changed_roster
 from dflow.distributed.wire.messages.status import Status
-from dflow.distributed.wire.roster_changes import change_between, changed_roster
 from dflow.tracing.errors import WireError
 
 LARGE_BYTES = 1 << 16
@@ -21,20 +20,21 @@ MOST_BYTES = 64 << 20
 LARGE_ROSTER = 256
 #: When more than this fraction of the tasks has changed, the roster is encoded again.
 _CHANGED_PART = 1 / 16
+#: The fastest compression.
+_LEVEL = 1
 
 
 def pack(message: Message, *, goes_to_many: bool = False) -> tuple[Message, bytes]:
     """Return the message to send and its payload: `message` itself, or a `Packed`."""
-    if not isinstance(message, (Roster, RosterChange, Status)):
-        return message, b""
-    data = encode_message(message)
-    if len(data) <= LARGE_BYTES:
-        return (Packed(), _compressed(data)) if goes_to_many else (message, b"")
-    return Packed(), _compressed(data)
+    if isinstance(message, (Roster, RosterChange, Status)):
+        data = encode_message(message)
+        if goes_to_many or len(data) > LARGE_BYTES:
+            return Packed(), zlib.compress(data, _LEVEL)
+    return message, b""
 
 
 class RosterPacker:
-    """Packs the rosters of one coordinator process, each as an earlier roster, encoded once, and the change since."""
+    """Packs the rosters of one coordinator process: an earlier roster, which is encoded once, and the changes since."""
 
     def __init__(self) -> None:
         self._base = Roster((), ())
@@ -46,7 +46,7 @@ class RosterPacker:
             return pack(roster)
         change = change_between(self._base, roster)
         if not self._payload or len(change.entries) + len(change.dropped) > _CHANGED_PART * len(roster.tasks):
-            self._base, self._payload = roster, _compressed(encode_message(roster))
+            self._base, self._payload = roster, zlib.compress(encode_message(roster), _LEVEL)
             change = change_between(roster, roster)
         return PackedRoster(change), self._payload
 
@@ -63,10 +63,6 @@ def unpack(message: Message, payload: Payload) -> Message:
             raise WireError(f"the payload of a PackedRoster is a {type(base).__name__}; expected a Roster")
         case _:
             return message
-
-
-def _compressed(data: bytes) -> bytes:
-    return zlib.compress(data, 1)
 
 
 def _decompressed(payload: Payload) -> bytes:

@@ -18,7 +18,7 @@ from functools import partial
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint
-from dflow.distributed.observe.tracer import Here, Observed, Tracer
+from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.round_part import RoundPart
@@ -29,8 +29,7 @@ from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.task.task_server import TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
-from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.distributed.worker.cluster_home import ClusterHome
@@ -211,7 +210,7 @@ class Cluster:
         It has every worker's steps. Tasks that cannot be reached are left out, with a warning.
         raises  OSError when the file cannot be written
         """
-        reached: dict[str, Observed] = {self.task: Here(self.server.observer)}
+        reached: dict[str, Observed] = {self.task: self.server.observer}
         for task in self.tasks:
             if task != self.task:
                 with contextlib.suppress(DflowError):

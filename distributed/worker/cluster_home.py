@@ -22,8 +22,7 @@ from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import KEYS, dtype_name, encode_array
+from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
 from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable

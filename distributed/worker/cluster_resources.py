@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.failures import MAX_TEXT
-from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.variables import ForgetState

@@ -26,9 +26,8 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from dflow.distributed.task.task_requests import TaskRequests
-from dflow.distributed.wire.array_lists import encode_arrays
-from dflow.distributed.wire.codec import KEYS, Payload, dtype_name
-from dflow.distributed.wire.failures import error_from, error_of
+from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
+from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
@@ -228,7 +227,7 @@ class _Creation:
         answers = self._requests.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Failure):
-                self._failed[each.variable] = error_from(answer)
+                self._failed[each.variable] = error_of(answer)
             else:
                 each.placed = answer
         return _by_task(each for each in wanted if each.variable not in self._failed)

@@ -10,18 +10,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.order import Order
 from dflow.lowering.passes.place import Place
-from dflow.lowering.placement.choose import all_on, choose
-from dflow.lowering.placement.instance import Instance, Price, instance, runs_alone
-from dflow.lowering.placement.problem import Machine
-from dflow.lowering.placement.score import Scored, scored
+from dflow.lowering.placement.coarsen import coarsened
+from dflow.lowering.placement.graph_problem import problem_of, runs_alone
+from dflow.lowering.placement.measure import Meter
+from dflow.lowering.placement.problem import Machine, Problem
+from dflow.lowering.placement.search import Scored, all_on, choose, scored
 from dflow.tracing.devices.device import choices_in
 from dflow.tracing.devices.device_name import device_name, split_device_name
 from dflow.tracing.ir.graph import Graph, Node
-from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.ops import CONTROL_OPS
 
 #: Default time for pricing and search of one graph together, in s.
@@ -33,34 +33,20 @@ WORTH = 0.02
 _OF_SEVERAL_DEVICES = ("shard_map", "sharding_constraint", "mesh_cast", "reshard")
 
 
-class Costs(Protocol):
-    """Source of the costs of devices: `placement.measure.Meter`, or constants."""
-
-    def machine(self, names: Sequence[str]) -> Machine:
-        """Return the machine that has the devices of these names."""
-        ...
-
-    def estimate(self, node: Node, name: str) -> float:
-        """Return a rough time of a node on a device, in s."""
-        ...
-
-    def prices(self, parts: Sequence[Graph], names: Sequence[str], budget_s: float) -> list[Price]:
-        """Return the costs of parts of a graph on each device, found within about `budget_s` seconds."""
-        ...
-
-
 @dataclass(frozen=True)
 class Decision:
     """The devices chosen for a graph.
 
-    `instance`   the problem: the units of the graph, and a machine with the names of the devices
+    `problem`    the units of the graph, and a machine with the names of the devices
+    `groups`     the indices of the nodes of each unit
     `found`      the device of each unit, with its score
     `is_free`    by unit, whether there was a choice
     `pricing_s`  time to find the costs of the units and of the devices
     `search_s`   time of the search
     """
 
-    instance: Instance
+    problem: Problem
+    groups: tuple[tuple[int, ...], ...]
     found: Scored
     is_free: tuple[bool, ...]
     pricing_s: float
@@ -68,15 +54,14 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Choose:
+class Choose(Pass):
     """Choose among the devices of `place` by `costs`."""
 
     place: Place
-    costs: Costs
+    costs: Meter
     budget_s: float = BUDGET_S
     clock: Callable[[], float] = time.perf_counter
-    name: ClassVar[str] = "choose"
-    is_of_whole: ClassVar[bool] = True
+    is_of_whole = True
 
     def __call__(self, graph: Graph) -> Graph:
         if not may_choose(graph):
@@ -90,30 +75,34 @@ class Choose:
         stated = [split_device_name(node.device or "")[1] or self.place.devices[0] for node in assumed.nodes]
         names = self._names(open_to, stated)
         number_of = {name: number for number, name in enumerate(names)}
-        where = {}
-        for node, choices, own in zip(assumed.nodes, open_to, stated, strict=True):
-            allowed = (own,) if choices is None else choices or names
-            where[id(node)] = tuple(sorted(number_of[name] for name in allowed))
+        where = [
+            tuple(sorted(number_of[name] for name in ((own,) if choices is None else choices or names)))
+            for choices, own in zip(open_to, stated, strict=True)
+        ]
         started = self.clock()
         machine = self.costs.machine(names)
         measured = self.clock()
-        problem = instance(
-            assumed,
-            machine,
-            number_of[self.place.devices[0]],
-            lambda node: where[id(node)],
-            lambda node: self.costs.estimate(node, names[0]),
-            lambda parts: self.costs.prices(parts, names, PRICING * self.budget_s),
-            _small(machine),
-        )
+        groups, problem = self._problem(assumed, machine, where, number_of[self.place.devices[0]])
         priced = self.clock()
         until = min(measured + self.budget_s, priced + SEARCH_S)
-        found = choose(problem.problem, is_over=lambda: self.clock() > until)
-        simple = scored(problem.problem, all_on(problem.problem, number_of[self.place.devices[0]]))
+        found = choose(problem, is_over=lambda: self.clock() > until)
+        simple = scored(problem, all_on(problem, number_of[self.place.devices[0]]))
         if not simple.score[0] and simple.step_s <= found.step_s * (1 + WORTH):
             found = simple
-        free = tuple(any(open_to[number] is not None for number in group) for group in problem.groups)
-        return Decision(problem, found, free, priced - started, self.clock() - priced)
+        free = tuple(any(open_to[number] is not None for number in group) for group in groups)
+        return Decision(problem, groups, found, free, priced - started, self.clock() - priced)
+
+    def _problem(
+        self, graph: Graph, machine: Machine, where: Sequence[tuple[int, ...]], home: int
+    ) -> tuple[tuple[tuple[int, ...], ...], Problem]:
+        """Return the indices of the nodes of each unit, and the problem. `where` are the devices of each node."""
+        names = machine.names
+        kinds = [None if runs_alone(node) else devices for node, devices in zip(graph.nodes, where, strict=True)]
+        seconds = [self.costs.estimate(node, names[0]) for node in graph.nodes]
+        groups = coarsened(graph, seconds, kinds, _small(machine))
+        parts = [graph.part([graph.nodes[number] for number in group]) for group in groups]
+        prices = self.costs.prices(parts, names, PRICING * self.budget_s)
+        return groups, problem_of(graph, parts, prices, [where[group[0]] for group in groups], machine, home)
 
     def _names(self, open_to: Sequence[tuple[str, ...] | None], stated: Sequence[str]) -> tuple[str, ...]:
         """Return the devices to consider, in the caller's order: those used or named; all, if a node allows any."""
@@ -146,11 +135,8 @@ def _is_free(node: Node) -> bool:
     """Whether a node is open to a choice, touches no variable or resource, and is run by XLA on a single device."""
     if choices_in(node.device) is None or runs_alone(node):
         return False
-    return not any(ref is not None for _, ref in node.effects) and not _is_of_several_devices(node.op)
-
-
-def _is_of_several_devices(op: OpDef) -> bool:
-    return op.primitive is not None and op.primitive.name in _OF_SEVERAL_DEVICES
+    name = node.op.primitive.name if node.op.primitive is not None else ""
+    return not any(ref is not None for _, ref in node.effects) and name not in _OF_SEVERAL_DEVICES
 
 
 def _settled(node: Node, device: str | None) -> Node:
@@ -163,10 +149,10 @@ def _settled(node: Node, device: str | None) -> Node:
 
 def _devices(decision: Decision) -> dict[int, str]:
     """Return the device of each free node, by the node's index."""
-    names, found = decision.instance.problem.machine.names, decision.found.assignment
+    names, found = decision.problem.machine.names, decision.found.assignment
     return {
         number: device_name("", names[found[unit]])
-        for unit, group in enumerate(decision.instance.groups)
+        for unit, group in enumerate(decision.groups)
         for number in group
         if decision.is_free[unit]
     }

@@ -15,72 +15,76 @@ the stage of the reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from dflow.lowering.placement.early_transfers import rest_of
+from dflow.lowering.passes.base import Pass
+from dflow.lowering.placement.work import Work, exceeds
 from dflow.tracing.ir import ops
-from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
+from dflow.tracing.ir.graph import FreshNames, Graph, Node, Value
 from dflow.tracing.ir.types import HANDLES, TokenType
 
 
 @dataclass(frozen=True)
-class FormClusters:
+class FormClusters(Pass):
     """Make an `xla.call` of the nodes of each device and stage; transfers and host nodes stay as they are."""
-
-    name: ClassVar[str] = "cluster"
 
     def __call__(self, graph: Graph) -> Graph:
         is_whole = len({node.device for node in graph.nodes}) == 1 and not any(map(_stands_alone, graph.nodes))
-        stages = dict.fromkeys(map(id, graph.nodes), _NO_STAGE) if is_whole else _stages(graph)
+        stages = dict.fromkeys(graph.nodes, _NO_STAGE) if is_whole else _stages(graph)
         groups: dict[tuple[_ClusterStage, str | None], list[Node]] = {}
-        for node in graph.nodes:
-            if not _stands_alone(node):
-                groups.setdefault((stages[id(node)], node.device), []).append(node)
-        is_split = any(node.op is ops.dev_copy for node in graph.nodes)
-        parts = [part for group, nodes in groups.items() for part in _parts(graph, *group, nodes, is_split)]
-        used = _used_outside(graph, [part.nodes for part in parts])
-        fresh = graph.fresh_names()
-        moved: dict[Value, Value] = {}
         ranked: list[tuple[tuple[int, int, int], Node]] = []
-        for stage, device, nodes, follows in parts:
-            call = _call(nodes, device, used, fresh)
-            if follows:
-                call = replace(call, after=(*call.after, follows[-1].outputs[0]))
-            moved.update((value, call.outputs[0]) for node in nodes for value in node.outputs if value not in used)
-            ranked.append(((stage.level, stage.hosts.bit_count(), _REST if follows else _FIRST), call))
         for node in graph.nodes:
             if _stands_alone(node):
-                stage = stages[id(node)]
-                ranked.append(((stage.level, stage.hosts.bit_count(), _PLACES.get(node.op, _LAST)), node))
+                ranked.append((_rank(stages[node], _PLACES.get(node.op, _LAST)), node))
+            else:
+                groups.setdefault((stages[node], node.device), []).append(node)
+        fresh = graph.fresh_names()
+        moved: dict[Value, Value] = {}
+        for (stage, _), nodes in groups.items():
+            first, rest = early_and_rest(graph, nodes)
+            for place, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
+                if part:
+                    call, inside = _call(graph, part, earlier, fresh)
+                    moved.update(dict.fromkeys(inside, call.outputs[0]))
+                    ranked.append((_rank(stage, place), call))
         ranked.sort(key=lambda entry: entry[0])
-        ordered = tuple(_reordered(node, moved) for _, node in ranked)
-        return Graph(graph.inputs, ordered, graph.outputs)
+        return Graph(graph.inputs, tuple(_reordered(node, moved) for _, node in ranked), graph.outputs)
 
 
-class _Part(NamedTuple):
-    """The nodes of one call, which runs after the call of the nodes `follows`, of the same stage and device."""
+def early_and_rest(graph: Graph, nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
+    """Return the nodes of a stage and device as one call, or as two: nodes that other devices wait for, and the rest.
 
-    stage: _ClusterStage
-    device: str | None
-    nodes: list[Node]
-    follows: list[Node]
-
-
-def _parts(graph: Graph, stage: _ClusterStage, device: str | None, nodes: list[Node], is_split: bool) -> list[_Part]:
-    """Return the nodes of a stage and device as one part, or as two: the nodes that other devices need, and the rest.
-
-    Only a graph with copies from device to device (`is_split`) has stages of two parts.
+    The results of a call exist when the whole call has run. So the first call has the nodes whose results are copied to
+    another device, with all that they depend on. Nodes that touch state stay in one call, so that no other step runs
+    between them.
     """
-    rest = rest_of(graph, nodes) if is_split else []
-    if not rest:
-        return [_Part(stage, device, nodes, [])]
-    left = {id(node) for node in rest}
-    first = [node for node in nodes if id(node) not in left]
-    return [_Part(stage, device, first, []), _Part(stage, device, rest, first)]
+    copied = {node for node in nodes if _is_copied(graph, node)}
+    if not copied:
+        return nodes, ()
+    first = _with_needed(graph, nodes, copied)
+    stateful = {node for node in nodes if node.effects}
+    if stateful & first:
+        first = _with_needed(graph, nodes, first | stateful)
+    rest = [node for node in nodes if node not in first]
+    return ([node for node in nodes if node in first], rest) if exceeds(rest, LEAST_REST) else (nodes, ())
+
+
+def _is_copied(graph: Graph, node: Node) -> bool:
+    return any(user.op is ops.dev_copy for value in node.outputs for user in graph.uses.get(value, ()))
+
+
+def _with_needed(graph: Graph, nodes: Sequence[Node], wanted: Set[Node]) -> set[Node]:
+    """Return the wanted nodes and the nodes that they depend on, among `nodes`, which are in program order."""
+    needed = set(wanted)
+    for node in reversed(nodes):
+        if node in needed:
+            values = (value for value in (*node.values, *node.after) if value in graph.producers)
+            needed.update(graph.producers[value] for value in values)
+    return needed.intersection(nodes)
 
 
 class _ClusterStage(NamedTuple):
@@ -90,6 +94,8 @@ class _ClusterStage(NamedTuple):
     hosts: int
 
 
+#: The rest of a stage becomes a separate call if it does more work than this, which takes about 0.1 ms.
+LEAST_REST = Work(1e7, 1e6)
 #: The order within a stage.
 _FIRST, _REST, _LAST = 1, 3, 4
 _PLACES = {ops.net_recv: 0, ops.dev_copy: 2}
@@ -98,20 +104,24 @@ _HOST_OPS = frozenset(ops.HOST_OPS)
 _ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy}
 
 
+def _rank(stage: _ClusterStage, place: int) -> tuple[int, int, int]:
+    return stage.level, stage.hosts.bit_count(), place
+
+
 def _stands_alone(node: Node) -> bool:
     return node.op in _ALONE
 
 
-def _stages(graph: Graph) -> dict[int, _ClusterStage]:
-    bits = {id(node): 1 << index for index, node in enumerate(node for node in graph.nodes if node.op in _HOST_OPS)}
+def _stages(graph: Graph) -> dict[Node, _ClusterStage]:
+    bits = {node: 1 << index for index, node in enumerate(node for node in graph.nodes if node.op in _HOST_OPS)}
     earliest = _earliest_stages(graph, bits)
     return _sink_reads(graph, earliest, bits)
 
 
-def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _ClusterStage]:
-    stages: dict[int, _ClusterStage] = {}
+def _earliest_stages(graph: Graph, bits: Mapping[Node, int]) -> dict[Node, _ClusterStage]:
+    stages: dict[Node, _ClusterStage] = {}
     #: For each node, the stage of a user that depends on this node alone.
-    following: dict[int, _ClusterStage] = {}
+    following: dict[Node, _ClusterStage] = {}
     sent: dict[tuple[object, object], _ClusterStage] = {}
     producers = graph.producers
     for node in graph.nodes:
@@ -119,7 +129,7 @@ def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Cluste
         for value in (*node.values, *node.after):
             producer = producers.get(value)
             if producer is not None:
-                after = following[id(producer)]
+                after = following[producer]
                 crossed = _ClusterStage(after.level + 1, after.hosts) if _crosses(producer, node) else after
                 stage = _later(stage, crossed)
         if node.op is ops.net_send:
@@ -127,10 +137,10 @@ def _earliest_stages(graph: Graph, bits: Mapping[int, int]) -> dict[int, _Cluste
         if node.op is ops.net_recv:
             source = sent[node.attributes["edge"], node.device]
             stage = _ClusterStage(source.level + 1, source.hosts)
-        stages[id(node)] = stage
-        bit = bits.get(id(node), 0)
+        stages[node] = stage
+        bit = bits.get(node, 0)
         ends_stage = bit or node.op is ops.dev_copy
-        following[id(node)] = _ClusterStage(stage.level + 1, stage.hosts | bit) if ends_stage else stage
+        following[node] = _ClusterStage(stage.level + 1, stage.hosts | bit) if ends_stage else stage
     return stages
 
 
@@ -148,114 +158,88 @@ def _crosses(node: Node, next: Node) -> bool:
     return node.device != next.device and not (_stands_alone(node) or _stands_alone(next))
 
 
-def _sink_reads(graph: Graph, stages: dict[int, _ClusterStage], bits: Mapping[int, int]) -> dict[int, _ClusterStage]:
+def _sink_reads(graph: Graph, stages: dict[Node, _ClusterStage], bits: Mapping[Node, int]) -> dict[Node, _ClusterStage]:
     """Move nodes that depend on reads alone to the stage of their first user, or of the first node ordered after them.
 
     A node made of reads whose results only go to the caller does not count as a user: it stays in the reads' stage.
     """
     floating, stateful = _made_of_reads(graph)
-    followers: dict[int, list[Node]] = {}
+    followers: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         for value in (*node.values, *node.after):
             producer = graph.producers.get(value)
-            if producer is not None and (id(producer) in floating or id(producer) in stateful):
-                followers.setdefault(id(producer), []).append(node)
-    ends = _Ends({bit: stages[host].level + 1 for host, bit in bits.items()})
-    last: set[int] = set()
+            if producer is not None and (producer in floating or producer in stateful):
+                followers.setdefault(producer, []).append(node)
+    ends = {bit: stages[host].level + 1 for host, bit in bits.items()}
+    last: set[Node] = set()
     for node in reversed(graph.nodes):
-        if id(node) in floating or id(node) in stateful:
+        if node in floating or node in stateful:
             limits = [
-                _ClusterStage(stages[id(n)].level - 1, stages[id(n)].hosts) if _crosses(node, n) else stages[id(n)]
-                for n in followers.get(id(node), ())
-                if id(n) not in last
+                _ClusterStage(stages[n].level - 1, stages[n].hosts) if _crosses(node, n) else stages[n]
+                for n in followers.get(node, ())
+                if n not in last
             ]
             if not limits:
-                last.add(id(node))
-            elif id(node) in floating:
-                stages[id(node)] = _first(limits, stages[id(node)], ends)
+                last.add(node)
+            elif node in floating:
+                stages[node] = _first(limits, stages[node], ends)
     for node in graph.nodes:
-        if id(node) in last:
+        if node in last:
             made_from = [graph.producers[value] for value in node.values if value in graph.producers]
-            stages[id(node)] = reduce(
-                _later, (stages[id(n)] for n in made_from if not _stands_alone(n)), stages[id(node)]
-            )
+            stages[node] = reduce(_later, (stages[n] for n in made_from if not _stands_alone(n)), stages[node])
     return stages
 
 
-def _made_of_reads(graph: Graph) -> tuple[set[int], set[int]]:
+def _made_of_reads(graph: Graph) -> tuple[set[Node], set[Node]]:
     """Return the ids of nodes without visible effects that depend on reads alone, and of nodes that depend on any."""
-    floating: set[int] = set()
-    stateful: set[int] = set()
+    floating: set[Node] = set()
+    stateful: set[Node] = set()
     for node in graph.nodes:
         if not node.must_run and not _stands_alone(node):
             made_from = [graph.producers.get(v) for v in node.values if not isinstance(v.type, HANDLES)]
-            if all(producer is not None and id(producer) in floating for producer in made_from):
-                floating.add(id(node))
-            if node.effects or any(producer is not None and id(producer) in stateful for producer in made_from):
-                stateful.add(id(node))
+            if all(producer is not None and producer in floating for producer in made_from):
+                floating.add(node)
+            if node.effects or any(producer is not None and producer in stateful for producer in made_from):
+                stateful.add(node)
     return floating, stateful
 
 
-class _Ends(dict[int, int]):
-    """The first level after all host nodes of a set, computed once per set."""
-
-    def __missing__(self, hosts: int) -> int:
-        level, left = 0, hosts
-        while left:
-            bit = left & -left
-            level, left = max(level, self[bit]), left ^ bit
-        self[hosts] = level
-        return level
-
-
-def _first(later: Sequence[_ClusterStage], own: _ClusterStage, ends: _Ends) -> _ClusterStage:
-    """Return the latest stage that is not after any of `later`."""
+def _first(later: Sequence[_ClusterStage], own: _ClusterStage, ends: Mapping[int, int]) -> _ClusterStage:
+    """Return the latest stage that is not after any of `later`; `ends` has the level after each host node, by bit."""
     hosts = reduce(and_, (stage.hosts for stage in later))
     if any(stage.hosts == hosts for stage in later):
         return _ClusterStage(min(stage.level for stage in later), hosts)
-    return _ClusterStage(max(own.level, ends[hosts]), hosts)
+    return _ClusterStage(max([own.level, *(level for bit, level in ends.items() if bit & hosts)]), hosts)
 
 
-def _used_outside(graph: Graph, groups: Iterable[list[Node]]) -> set[Value]:
-    """Return the values used outside of their cluster, as operands or as outputs of the graph."""
-    group_of = {id(node): index for index, nodes in enumerate(groups) for node in nodes}
-    used = {output for output in graph.outputs if isinstance(output, Value)}
-    for node in graph.nodes:
-        here = group_of.get(id(node))
-        for value in node.values:
-            producer = graph.producers.get(value)
-            if producer is not None and group_of.get(id(producer)) != here:
-                used.add(value)
-    return used
-
-
-def _call(nodes: list[Node], device: str | None, used: set[Value], fresh: FreshNames) -> Node:
-    made = {value for node in nodes for value in node.outputs}
-    taken = dict.fromkeys(value for node in nodes for value in node.values if value not in made)
-    refs: list[Operand] = [value for value in taken if isinstance(value.type, HANDLES)]
-    arrays: list[Operand] = [value for value in taken if not isinstance(value.type, HANDLES)]
-    given = tuple(value for node in nodes for value in node.outputs if value in used)
+def _call(graph: Graph, nodes: Sequence[Node], earlier: Sequence[Node], fresh: FreshNames) -> tuple[Node, list[Value]]:
+    """Return the call of some nodes, to run after the call of the `earlier` ones, and the values that stay in it."""
+    part = graph.part(nodes)
+    made = dict.fromkeys(value for node in nodes for value in node.outputs)
     # The body gets new values, so that each value is defined once.
-    outputs = given or (Value(fresh("done"), TokenType()),)
-    inner = {value: Value(value.name, value.type) for value in (*taken, *made)}
+    inner: dict[Any, Any] = {value: Value(value.name, value.type) for value in (*part.inputs, *made)}
     body = Graph(
-        tuple(inner[value] for value in taken if isinstance(value.type, HANDLES))
-        + tuple(inner[value] for value in taken if not isinstance(value.type, HANDLES)),
+        tuple(inner[value] for value in part.inputs),
         tuple(_inside(node, inner) for node in nodes),
-        tuple(inner[value] for value in given),
+        tuple(inner[value] for value in part.outputs),
     )
+    outputs: tuple[Any, ...] = part.outputs or (Value(fresh("done"), TokenType()),)
     after = dict.fromkeys(value for node in nodes for value in node.after if value not in made)
-    return Node(ops.xla_call, (*refs, *arrays), outputs, {"donate": ()}, (body,), device, tuple(after), nodes[0].origin)
+    after.update((node.outputs[0], None) for node in earlier[-1:])
+    device, origin = nodes[0].device, nodes[0].origin
+    call = Node(ops.xla_call, part.inputs, outputs, {"donate": ()}, (body,), device, tuple(after), origin)
+    return call, list(made.keys() - set(outputs))
 
 
-def _inside(node: Node, inner: dict[Value, Value]) -> Node:
-    inputs = tuple(inner[operand] if isinstance(operand, Value) else operand for operand in node.inputs)
-    outputs = tuple(inner[value] for value in node.outputs)
+def _inside(node: Node, inner: Mapping[Any, Any]) -> Node:
+    inputs = tuple(inner.get(operand, operand) for operand in node.inputs)
     after = tuple(inner[value] for value in node.after if value in inner)
+    outputs = tuple(inner[value] for value in node.outputs)
+    # `dataclasses.replace` takes twice as long as the class, here and in `_reordered`.
     return Node(node.op, inputs, outputs, node.attributes, node.bodies, None, after, node.origin)
 
 
-def _reordered(node: Node, moved: dict[Value, Value]) -> Node:
+def _reordered(node: Node, moved: Mapping[Value, Value]) -> Node:
     """Return the node with order edges to values inside a cluster replaced by edges to the cluster."""
     after = dict.fromkeys(moved.get(value, value) for value in node.after)
     kept = tuple(value for value in after if value not in node.inputs and value not in node.outputs)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node
@@ -16,10 +16,8 @@ from dflow.tracing.jaxprs.callbacks import calls_python
 
 
 @dataclass(frozen=True)
-class Donate:
+class Donate(Pass):
     """Set `donate` of each `xla.call` to the operands that are written variables, or to none."""
-
-    name: ClassVar[str] = "donate"
 
     def __call__(self, graph: Graph) -> Graph:
         nodes = tuple(_donating(node) if node.op is ops.xla_call else node for node in graph.nodes)

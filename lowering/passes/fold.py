@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import jit as jax_jit
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.prune import Prune
 from dflow.lowering.programs.discharge import discharge
 from dflow.tracing.devices.device_name import split_device_name
@@ -41,11 +42,10 @@ _EXACT = _CALLS.union(f"jax.{name}" for name in _NAMES.split())
 
 
 @dataclass(frozen=True)
-class Fold:
+class Fold(Pass):
     """Replace numbers that the task `local` would compute from literals by literals; inline branches of known index."""
 
     local: str
-    name: ClassVar[str] = "fold"
 
     def __call__(self, graph: Graph) -> Graph:
         is_cut = len({node.device for node in graph.nodes}) > 1 or any(node.op in _HOST_OPS for node in graph.nodes)

@@ -10,20 +10,18 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
+from dflow.lowering.passes.base import Pass
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 
 
 @dataclass(frozen=True)
-class Merge:
+class Merge(Pass):
     """Replace each node that repeats an earlier one by the earlier one's results."""
-
-    name: ClassVar[str] = "merge"
 
     def __call__(self, graph: Graph) -> Graph:
         seen: dict[Hashable, Node] = {}

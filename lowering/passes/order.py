@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import tasks_of
 from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -23,10 +23,8 @@ _ALONE = (Effect.SEND, Effect.RECV)
 
 
 @dataclass(frozen=True)
-class Order:
+class Order(Pass):
     """Add order edges to each node from the earlier nodes that it does not commute with."""
-
-    name: ClassVar[str] = "order"
 
     def __call__(self, graph: Graph) -> Graph:
         lines: dict[str, _Line] = {}

@@ -19,24 +19,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import made_on, tasks_within
 from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Origin, Value
 from dflow.tracing.ir.types import HANDLES, ArrayType, TokenType
-from dflow.tracing.ir.wire_codecs import encoded_type, wire_p
+from dflow.tracing.ir.wire_codecs import encoded_type
+from dflow.tracing.primitives.state_primitives import wire_p
 
 
 @dataclass(frozen=True)
-class Partition:
+class Partition(Pass):
     """Add the transfers of a placed graph whose caller is `local`."""
 
     local: str
-    name: ClassVar[str] = "partition"
     #: Names of edges are unique over the whole graph, so bodies are cut with it.
-    is_of_whole: ClassVar[bool] = True
+    is_of_whole = True
 
     def __call__(self, graph: Graph) -> Graph:
         if self._is_here(graph):
@@ -49,16 +50,13 @@ class Partition:
 
     def _is_here(self, graph: Graph) -> bool:
         """Whether all of a graph is on the caller's task, without devices, and no value has a codec."""
-        if not all(value.device in (None, self.local) or isinstance(value.type, HANDLES) for value in graph.inputs):
-            return False
+        arguments = (value.device for value in graph.inputs if not isinstance(value.type, HANDLES))
         bodies = (body for node in graph.nodes if node.op in ops.CONTROL_OPS for body in node.bodies)
-        return all(node.device == self.local and not _is_wish(node) for node in graph.nodes) and all(
-            map(self._is_here, bodies)
+        return (
+            all(device in (None, self.local) for device in arguments)
+            and all(node.device == self.local and node.op.primitive is not wire_p for node in graph.nodes)
+            and all(map(self._is_here, bodies))
         )
-
-
-def _is_wish(node: Node) -> bool:
-    return node.op.primitive is wire_p
 
 
 class _EdgeValue(NamedTuple):
@@ -98,7 +96,7 @@ class _Cut:
         """Add every node, with its operands moved to its device."""
         for node in self._graph.nodes:
             assert node.device is not None
-            if _is_wish(node):
+            if node.op.primitive is wire_p:
                 self._note(node)
             elif node.op in ops.CONTROL_OPS and len(tasks := tasks_within(node)) > 1:
                 self._add_divided(node, tasks)
@@ -202,8 +200,9 @@ class _Cut:
         return self._brought(self._way(operand), device)
 
     def _brought(self, way: _EdgeValue, device: str) -> Value:
-        task = task_of(device)
-        value = self._standing(way.value, task)
+        task, value = task_of(device), way.value
+        if value in self._divided:
+            value = self._input(value, self._where.get(value, task))
         here, way = self._device[value], way._replace(value=value)
         if device in (here, task_of(here)):
             return value
@@ -221,36 +220,32 @@ class _Cut:
                 self._copies[key] = self._brought(_EdgeValue(arrived, "none", arrived.name), device)
         return self._copies[key]
 
-    def _standing(self, value: Value, task: str) -> Value:
-        """Return the value to use on a task: the replacement, for an input of a divided body."""
-        return self._input(value, self._where.get(value, task)) if value in self._divided else value
-
     def _copied(self, value: Value, source: str, device: str) -> Value:
         _, local = split_device_name(device)
         copy = Value(self._fresh(f"{value.name}.{local.replace(':', '')}"), value.type)
-        self._moved(Node(ops.dev_copy, (value,), (copy,), {"source": source}, (), device, (), self._origin(value)))
+        self._add(Node(ops.dev_copy, (value,), (copy,), {"source": source}, (), device, (), self._origin(value)))
         return copy
 
     def _transfer(self, way: _EdgeValue, source: str, destination: str) -> Value:
         value, codec = way.value, way.codec
         assert isinstance(value.type, ArrayType)
         origin = self._origin(value)
-        sent, named = value, {} if codec == "none" else {"codec": codec}
+        sent, named = value, {}
         if codec != "none":
-            sent = self._encoded(value, codec, source)
+            sent, named = self._encoded(value, codec, source), {"codec": codec}
         assert isinstance(sent.type, ArrayType)
         token = Value(self._fresh(f"{value.name}.sent"), TokenType())
         copy = Value(self._fresh(f"{value.name}.received"), sent.type.strong)
         edge = self._edge(way)
         send = {"edge": edge, "destination": destination, **named}
         recv = {"edge": edge, "source": task_of(source), "type": sent.type.strong, **named}
-        self._moved(Node(ops.net_send, (sent,), (token,), send, (), source, (), origin))
-        self._moved(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
+        self._add(Node(ops.net_send, (sent,), (token,), send, (), source, (), origin))
+        self._add(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
         if codec == "none":
             return copy
         left = Value(self._fresh(f"{value.name}.decoded"), value.type.strong)
         attributes = {"codec": codec, "type": value.type.strong}
-        self._moved(Node(ops.net_decode, (copy,), (left,), attributes, (), destination, (), origin))
+        self._add(Node(ops.net_decode, (copy,), (left,), attributes, (), destination, (), origin))
         return left
 
     def _encoded(self, value: Value, codec: str, source: str) -> Value:
@@ -262,14 +257,9 @@ class _Cut:
             assert made is not None
             small = Value(self._fresh(f"{value.name}.encoded"), made)
             node = Node(ops.net_encode, (value,), (small,), {"codec": codec}, (), source, (), self._origin(value))
-            self._moved(node)
+            self._add(node)
             self._copies[key] = small
         return self._copies[key]
-
-    def _moved(self, node: Node) -> None:
-        assert node.device is not None
-        self._device.update(dict.fromkeys(node.outputs, node.device))
-        self.nodes.append(node)
 
     def _origin(self, value: Value) -> Origin | None:
         producer = self._graph.producers.get(value)

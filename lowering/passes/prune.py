@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.tracing.ir.graph import Graph, Value
 
 
 @dataclass(frozen=True)
-class Prune:
+class Prune(Pass):
     """Keep the nodes that must run or that the outputs need; unused reads are dropped."""
-
-    name: ClassVar[str] = "prune"
 
     def __call__(self, graph: Graph) -> Graph:
         live = {output for output in graph.outputs if isinstance(output, Value)}

@@ -8,22 +8,20 @@ arithmetic are repeated, which give the same bits on every device. Inputs of bra
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.prune import Prune
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
-from dflow.tracing.ir.wire_codecs import wire_p
+from dflow.tracing.primitives.state_primitives import wire_p
 
 _CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape"])
 
 
 @dataclass(frozen=True)
-class Repeat:
+class Repeat(Pass):
     """Repeat these nodes of a placed graph, once for each device of another task that uses them."""
-
-    name: ClassVar[str] = "repeat"
 
     def __call__(self, graph: Graph) -> Graph:
         if len({node.device for node in graph.nodes}) < 2:

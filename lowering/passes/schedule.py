@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_, or_
-from typing import ClassVar
 
+from dflow.lowering.passes.base import Pass
 from dflow.lowering.placement.timeline import Timeline, timeline
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -42,17 +42,17 @@ _WAITING = frozenset({*ops.HOST_OPS, ops.net_recv})
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Pass):
     """Add order edges to the copies of a clustered graph, from calls that may run before them."""
 
     least_bytes: int = LEAST_BYTES
-    name: ClassVar[str] = "schedule"
 
     def __call__(self, graph: Graph) -> Graph:
         if not any(map(self._is_large, graph.nodes)):
             return graph
         run = timeline(graph)
-        may_wait = [self._is_large(node) and self._is_taken(node, run) for node in graph.nodes]
+        taken = run.users.keys() - run.kept
+        may_wait = [self._is_large(node) and node.outputs[0] in taken for node in graph.nodes]
         latest = _latest(run, may_wait)
         edges = _edges(run, latest, may_wait)
         if not edges:
@@ -71,12 +71,6 @@ class Schedule:
             return False
         type = node.inputs[0].type
         return isinstance(type, ArrayType) and type.size_bytes >= self.least_bytes
-
-    @staticmethod
-    def _is_taken(node: Node, run: Timeline) -> bool:
-        """Whether nodes take the copy and it is not a result."""
-        (copied,) = node.outputs
-        return copied in run.users and copied not in run.kept
 
 
 def _latest(run: Timeline, may_wait: Sequence[bool]) -> list[int]:

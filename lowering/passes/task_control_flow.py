@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.ir import ops
-from dflow.tracing.ir.graph import Graph, Node, Operand, Value
+from dflow.tracing.ir.graph import Graph, Node, Value
 
 
 def tasks_within(node: Node) -> tuple[str, ...]:
@@ -47,11 +47,6 @@ def homes_of(node: Node, otherwise: str) -> tuple[str, ...]:
 
 
 def _common(arms: tuple[Graph, ...], place: int, otherwise: str) -> str:
-    found = {made_in(arm, arm.outputs[place]) for arm in arms} - {None}
+    outputs = [(arm, arm.outputs[place]) for arm in arms]
+    found = {made_on(arm.producers[v], v) for arm, v in outputs if isinstance(v, Value) and v in arm.producers}
     return found.pop() or otherwise if len(found) == 1 else otherwise
-
-
-def made_in(body: Graph, output: Operand) -> str | None:
-    """Return the task where a placed body computes an output; None for an output that is one of its inputs."""
-    producer = body.producers.get(output) if isinstance(output, Value) else None
-    return made_on(producer, output) if producer is not None and isinstance(output, Value) else None

@@ -48,7 +48,6 @@ def _joined(problem: Problem, of_unit: Sequence[int], call: int, members: Sequen
                 takes[value] = None
         after.update((of_unit[earlier], None) for earlier in unit.after if of_unit[earlier] != call)
     return Unit(
-        units[0].name,
         tuple(sum(seconds) for seconds in zip(*(unit.seconds for unit in units), strict=True)),
         tuple(takes),
         tuple(after),
@@ -60,42 +59,31 @@ def _joined(problem: Problem, of_unit: Sequence[int], call: int, members: Sequen
 
 
 def _calls(problem: Problem, assignment: Sequence[int]) -> list[_Call]:
+    """Return the call of each unit: the units that other devices wait for, with all that they need, come first."""
     levels = [0] * len(problem.units)
     for number, needed in enumerate(problem.predecessors):
         device = assignment[number]
         for earlier in needed:
             levels[number] = max(levels[number], levels[earlier] + (assignment[earlier] != device))
-    first = _awaited(problem, assignment, levels)
-    stateful = {(assignment[n], levels[n]) for n, unit in enumerate(problem.units) if first[n] and unit.touches_state}
-    for number, unit in enumerate(problem.units):
-        if unit.touches_state and (assignment[number], levels[number]) in stateful:
-            first[number] = True
-    _with_needed(problem, assignment, levels, first)
-    rest: dict[tuple[int, int], float] = {}
-    for number, unit in enumerate(problem.units):
-        if not first[number]:
-            key = assignment[number], levels[number]
-            rest[key] = rest.get(key, 0.0) + unit.seconds[assignment[number]]
-    return [
-        (device, level, not first[number] and rest[device, level] >= LEAST_S)
-        for number, (device, level) in enumerate(zip(assignment, levels, strict=True))
-    ]
+    places = list(zip(assignment, levels, strict=True))
+    first = {
+        number
+        for number, device in enumerate(assignment)
+        if any(assignment[later] != device for later in problem.successors[number])
+    }
+    _add_needed(problem, places, first)
+    stateful = {places[number] for number in first if problem.units[number].touches_state}
+    first |= {n for n, unit in enumerate(problem.units) if unit.touches_state and places[n] in stateful}
+    _add_needed(problem, places, first)
+    rest = dict.fromkeys(places, 0.0)
+    for number, (device, level) in enumerate(places):
+        if number not in first:
+            rest[device, level] += problem.units[number].seconds[device]
+    return [(*place, number not in first and rest[place] >= LEAST_S) for number, place in enumerate(places)]
 
 
-def _awaited(problem: Problem, assignment: Sequence[int], levels: Sequence[int]) -> list[bool]:
-    """Return, for each unit, whether another device depends on it, directly or through a unit of its call."""
-    found = [
-        any(assignment[later] != assignment[number] for later in problem.successors[number])
-        for number in range(len(problem.units))
-    ]
-    _with_needed(problem, assignment, levels, found)
-    return found
-
-
-def _with_needed(problem: Problem, assignment: Sequence[int], levels: Sequence[int], found: list[bool]) -> None:
-    """Mark also the units of the same device and level on which marked units depend."""
+def _add_needed(problem: Problem, places: Sequence[tuple[int, int]], found: set[int]) -> None:
+    """Add the units of the same device and level on which units in `found` depend."""
     for number in reversed(range(len(problem.units))):
-        if found[number]:
-            for earlier in problem.predecessors[number]:
-                if assignment[earlier] == assignment[number] and levels[earlier] == levels[number]:
-                    found[earlier] = True
+        if number in found:
+            found.update(earlier for earlier in problem.predecessors[number] if places[earlier] == places[number])

@@ -17,10 +17,9 @@ import numpy as np
 from jax import jit as jax_jit
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.placement.costs import Rates, analysed
-from dflow.lowering.placement.instance import Price, runs_alone
+from dflow.lowering.placement.graph_problem import Price, runs_alone
 from dflow.lowering.placement.problem import DeviceLink, Machine
-from dflow.lowering.placement.work import Work, runs_how_long, work_of
+from dflow.lowering.placement.work import Rates, Work, runs_how_long, work_in, work_of
 from dflow.lowering.programs.discharge import discharge
 from dflow.lowering.values.devices import device_named
 from dflow.tracing.errors import DeadlineExceeded
@@ -94,8 +93,8 @@ class Meter:
         key = _kind(source), _kind(target), one == other
         if key not in self._links:
             self._in_time(f"the link from {one} to {other} was to be measured")
-            (small,), (middle,), (large,) = (
-                self._in_turn([(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))])
+            small, middle, large = (
+                self._median(lambda x: jax.device_put(x, target), jax.device_put(np.ones(size, np.uint8), source))
                 for size in (_SMALL, _MIDDLE, _LARGE)
             )
             # On a busy machine a smaller transfer may take longer. Then half of the time is attributed to the bytes.
@@ -115,7 +114,7 @@ class Meter:
         if key not in self._speeds:
             self._in_time(f"{', '.join(names)} were to be measured together")
             sides = [jax.device_put(_side(), device_named(name)) for name in names]
-            found = self._in_turn([(_all_products, sides[: number + 1]) for number in range(len(sides))])
+            found = [self._median(lambda some: list(map(_PRODUCT, some)), sides[: n + 1]) for n in range(len(sides))]
             speeds = [min(1.0, found[0] / seconds) for seconds in found]
             self._speeds[key] = tuple(min(speeds[: number + 1]) for number in range(len(speeds)))
         return self._speeds[key]
@@ -138,7 +137,7 @@ class Meter:
                 continue
             known = [self._units.get((written, kind)) for kind in kinds]
             seconds = [
-                fitted[kind].seconds(_work(part)) if unit is None else unit.seconds
+                fitted[kind].seconds(work_in(part.nodes)) if unit is None else unit.seconds
                 for kind, unit in zip(kinds, known, strict=True)
             ]
             priced.append(Price(tuple(seconds), max(unit.scratch_bytes if unit else 0 for unit in known)))
@@ -160,7 +159,7 @@ class Meter:
         for part, written in zip(parts, texts, strict=True):
             for kind, name in named.items() if written is not None else ():
                 key = str(written), kind
-                weights[key] = weights.get(key, 0.0) + self.rates(name).seconds(_work(part))
+                weights[key] = weights.get(key, 0.0) + self.rates(name).seconds(work_in(part.nodes))
                 if key not in self._units and all(map(_can_be_made, part.inputs)):
                     unknown[key] = part
         left = sum(weights[key] for key in unknown)
@@ -195,46 +194,42 @@ class Meter:
         memory = compiled.memory_analysis()
         scratch = int(getattr(memory, "temp_size_in_bytes", 0) or 0)
         if any(map(runs_how_long, part.nodes)):
-            return UnitCost(_work(part), rates.seconds(analysed(compiled) or Work()), scratch)
+            return UnitCost(work_in(part.nodes), rates.seconds(_analysed(compiled)), scratch)
         turn, *operands = [jax.device_put(operand, device) for operand in _operands((_TURN, *pure.types))]
         seconds = self._in_a_row(lambda turn: compiled(turn, *operands)[0], turn)
-        return UnitCost(_work(part), max(0.0, seconds - rates.launch_s), scratch)
+        return UnitCost(work_in(part.nodes), max(0.0, seconds - rates.launch_s), scratch)
 
     def _in_a_row(self, call: Callable[[Any], Any], given: Any) -> float:
         """Return the time per call of a row of calls, each on the result of the one before, without waits in between.
 
         Steps follow each other like this, so the time to start a single call and to wait for it is left out.
         """
-        given, _ = self._row(call, given, 1)
-        given, once = self._row(call, given, 1)
+
+        def row(count: int) -> Any:
+            last = given
+            for _ in range(count):
+                last = call(last)
+            return last
+
+        self._once(row, 1)
+        once = self._once(row, 1)
         if once > ENOUGH_S:
             return once
         count = max(1, min(ROW, int(ROW_S / max(once, 1e-9))))
+        return self._median(row, count) / count
+
+    def _median(self, run: Callable[[Any], Any], given: Any) -> float:
+        """Return the median time of some runs, after one that is not counted."""
+        self._once(run, given)
         until, times = self._clock() + ENOUGH_S, list[float]()
         while len(times) < ROUNDS and not (times and self._clock() > until) and not _are_alike(times):
-            given, seconds = self._row(call, given, count)
-            times.append(seconds / count)
+            times.append(self._once(run, given))
         return statistics.median(times)
 
-    def _row(self, call: Callable[[Any], Any], given: Any, count: int) -> tuple[Any, float]:
+    def _once(self, run: Callable[[Any], Any], given: Any) -> float:
         started = self._clock()
-        for _ in range(count):
-            given = call(given)
-        jax.block_until_ready(given)
-        return given, self._clock() - started
-
-    def _in_turn(self, ways: Sequence[tuple[Callable[[Any], Any], Any]]) -> list[float]:
-        """Return the median time of each way; each round runs all of them, and the first round is a warm-up."""
-        found: list[list[float]] = [[] for _ in ways]
-        until = self._clock() + ENOUGH_S
-        while len(found[0]) <= ROUNDS and not (len(found[0]) > 1 and self._clock() > until):
-            if all(_are_alike(times[1:]) for times in found):
-                break
-            for (run, operand), times in zip(ways, found, strict=True):
-                started = self._clock()
-                jax.block_until_ready(run(operand))
-                times.append(self._clock() - started)
-        return [statistics.median(times[1:]) for times in found]
+        jax.block_until_ready(run(given))
+        return self._clock() - started
 
     def _in_time(self, what: str) -> None:
         if self._clock() > self._until:
@@ -246,10 +241,6 @@ class Meter:
 
 _ADD_ONE = jax_jit(lambda x: x + 1)
 _PRODUCT = jax_jit(lambda x: x @ x)
-
-
-def _all_products(sides: Sequence[jax.Array]) -> list[jax.Array]:
-    return [_PRODUCT(side) for side in sides]
 
 
 class UnitCost(NamedTuple):
@@ -266,11 +257,10 @@ _Key = tuple[str, str]
 _TURN = ArrayType(np.dtype(np.float32), ())
 
 
-def _work(part: Graph) -> Work:
-    total = Work()
-    for node in part.nodes:
-        total = total.plus(work_of(node))
-    return total
+def _analysed(compiled: Any) -> Work:
+    """Return the work of a compiled program by XLA's cost analysis, which some platforms lack."""
+    found = compiled.cost_analysis() or {}
+    return Work(max(0.0, found.get("flops", 0.0)), max(0.0, found.get("bytes accessed", 0.0)))
 
 
 def _ratio(estimated: float, measured: float) -> float | None:
@@ -326,6 +316,6 @@ def _canonical(part: Graph) -> str:
     nodes = []
     for node in part.nodes:
         operands = tuple(new.get(operand, operand) for operand in node.inputs)
-        nodes.append(Node(node.op, operands, tuple(new[value] for value in node.outputs), node.attributes))
+        nodes.append(Node(node.op, operands, tuple(new[value] for value in node.outputs), node.attributes, node.bodies))
     inputs, outputs = (tuple(new.get(value, value) for value in values) for values in (part.inputs, part.outputs))
     return text(Graph(inputs, tuple(nodes), outputs), locs=False)

@@ -7,6 +7,7 @@ assignment is a tuple with the device of each unit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,7 +93,6 @@ class Unit:
     `touches_state`  whether it reads or writes variables
     """
 
-    name: str
     seconds: tuple[float, ...]
     takes: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
@@ -113,29 +113,18 @@ class Problem:
     @cached_property
     def gives(self) -> tuple[tuple[int, ...], ...]:
         """The values that each unit produces."""
-        found: list[list[int]] = [[] for _ in self.units]
-        for number, value in enumerate(self.values):
-            if value.producer is not None:
-                found[value.producer].append(number)
-        return tuple(map(tuple, found))
+        producers = [() if value.producer is None else (value.producer,) for value in self.values]
+        return _inverse(producers, len(self.units))
 
     @cached_property
     def takers(self) -> tuple[tuple[int, ...], ...]:
         """The units that take each value."""
-        found: list[list[int]] = [[] for _ in self.values]
-        for number, unit in enumerate(self.units):
-            for value in unit.takes:
-                found[value].append(number)
-        return tuple(map(tuple, found))
+        return _inverse([unit.takes for unit in self.units], len(self.values))
 
     @cached_property
     def followers(self) -> tuple[tuple[int, ...], ...]:
         """The units that name each unit in `after`."""
-        found: list[list[int]] = [[] for _ in self.units]
-        for number, unit in enumerate(self.units):
-            for earlier in unit.after:
-                found[earlier].append(number)
-        return tuple(map(tuple, found))
+        return _inverse([unit.after for unit in self.units], len(self.units))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -148,45 +137,18 @@ class Problem:
     @cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """The units that depend on each unit, by value or by `after`."""
-        found: list[dict[int, None]] = [{} for _ in self.units]
-        for number, before in enumerate(self.predecessors):
-            for earlier in before:
-                found[earlier][number] = None
-        return tuple(map(tuple, found))
-
-    @cached_property
-    def is_limited(self) -> bool:
-        """Whether any device has a limit of memory."""
-        return any(limit is not None for limit in self.machine.limits)
-
-    @cached_property
-    def ranks(self) -> tuple[float, ...]:
-        """The longest path, in s, from the start of each unit to the end, at mean costs: the upward rank of HEFT.
-
-        H. Topcuoglu, S. Hariri, M. Wu: Performance-effective and low-complexity task scheduling for heterogeneous
-        computing. IEEE TPDS 13 (2002).
-        """
-        latency, per_byte = self._mean_link
-        ranks = [0.0] * len(self.units)
-        for number in reversed(range(len(self.units))):
-            unit, rest = self.units[number], 0.0
-            for value in self.gives[number]:
-                transfer = latency + self.values[value].size_bytes * per_byte
-                rest = max([rest, *(transfer + ranks[taker] for taker in self.takers[value])])
-            rest = max([rest, *(ranks[follower] for follower in self.followers[number])])
-            costs = [self.cost(number, device) for device in unit.devices]
-            ranks[number] = sum(costs) / max(1, len(costs)) + rest
-        return tuple(ranks)
-
-    @cached_property
-    def _mean_link(self) -> tuple[float, float]:
-        links = [self.machine.links[a][b] for a in self.machine.devices for b in self.machine.devices if a != b]
-        if not links:
-            return 0.0, 0.0
-        count = len(links)
-        return sum(link.latency_s for link in links) / count, sum(1 / link.bytes_per_s for link in links) / count
+        return _inverse(self.predecessors, len(self.units))
 
     def cost(self, number: int, device: int) -> float:
         """Return the time of a unit on a device at full speed, in s. A unit that takes no time is not launched."""
         seconds = self.units[number].seconds[device]
         return seconds + self.machine.launch_s[device] if seconds else 0.0
+
+
+def _inverse(lists: Sequence[Sequence[int]], count: int) -> tuple[tuple[int, ...], ...]:
+    """Return, for each number below `count`, the indices of the lists that have it."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    for index, numbers in enumerate(lists):
+        for number in numbers:
+            found[number].append(index)
+    return tuple(map(tuple, found))

@@ -1,10 +1,9 @@
 """Simulate one step of an assignment: when each unit runs, when each value moves, and the memory used.
 
-A device runs one unit at a time: of the ready ones that with the longest path to the end (`ranks`), of equal ones the
-first. Devices of one pool slow each other down by the machine's `speeds`. A value is sent once to each other device
-that needs it, as soon as it is ready. A link carries one value at a time, the first ready value first. Memory is
-counted over half-open intervals: a result from the start of its unit, a copy from the start of its transfer, both to
-the end of their last use.
+A device runs one unit at a time: of the ready ones the first in the list, as a step does. Devices of one pool slow each
+other down by the machine's `speeds`. A value is sent once to each other device that needs it, as soon as it is ready. A
+link carries one value at a time, the first ready value first. Memory is counted over half-open intervals: a result from
+the start of its unit, a copy from the start of its transfer, both to the end of their last use.
 """
 
 from __future__ import annotations
@@ -43,12 +42,6 @@ class Prediction(NamedTuple):
     end_s: tuple[float, ...]
     transfers: tuple[Transfer, ...]
 
-    def overflow(self, limits: Sequence[int | None]) -> int:
-        """Return how many bytes the devices need beyond their limits, in all."""
-        return sum(
-            max(0, peak - limit) for peak, limit in zip(self.peak_bytes, limits, strict=True) if limit is not None
-        )
-
 
 def simulate(problem: Problem, assignment: Sequence[int], *, with_memory: bool = True) -> Prediction:
     """Return the predicted step of `assignment`; without memory, `peak_bytes` is all 0."""
@@ -81,7 +74,7 @@ class _SimulatedStep:
         #: By value and device, the time at which the value arrives there.
         self.there: list[dict[int, float]] = [{} for _ in problem.values]
         self._waits = [len(unit.takes) + len(unit.after) for unit in units]
-        self._ready: list[list[tuple[float, int]]] = [[] for _ in machine.names]
+        self._ready: list[list[int]] = [[] for _ in machine.names]
         self._link_free: dict[tuple[int, int], float] = {}
         self._events: list[tuple[float, int, int]] = []
         #: By device: the running unit, its remaining seconds at full speed at the time `_since`, and the speed now.
@@ -99,7 +92,6 @@ class _SimulatedStep:
             if value.producer is None:
                 assert value.source is not None
                 self._made(number, value.source, 0.0)
-        events = self._events
         events, now = self._events, 0.0
         while True:
             while events and events[0][0] == now:
@@ -116,8 +108,7 @@ class _SimulatedStep:
     def _start_units(self, now: float) -> None:
         for device, ready in enumerate(self._ready):
             if ready and self._running[device] is None:
-                _, number = heapq.heappop(ready)
-                self._running[device] = number
+                self._running[device] = number = heapq.heappop(ready)
                 self._left[device] = self.problem.cost(number, device)
                 self._since[device] = self.start[number] = now
                 self._speed[device] = 0.0
@@ -173,7 +164,7 @@ class _SimulatedStep:
             self._is_ready(number)
 
     def _is_ready(self, number: int) -> None:
-        heapq.heappush(self._ready[self.assignment[number]], (-self.problem.ranks[number], number))
+        heapq.heappush(self._ready[self.assignment[number]], number)
 
 
 def _peaks(problem: Problem, assignment: Sequence[int], run: _SimulatedStep) -> tuple[int, ...]:

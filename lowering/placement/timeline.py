@@ -11,15 +11,14 @@ snapshot of a variable takes none until the variable is written. Arguments, vari
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from dflow.lowering.placement.costs import Rates
 from dflow.lowering.placement.problem import DeviceLink
 from dflow.lowering.placement.simulate import most_held
-from dflow.lowering.placement.work import Work, work_of
-from dflow.lowering.values.snapshots import snapshots
+from dflow.lowering.placement.work import Rates, work_in, work_of
+from dflow.lowering.values.snapshots import snapshots, variables_read
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node, Value
@@ -60,7 +59,7 @@ class Timeline:
                     writes.setdefault(ref, []).append(self.start[number])
         taken = snapshots(self.graph)
         for number, node in enumerate(self.graph.nodes):
-            for value, ref in _reads(node) if node in taken else ():
+            for value, ref in zip(node.outputs, variables_read(node), strict=True) if node in taken else ():
                 times = writes.get(ref, [])
                 place = bisect_left(times, self.end[number])
                 found[value] = times[place] if place < len(times) else _FOR_EVER
@@ -72,7 +71,7 @@ class Timeline:
         return frozenset(output for output in self.graph.outputs if isinstance(output, Value))
 
     def last_use(self, value: Value) -> float:
-        """Return the time at which a value is freed."""
+        """Return the time at which a value is freed, if its node has ended by then."""
         ends = [self.end[number] for number in self.users.get(value, ())]
         return _FOR_EVER if value in self.kept else max(ends, default=0)
 
@@ -125,23 +124,8 @@ def cost_of(node: Node) -> int:
         return 0
     if node.op in _TRANSFERS:
         return int(_NS * LINK.seconds(_size(node.inputs[0])))
-    total = Work() if node.bodies else work_of(node)
-    for body in node.bodies:
-        for inner in body.nodes:
-            total = total.plus(work_of(inner))
-    return int(_NS * (RATES.launch_s + RATES.seconds(total)))
-
-
-def _reads(node: Node) -> Iterator[tuple[Value, Value]]:
-    """Yield the results of a snapshot, each with its variable."""
-    (body,) = node.bodies
-    outer = dict(zip(body.inputs, node.inputs, strict=True))
-    for value, output in zip(node.outputs, body.outputs, strict=True):
-        assert isinstance(output, Value)
-        (ref,) = body.producers[output].values
-        handed = outer[ref]
-        assert isinstance(handed, Value)
-        yield value, handed
+    work = work_in(inner for body in node.bodies for inner in body.nodes) if node.bodies else work_of(node)
+    return int(_NS * (RATES.launch_s + RATES.seconds(work)))
 
 
 def _size(operand: object) -> int:

@@ -7,12 +7,13 @@ once per iteration if their number is known, unlike in XLA's own analysis, else 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import Graph, Node, Operand
-from dflow.tracing.ir.types import HANDLES, ArrayType
+from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import is_jaxpr
 from dflow.tracing.jaxprs.attributes import Body, body_of
 from dflow.tracing.jaxprs.callbacks import calls_python
@@ -24,13 +25,18 @@ class Work(NamedTuple):
     flops: float = 0.0
     moved_bytes: float = 0.0
 
-    def plus(self, other: Work) -> Work:
-        """Return the sum of both."""
-        return Work(self.flops + other.flops, self.moved_bytes + other.moved_bytes)
 
-    def times(self, count: float) -> Work:
-        """Return `count` times this work."""
-        return Work(self.flops * count, self.moved_bytes * count)
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """The speed of a device: operations and bytes per second, and the time to start a program, in s."""
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+    def seconds(self, work: Work) -> float:
+        """Return the time of the work, without the launch: of its arithmetic or of its bytes, whichever is longer."""
+        return max(work.flops / self.flops_per_s, work.moved_bytes / self.bytes_per_s)
 
 
 #: Ops whose result is their operand's memory.
@@ -63,11 +69,10 @@ def work_of(node: Node) -> Work:
     """Return the work of one node, including its bodies."""
     if node.op is ops.var_read:
         return Work()
-    bodies = [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
-    if bodies:
+    if bodies := _bodies(node):
         return _of_bodies(node, bodies)
     moved = sum(map(_bytes, node.inputs)) + sum(map(_bytes, node.outputs))
-    name = node.op.primitive.name if node.op.primitive is not None else ""
+    name = _name(node)
     if name == "dot_general":
         return Work(_dot_flops(node), moved)
     if name == "conv_general_dilated":
@@ -88,43 +93,59 @@ def work_of(node: Node) -> Work:
     return Work(max(given, taken) if name.startswith(("reduce", "cum", "sort", "arg")) else given, moved)
 
 
-def _of_bodies(node: Node, bodies: Iterable[Graph]) -> Work:
-    works = []
-    for body in bodies:
-        total = Work()
-        for inner in body.nodes:
-            total = total.plus(work_of(inner))
-        works.append(total)
-    name = node.op.name.rpartition(".")[2]
-    if name == "cond":
-        return max(works)
-    total = Work()
-    for work in works:
-        total = total.plus(work)
-    return total.times(node.attributes.get("length", 1) if name == "scan" else 1)
+def work_in(nodes: Iterable[Node]) -> Work:
+    """Return the work of all nodes together."""
+    return _total(map(work_of, nodes))
+
+
+def exceeds(nodes: Iterable[Node], limit: Work, moved_bytes: float = 0.0) -> bool:
+    """Whether the nodes do more arithmetic than `limit` or, with the `moved_bytes` of others, move more bytes."""
+    flops = 0.0
+    for node in nodes:
+        work = work_of(node)
+        flops, moved_bytes = flops + work.flops, moved_bytes + work.moved_bytes
+        if flops > limit.flops or moved_bytes > limit.moved_bytes:
+            return True
+    return False
 
 
 def is_quick(call: Node) -> bool:
     """Whether an XLA call is surely short enough to run on a thread that must not be blocked."""
     (body,) = call.bodies
-    if calls_python(body):
+    if calls_python(body) or exceeds(body.nodes, QUICK, sum(map(_bytes, call.outputs))):
         return False
-    total = Work(0.0, sum(map(_bytes, call.outputs)))
-    for node in body.nodes:
-        if runs_how_long(node) or (node.op.primitive is not None and node.op.primitive.name in _UNKNOWN):
-            return False
-        total = total.plus(work_of(node))
-        if total.flops > QUICK.flops or total.moved_bytes > QUICK.moved_bytes:
-            return False
-    return True
+    return not any(runs_how_long(node) or _name(node) in _UNKNOWN for node in body.nodes)
 
 
 def runs_how_long(node: Node) -> bool:
     """Whether the node has a loop with an unknown number of iterations."""
     if node.op.name.rpartition(".")[2] == "while":
         return True
-    bodies = [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
-    return any(runs_how_long(inner) for body in bodies for inner in body.nodes)
+    return any(runs_how_long(inner) for body in _bodies(node) for inner in body.nodes)
+
+
+def _of_bodies(node: Node, bodies: Iterable[Graph]) -> Work:
+    works = [work_in(body.nodes) for body in bodies]
+    name = node.op.name.rpartition(".")[2]
+    if name == "cond":
+        return max(works)
+    once, count = _total(works), node.attributes.get("length", 1) if name == "scan" else 1
+    return Work(once.flops * count, once.moved_bytes * count)
+
+
+def _total(works: Iterable[Work]) -> Work:
+    flops, moved_bytes = 0.0, 0.0
+    for work in works:
+        flops, moved_bytes = flops + work.flops, moved_bytes + work.moved_bytes
+    return Work(flops, moved_bytes)
+
+
+def _name(node: Node) -> str:
+    return node.op.primitive.name if node.op.primitive is not None else ""
+
+
+def _bodies(node: Node) -> list[Graph]:
+    return [*node.bodies, *(graph for value in node.attributes.values() for graph in _graphs_in(value))]
 
 
 def _graphs_in(value: Any) -> Iterator[Graph]:
@@ -168,6 +189,4 @@ def _itemsize(operand: Operand) -> int:
 
 
 def _bytes(operand: Operand) -> int:
-    if isinstance(operand.type, HANDLES) or not isinstance(operand.type, ArrayType):
-        return 0
-    return operand.type.size_bytes
+    return operand.type.size_bytes if isinstance(operand.type, ArrayType) else 0

@@ -16,12 +16,13 @@ elsewhere may use this machine's processors and memory and, if XLA has a fault, 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable
 
 from jax import export
 
 from dflow.tracing.errors import WireError
-from dflow.tracing.jax_frontend import STABLE_CALL_TARGETS, export_trees, with_derivative, with_module, with_text
+from dflow.tracing.jax_frontend import STABLE_CALL_TARGETS, export_trees, with_derivative, with_module
 
 #: Limits on the pytrees of arguments and results.
 MAX_TREE_NODES = 1 << 17
@@ -34,7 +35,8 @@ REFUSED_OPS = frozenset(f"stablehlo.{name}" for name in ("infeed", "outfeed", "s
 
 def write_program(exported: export.Exported) -> bytes:
     """Return the bytes of a program, for `read_program`."""
-    return bytes(with_text(exported).serialize())
+    text = exported.mlir_module().encode()
+    return bytes(dataclasses.replace(exported, mlir_module_serialized=text).serialize())
 
 
 class RefusedCall(WireError):

@@ -6,12 +6,11 @@ Invariant: an executable does not change, so any number of steps may run it conc
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from graphlib import TopologicalSorter
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +23,6 @@ from dflow.lowering.steps.plan import (
     Plan,
     Read,
     Recv,
-    Scalar,
     Scan,
     Send,
     UseResource,
@@ -64,6 +62,7 @@ class Executable:
     takers      the items that take each slot
     bodies      executables of the plans that branches and loops run; they share the programs
     awaited     the slots that must be computed before a copy starts
+    fetched     the slots that the plan returns
     lets_go     the slots that each item takes, gives or awaits, without those fetched
     uses        number of items that take, give or await each slot; after the last one its value is freed
     """
@@ -71,7 +70,11 @@ class Executable:
     def __init__(self, plan: Plan, programs: Sequence[Program] = ()) -> None:
         self.plan, self.programs = plan, programs
         self.bodies = tuple(Executable(body, programs) for body in plan.bodies)
-        self.scalars = tuple((scalar.slot, _number(scalar)) for scalar in plan.scalars)
+        self.fetched = frozenset(plan.fetches)
+        self.scalars = tuple(
+            (scalar.slot, jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0]))
+            for scalar in plan.scalars
+        )
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
         needed = needs(plan)
         self.waiting = list(map(len, needed))
@@ -89,9 +92,10 @@ class Executable:
             self.uses[slot] += 1
 
     def _awaited_by(self, index: int) -> tuple[int, ...]:
-        """Return a slot of each item that must be computed before a copy to a CPU device starts.
+        """Return the slots that must be computed before an item starts: one of each item that a copy is ordered after.
 
-        Other devices run their work in the order of submission. The CPU starts a copy as soon as its source is ready.
+        Only a copy to a CPU device waits for them, as it would start once its source is ready. Other devices run their
+        work in the order of submission.
         """
         item = self.plan.items[index]
         if not isinstance(item, Copy) or self.devices[item.device].platform != "cpu":
@@ -117,11 +121,6 @@ class Executable:
         return tuple(dict.fromkeys(key for call in calls_in(self.plan) for key in (*call.writes, *call.reads)))
 
     @cached_property
-    def fetched(self) -> frozenset[int]:
-        """The slots that the plan returns."""
-        return frozenset(self.plan.fetches)
-
-    @cached_property
     def takers(self) -> Mapping[int, tuple[int, ...]]:
         """The items that take each slot."""
         found: dict[int, list[int]] = {}
@@ -144,11 +143,7 @@ class Executable:
     @cached_property
     def touched(self) -> Mapping[str, bool]:
         """The variables, queues and accumulators that the plan touches, and whether it changes each."""
-        found: dict[str, bool] = {}
-        for item in self.plan.items:
-            for key, changes in self._touched_by(item).items():
-                found[key] = found.get(key, False) or changes
-        return found
+        return _merged(map(self._touched_by, self.plan.items))
 
     @cached_property
     def follows(self) -> Mapping[int, frozenset[int]]:
@@ -219,12 +214,18 @@ class Executable:
             case UseResource():
                 found = {item.key: True}
             case Branch() | While() | Scan():
-                for body in bodies_of(item):
-                    for key, changes in self.bodies[body].touched.items():
-                        found[key] = found.get(key, False) or changes
+                found = _merged(self.bodies[body].touched for body in bodies_of(item))
         if found:
             found.setdefault(ANYTHING, False)
         return found
+
+
+def _merged(touched: Iterable[Mapping[str, bool]]) -> dict[str, bool]:
+    found: dict[str, bool] = {}
+    for each in touched:
+        for key, changes in each.items():
+            found[key] = found.get(key, False) or changes
+    return found
 
 
 def may_conflict(one: Executable, other: Executable) -> bool:
@@ -263,10 +264,6 @@ def gives(item: Item) -> tuple[int, ...]:
         case Recv() | Copy():
             return (item.give,)
     return item.gives
-
-
-def _number(scalar: Scalar) -> jax.Array:
-    return jnp.asarray(np.frombuffer(scalar.data, parse_dtype(scalar.dtype))[0])
 
 
 def needs(plan: Plan) -> list[set[int]]:

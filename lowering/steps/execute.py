@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -54,7 +55,7 @@ class Execution:
         feeds: Sequence[Any],
         on_done: Callable[[Outcome[Fetches]], None],
         submit: Submit,
-        held: Mapping[int, int] | None = None,
+        held: Mapping[int, int] = MappingProxyType({}),
         on_item: OnItem | None = None,
         recorder: Recorder = NOWHERE,
         frame: str = "",
@@ -78,7 +79,7 @@ class Execution:
         self._waiting, self._uses = list(executable.waiting), list(executable.uses)
         self._left = len(plan.items)
         self._has_started = False
-        for index, count in (held or {}).items():
+        for index, count in held.items():
             self._waiting[index] += count
         for slot in pending:
             self._wait_for_feed(slot, 1)
@@ -147,17 +148,17 @@ class Execution:
             try:
                 plan = self._executable.plan
                 self._note(ITEM_BEGAN, self._step, plan, index)
-                if self._perform(plan.items[index], index):
+                item = plan.items[index]
+                if _PERFORM[type(item)](self, item, index):
                     queue.extend(self._done(index))
             except BaseException as error:
                 self._fail(index, error)
 
-    def _perform(self, item: Item, index: int) -> bool:
-        """Run an item; return False if it is done later, when its callback is called."""
-        return _PERFORM[type(item)](self, item, index)
-
     def _receive(self, item: Recv, index: int) -> bool:
-        self._channel.receive(self._step, item.edge + self._frame, item.source, partial(self._received, index, item))
+        def received(value: Outcome[Sent]) -> None:
+            self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
+
+        self._channel.receive(self._step, item.edge + self._frame, item.source, received)
         return False
 
     def _send(self, item: Send, index: int) -> bool:
@@ -217,7 +218,7 @@ class Execution:
     def _branch(self, item: Branch, index: int) -> bool:
         number, *operands = [self._slots[slot] for slot in item.takes]
         body = item.bodies[min(max(int(np.asarray(number)), 0), len(item.bodies) - 1)]
-        child = self._run_of(body, operands, lambda outcome: self._arrived(index, item.gives, outcome))
+        child = self._run_of(body, operands, partial(self._arrived, index, item.gives))
         self._cancel_at_end(index, child.cancel)
         child.start()
         return False
@@ -235,9 +236,9 @@ class Execution:
         body: int,
         feeds: Sequence[Any],
         on_done: Callable[[Outcome[Fetches]], None],
-        held: Mapping[int, int] | None = None,
-        on_item: OnItem | None = None,
         turn: int | None = None,
+        held: Mapping[int, int] = MappingProxyType({}),
+        on_item: OnItem | None = None,
     ) -> Execution:
         around = self._store, self._channel, self._step
         frame = self._frame if turn is None else frame_of_turn(self._frame, turn)
@@ -251,9 +252,6 @@ class Execution:
             outcome = self._outcome
         if isinstance(outcome, BaseException):
             cancel(outcome)
-
-    def _received(self, index: int, item: Recv, value: Outcome[Sent]) -> None:
-        self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
 
     def _arrived(self, index: int, slots: Sequence[int], values: Outcome[Sequence[Any]]) -> None:
         """Continue after an item that waited. This runs on the thread that delivers its results."""
@@ -318,7 +316,7 @@ class Execution:
         self._on_done(outcome)
 
 
-#: The method that runs an item, by class: a lookup is faster than a chain of isinstance tests.
+#: The method that runs an item, by class. It returns False if the item is done later, when its callback is called.
 _PERFORM: Mapping[type[Item], Callable[[Execution, Any, int], bool]] = {
     Recv: Execution._receive,
     Send: Execution._send,

@@ -173,7 +173,7 @@ def _run_here(executable: Executable, store: Store, feeds: Sequence[Any]) -> Out
 
 
 def fetched(outcome: Outcome[Fetches]) -> tuple[jax.Array, ...]:
-    """The fetches of an execution that has ended; raises what ended it."""
+    """Return the fetches of an execution that has ended; raise the error that ended it."""
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome

@@ -34,47 +34,24 @@ PENDING: Any = object()
 
 
 class Run(Protocol):
-    """A run of a body's plan."""
+    """A run of a body's plan: an `Execution`."""
 
-    def start(self) -> None:
-        """Run the items that are ready, on this thread."""
-        ...
+    def start(self) -> None: ...
 
-    def feed(self, place: int, value: Any) -> None:
-        """Supply the value of the feed at index `place`, which was PENDING."""
-        ...
+    def feed(self, place: int, value: Any) -> None: ...
 
-    def release(self, item: int) -> None:
-        """Notify that one of the items that `item` is held for is done."""
-        ...
+    def release(self, item: int) -> None: ...
 
-    def cancel(self, error: BaseException) -> None:
-        """End with `error` unless it has ended."""
-        ...
+    def cancel(self, error: BaseException) -> None: ...
 
 
-class MakeRun(Protocol):
-    """Creates a run of the body with index `body`, without starting it."""
-
-    def __call__(
-        self,
-        body: int,
-        feeds: Sequence[Any],
-        on_done: Callable[[Outcome[Sequence[Any]]], None],
-        held: Mapping[int, int] = ...,
-        on_item: OnItem | None = ...,
-        turn: int | None = ...,
-    ) -> Run:
-        """Create a run.
-
-        held     number of releases that an item waits for, by item
-        on_item  called with each item that is done and its results, each with its slot
-        turn     number of the iteration, for its test too
-        """
-        ...
-
-
+#: Called with each item that is done and its results, each with its slot.
 OnItem = Callable[[int, Sequence[tuple[int, Any]]], None]
+#: Creates a run of the body with this index, without starting it, in the iteration with this number. The mapping is the
+#: number of releases that an item waits for, by item.
+MakeRun = Callable[
+    [int, Sequence[Any], Callable[[Outcome[Sequence[Any]]], None], int, Mapping[int, int], OnItem | None], Run
+]
 
 
 @dataclass
@@ -161,7 +138,7 @@ class Loop:
                 return None
             if self._is_wanted is None:
                 assert isinstance(item, While)
-                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested, turn=number)
+                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested, number, {}, None)
                 return turn.test.start
             return self._turned(number, turn).start
 
@@ -175,7 +152,7 @@ class Loop:
         feeds = [*self._kept, *turn.carried, *(_row(x, self._row_of(number)) for x in self._rows)]
         turn.test = None
         turn.run = self._make_run(
-            self._item.body, feeds, partial(self._turn_ended, number), held, partial(self._item_done, number), number
+            self._item.body, feeds, partial(self._turn_ended, number), number, held, partial(self._item_done, number)
         )
         self._turns[number + 1] = _Turn([PENDING] * len(turn.carried))
         self._next, self._is_wanted = number + 1, None
@@ -236,7 +213,10 @@ class Loop:
             self._end(outcome)
             return
         with self._lock:
-            self._count(number)
+            self._turns[number].has_ended = True
+            while self._turns[self._oldest].has_ended:
+                del self._turns[self._oldest]
+                self._oldest += 1
         # A direct call would nest each iteration in the one before, and the stack would overflow.
         self._soon(self.start)
 
@@ -252,46 +232,29 @@ class Loop:
         if not self._ended:
             self._submit(guarded)
 
-    def _count(self, number: int) -> None:
-        self._turns[number].has_ended = True
-        while self._turns[self._oldest].has_ended:
-            del self._turns[self._oldest]
-            self._oldest += 1
-
 
 class _Stack:
-    """Rows written into one array. Random keys cannot be written one by one, so they are stacked at the end."""
+    """Rows written into one array; of random keys, their data."""
 
     def __init__(self, type: str, length: int) -> None:
         row: Any = parse_type(type)
-        self._type = row
-        self._is_plain = not jnp.issubdtype(row.dtype, jax.dtypes.extended)
-        self._array = jnp.zeros((length, *row.shape), row.dtype) if self._is_plain else None
-        self._rows: dict[int, Any] = {}
+        self._is_key = jnp.issubdtype(row.dtype, jax.dtypes.extended)
+        self._dtype, like = row.dtype, jax.ShapeDtypeStruct(row.shape, row.dtype)
+        like = jax.eval_shape(jax.random.key_data, like) if self._is_key else like
+        self._array = jnp.zeros((length, *like.shape), like.dtype)
 
     def put(self, number: int, row: Any) -> None:
-        if self._is_plain:
-            self._array = _put(self._array, _beside(row, self._array), number)
-        else:
-            first = next(iter(self._rows.values()), row)
-            self._rows[number] = _beside(row, first)
+        data = jax.random.key_data(row) if self._is_key else row
+        self._array = _put(self._array, _beside(data, self._array), number)
 
     def whole(self) -> Any:
-        if self._is_plain:
-            return self._array
-        if not self._rows:
-            return _no_keys(self._type)
-        return jnp.stack([row for _, row in sorted(self._rows.items())])
+        if self._is_key:
+            return jax.random.wrap_key_data(self._array, impl=key_implementation(self._dtype))
+        return self._array
 
 
-def _no_keys(row: Any) -> Any:
-    """Return an array of no rows, each of random keys like `row`."""
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((0, *row.shape), row.dtype))
-    return jax.random.wrap_key_data(jnp.zeros(data.shape, data.dtype), impl=key_implementation(row.dtype))
-
-
-def _beside(row: Any, held: Any) -> Any:
-    """Return a row with the sharding of the earlier rows; it may come from another device."""
+def _beside(row: Any, held: jax.Array) -> Any:
+    """Return a row with the sharding of the array; it may come from another device."""
     is_apart = isinstance(row, jax.Array) and row.committed and held.committed and row.sharding != held.sharding
     return jax.device_put(row, held.sharding) if is_apart else row
 
@@ -301,8 +264,6 @@ def _row(array: Any, number: Any) -> Any:
     return jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
 
 
-def _put_row(array: Any, row: Any, number: Any) -> Any:
+@partial(jax_jit, donate_argnums=0)
+def _put(array: Any, row: Any, number: Any) -> Any:
     return jax.lax.dynamic_update_index_in_dim(array, row, number, 0)
-
-
-_put = jax_jit(_put_row, donate_argnums=0)

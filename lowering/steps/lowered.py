@@ -16,7 +16,7 @@ from dflow.lowering.passes.task_control_flow import tasks_of
 from dflow.lowering.placement.work import is_quick
 from dflow.lowering.programs.discharge import Discharged, discharge
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
-from dflow.lowering.values.snapshots import snapshots
+from dflow.lowering.values.snapshots import snapshots, variables_read
 from dflow.tracing.devices.device_name import split_device_name
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir import ops
@@ -24,7 +24,6 @@ from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import HANDLES, ArrayType, dtype_name
-from dflow.tracing.jaxprs.callbacks import calls_python
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 from dflow.tracing.source import at
 
@@ -101,7 +100,7 @@ class _Share:
 @dataclass
 class _Maker:
     task: str
-    keys: Mapping[Value, str]
+    keys: Mapping[Any, str]
     feeds: list[int] = field(default_factory=list)
     fetches: list[int] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -141,7 +140,8 @@ class _Maker:
         if node.op is ops.dev_copy:
             return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
         if node in self.snapshots:
-            return self._read(node, after)
+            keys = tuple(self.keys[ref] for ref in variables_read(node))
+            return Read(keys, tuple(self.slot(value) for value in node.outputs), after)
         if node.op is ops.xla_call:
             return self._call(node, after)
         if node.op in ops.CONTROL_OPS:
@@ -153,7 +153,7 @@ class _Maker:
     def _use_resource(self, node: Node, after: tuple[int, ...]) -> UseResource:
         ref, *operands = node.inputs
         return UseResource(
-            self._key(ref),
+            self.keys[ref],
             ResourceOp(node.op.name, line=at(node.loc), **node.attributes),
             takes=self._takes(operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
@@ -190,7 +190,7 @@ class _Maker:
     def _body(self, node: Node, body: Graph) -> int:
         """Add the plan of a body and return its index. Its programs are added to those of the whole plan."""
         keys = {
-            ref: self._key(operand)
+            ref: self.keys[operand]
             for ref, operand in zip(body.inputs, node.handed, strict=True)
             if isinstance(ref.type, HANDLES)
         }
@@ -213,13 +213,6 @@ class _Maker:
                 self.scalars.append(Scalar(self.slot(operand), dtype_name(type.dtype), data))
         return tuple(self.slot(operand) for operand in operands)
 
-    def _read(self, node: Node, after: tuple[int, ...]) -> Read:
-        (body,) = node.bodies
-        outer = dict(zip(body.inputs, node.handed, strict=True))
-        reads = {value: outer[ref] for inner in body.nodes for value in inner.outputs for ref in inner.values}
-        keys = tuple(self._key(reads[output]) for output in body.outputs if isinstance(output, Value))
-        return Read(keys, tuple(self.slot(value) for value in node.outputs), after)
-
     def _call(self, node: Node, after: tuple[int, ...]) -> Call:
         (body,) = node.bodies
         pure = discharge(body)
@@ -227,30 +220,16 @@ class _Maker:
         self.programs.append(pure)
         return Call(
             program=len(self.programs) - 1,
-            writes=tuple(self._key(outer[ref]) for ref in pure.written),
-            reads=tuple(self._key(outer[ref]) for ref in pure.read),
+            writes=tuple(self.keys[outer[ref]] for ref in pure.written),
+            reads=tuple(self.keys[outer[ref]] for ref in pure.read),
             takes=tuple(self.slot(outer[value]) for value in pure.operands),
             gives=tuple(self.slot(value) for value in node.array_outputs),
             after=after,
             device=_device(node),
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
-            keeps=self._keeps(node),
+            keeps=bool(pure.written) and not node.attributes["donate"],
             quick=is_quick(node),
         )
-
-    def _keeps(self, node: Node) -> bool:
-        """Whether the call overwrites none of the variables that it writes."""
-        written = {ref for effect, ref in node.effects if effect is Effect.WRITE}
-        donated = {node.inputs[index] for index in node.attributes["donate"]}
-        if written and not donated and calls_python(node.bodies[0]):
-            return True
-        if donated != written:
-            raise InternalError(f"{node} donates {donated} but writes {written}; run the pass 'donate'")
-        return False
-
-    def _key(self, operand: Operand) -> str:
-        assert isinstance(operand, Value)
-        return self.keys[operand]
 
     def lowered(self) -> Lowered:
         plan = Plan(

@@ -131,9 +131,7 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     parallel: int = DEFAULT_PARALLEL_ITERATIONS
 
 
-#: Items that the host runs, between programs; they may wait.
-HostItem = UseResource | Branch | While | Scan
-Item = Call | Copy | Read | Send | Recv | HostItem
+Item = Call | Copy | Read | Send | Recv | UseResource | Branch | While | Scan
 
 
 class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):

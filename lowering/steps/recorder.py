@@ -143,7 +143,8 @@ class Recorder:
 
 
 def described_end(outcome: object) -> str:
-    """Return a short text of an outcome that is an error, else "". An error itself would keep too much in memory."""
+    """Return a short text of an outcome that is an error, else ""."""
+    # A text, since the error would keep its traceback, and so the values of the step, in memory.
     return f"{type(outcome).__name__}: {outcome}"[:MOST_TEXT] if isinstance(outcome, BaseException) else ""
 
 
@@ -162,14 +163,11 @@ def _read(noted: tuple[Any, ...]) -> Event:
         line = line.strip().removeprefix("at ")
         # Sends and receives are named by their edge, like the events of the value.
         name = str(getattr(item, "edge", name))
-        return Event(at_ns, what, origin, number, type(item).__name__, name, line, _peer(item), number=index, text=text)
+        peer = str(getattr(item, "source", "") or getattr(item, "destination", ""))
+        return Event(at_ns, what, origin, number, type(item).__name__, name, line, peer, number=index, text=text)
     if what in _OF_VALUES:
         return Event(at_ns, what, origin, number, name=subject, peer=detail, size_bytes=size, began_ns=began)
     return Event(at_ns, what, origin, number, peer=subject, text=detail)
-
-
-def _peer(item: Any) -> str:
-    return str(getattr(item, "source", "") or getattr(item, "destination", ""))
 
 
 _OF_VALUES = (SENT, RECEIVED, WAIT_EXPIRED)

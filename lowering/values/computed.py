@@ -10,12 +10,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-
-class _OfThread(threading.local):
-    before_waiting: Callable[[], None] | None = None
-
-
-_OF_THREAD = _OfThread()
+_OF_THREAD = threading.local()
 
 
 def before_waiting(call: Callable[[], None]) -> None:
@@ -29,6 +24,5 @@ def wait_until_computed(values: Iterable[Any]) -> None:
         # Duck typing, without importing JAX: a coordinator, which also runs this, starts in half the time without it.
         is_ready = getattr(value, "is_ready", None)
         if is_ready is not None and not is_ready():
-            if _OF_THREAD.before_waiting is not None:
-                _OF_THREAD.before_waiting()
+            getattr(_OF_THREAD, "before_waiting", lambda: None)()
             value.block_until_ready()

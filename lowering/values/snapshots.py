@@ -25,3 +25,10 @@ def snapshots(graph: Graph) -> frozenset[Node]:
         and all(output in node.bodies[0].producers for output in node.bodies[0].outputs)
         and all(map(is_moved, node.outputs))
     )
+
+
+def variables_read(snapshot: Node) -> list[Value]:
+    """Return the variable of each result of a snapshot."""
+    (body,) = snapshot.bodies
+    outer = dict(zip(body.inputs, snapshot.values, strict=True))
+    return [outer[ref] for output in body.outputs if isinstance(output, Value) for ref in body.producers[output].values]

@@ -12,7 +12,7 @@ import numpy as np
 import dflow
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.stock_task import StockTask
-from dflow.distributed.transport.exchange import Exchange
+from dflow.distributed.transport.base import Peer
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.state_backends import LOCAL
@@ -26,7 +26,7 @@ class CutTransport(SocketTransport):
 
     proxy: Proxy | None = None
 
-    def connect(self, address: str, *, who: str, **rest: Any) -> Exchange:
+    def connect(self, address: str, *, who: str, **rest: Any) -> Peer:
         if who == PS:
             self.proxy = self.proxy or Proxy(address.partition(";")[0], random.Random(0), most_bytes=30_000)
             address = self.proxy.address

@@ -6,7 +6,7 @@ import pytest
 
 from dflow.distributed.coordinator import coordinator_state
 from dflow.distributed.task import task_server
-from dflow.distributed.wire.all_messages import MESSAGES
+from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.roster import Roster, RosterChange
@@ -22,13 +22,13 @@ def of(kind: type[Message]) -> set[type[Message]]:
 
 
 def test_each_request_is_handled_by_one_role() -> None:
-    coordinators, tasks = coordinator_state.REQUESTS.kinds, task_server.REQUESTS.kinds
+    coordinators, tasks = set(coordinator_state.REQUESTS.handlers), set(task_server.REQUESTS.handlers)
     assert coordinators | tasks == of(Request)
     assert not coordinators & tasks
 
 
 def test_each_notice_is_handled() -> None:
-    assert coordinator_state.NOTICES.kinds | task_server.NOTICES.kinds | OF_CLIENTS == of(Notice)
+    assert {*coordinator_state.NOTICES.handlers, *task_server.NOTICES.handlers, *OF_CLIENTS} == of(Notice)
 
 
 def test_a_second_handler_of_a_message_is_refused() -> None:

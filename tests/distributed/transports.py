@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.transport.base import Handler, Limits, Peer, Responder, Transport
+from dflow.distributed.transport.base import Handler, Peer, Responder, Transport
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.security.certificates import issue_certificate, make_authority
 from dflow.distributed.transport.security.identity import Identity

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
-from dflow.distributed.wire.all_messages import ANY_MESSAGE
-from dflow.distributed.wire.codec import encode_message
+from dflow.distributed.transport.link import Frame, Kind
+from dflow.distributed.wire.codec import ANY_MESSAGE, encode_message
 from dflow.distributed.wire.messages.connection import Hello, Introduce
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.steps.plan import Plan

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.exchange import Kind
-from dflow.distributed.wire import all_messages
+from dflow.distributed.transport.link import Kind
+from dflow.distributed.wire import codec
 from dflow.distributed.wire.messages.message import Message
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
@@ -79,8 +79,8 @@ def test_a_task_minds_no_message_with_senseless_fields(victim: Victim, kind: msg
 
 
 def test_the_fuzzer_knows_every_message_and_makes_some_that_are_right() -> None:
-    assert {kind.cls for kind in MESSAGES} == set(all_messages.MESSAGES)
-    rng, decoder = random.Random(0), msgspec.msgpack.Decoder(all_messages.ANY_MESSAGE)
+    assert {kind.cls for kind in MESSAGES} == set(codec.MESSAGES)
+    rng, decoder = random.Random(0), msgspec.msgpack.Decoder(codec.ANY_MESSAGE)
     for kind in MESSAGES:
         assert any(_is_right(decoder, ENCODER.encode(struct_of(kind, rng))) for _ in range(200)), kind
 

@@ -12,7 +12,7 @@ import sys
 
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
-from dflow.distributed.transport.base import Limits
+from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from tests.fuzz.scripts import TASK, WORKERS

@@ -19,7 +19,7 @@ from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Va
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import ArrayType, RefType, TokenType
 from dflow.tracing.ir.updates import KINDS
-from dflow.tracing.jax_frontend import primitive_named
+from dflow.tracing.jax_frontend import primitives_by_name
 from tests.choice import choice
 from tests.lowering.meaning import TASKS
 
@@ -76,10 +76,10 @@ def _node(
             op = ops.UPDATES[choice(draw, sorted(kind for kind in KINDS if not KINDS[kind].by_rows))]
             return Node(op, (ref, operand), (Value(fresh("done"), TokenType()),), device=update)
         case "unknown" if unknown:
-            op, arity = numeric(primitive_named("neg"), unknown_effects=True), 1
+            op, arity = numeric(primitives_by_name()["neg"], unknown_effects=True), 1
         case _:
             name = choice(draw, sorted(_ARITY))
-            op, arity = numeric(primitive_named(name)), _ARITY[name]
+            op, arity = numeric(primitives_by_name()[name]), _ARITY[name]
     device = choice(draw, (None, WITH_STATE, WITH_STATE, *tasks))
     operands = tuple(_operand(draw, arrays) for _ in range(arity))
     return Node(op, operands, (Value(fresh("n"), INT),), device=device)

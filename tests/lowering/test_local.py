@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 
 from dflow.lowering.local import LocalHome
-from dflow.tracing.devices.device import device
+from dflow.tracing.devices.device import device_scope
 from dflow.tracing.errors import DeviceError, VariableError
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.context import home
@@ -163,7 +163,7 @@ def test_a_program_does_the_same_at_once_and_lowered(program: Program) -> None:
 
 def test_a_stated_device_is_refused_where_there_is_no_cluster(here: LocalHome) -> None:
     def step(x: jax.Array) -> jax.Array:
-        with device("ps:0"):
+        with device_scope("/job:ps/task:0"):
             return x + 1
 
     with pytest.raises(DeviceError, match=r"no task offers it; the tasks are localhost:0\n  at .*test_local\.py:"):

@@ -16,7 +16,8 @@ import numpy as np
 from jax.experimental import io_callback
 
 import dflow
-from dflow.tracing.devices.device import device
+from dflow.tracing.devices.device import device_scope
+from dflow.tracing.devices.device_name import full_device_name
 from dflow.tracing.rows.row_gradient import RowGradient
 from tests.programs.statements import (
     Apply,
@@ -171,7 +172,7 @@ class Traced:
                 number = self.accumulator.step if what == "step" else getattr(self.accumulator, what)()
                 return [_spread(number)]
             case On(name, body):
-                with device(name):
+                with device_scope(full_device_name(name)):
                     return self.run(body, stack, shared)[len(stack) :]
             case Loop():
                 return self._loop(statement, pick(statement.value), stack[-1], inner)

@@ -23,11 +23,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dflow.distributed.coordinator.event_log import LOG_EVENTS
+from dflow.distributed.coordinator.coordinator_events import LOG_EVENTS
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.steps.rendezvous import WINDOW
 from dflow.distributed.task.task_server import TaskStatistics
-from dflow.distributed.wire.messages.barriers import BarrierPassed
+from dflow.distributed.wire.messages.coordination import BarrierPassed
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.devices.task_name import task_name
 

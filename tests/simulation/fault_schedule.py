@@ -1,7 +1,7 @@
 """A simulated cluster with a program and faults, and its run.
 
 Simulated are the layers below and above the code under test: the network with its faults and the clock, and what the
-program of a worker computes. Between them run the real `Coordinator`, `SessionDriver`, `TaskServer`, `Exchange`,
+program of a worker computes. Between them run the real `Coordinator`, `SessionDriver`, `TaskServer`, `Peer`,
 `Session`, `Async` and `Sync`.
 """
 
@@ -17,11 +17,10 @@ from functools import partial
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.wire.messages.barriers import AwaitBarrier, BarrierPassed
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
-from dflow.distributed.wire.messages.elections import Elected
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues.timers import timers_started_by
 from tests.simulation.checks import Checks, Repeated, name_of
 from tests.simulation.events import EventQueue, PendingEvent

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from dflow.distributed.transport.base import Handler, Limits, Peer, always_wanted
-from dflow.distributed.transport.exchange import Exchange, Frame, Kind
+from dflow.distributed.transport.base import Handler, Peer
+from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.session import Session
 from dflow.distributed.wire.codec import decode_message
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
@@ -61,10 +61,10 @@ class _Packet(NamedTuple):
 
 
 class SimulatedLink:
-    """One end of a connection; see `exchange.Link`. If `dials`, this end dials a new stream when one breaks."""
+    """One end of a connection; see `link.FrameLink`. If `dials`, this end dials a new stream when one breaks."""
 
     def __init__(self, network: Network, near: Process, far: Process, *, dials: bool) -> None:
-        self.exchange: Exchange | None = None
+        self.peer: Peer | None = None
         self.other: SimulatedLink
         self.is_closed = False
         self.said = self.heard = 0
@@ -87,12 +87,12 @@ class SimulatedLink:
     @property
     def kept(self) -> int:
         """Number of frames retained until the other end acknowledges them."""
-        return self._session.unacknowledged_frames
+        return len(self._session.retained)
 
     # As a link.
 
     def send(self, frame: Frame) -> None:
-        """See `exchange.Link.send`."""
+        """See `link.FrameLink.send`."""
         if self.is_closed:
             raise TransportClosed("the connection is closed")
         if not self.near.is_alive:
@@ -110,7 +110,7 @@ class SimulatedLink:
         self._transmit(said)
 
     def close(self) -> None:
-        """See `exchange.Link.close`."""
+        """See `link.FrameLink.close`."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -215,18 +215,18 @@ class SimulatedLink:
             self._arrived(frame)
 
     def _arrived(self, frame: Frame) -> None:
-        assert self.exchange is not None
+        assert self.peer is not None
         if self.near.host != COORDINATOR:
-            self.exchange.arrived(frame)
+            self.peer.arrived(frame)
             return
         message = decode_message(frame.meta)
         self._network.on_hearing(self._far, message)
-        self.exchange.arrived(frame)
+        self.peer.arrived(frame)
         self._network.on_heard(self._far, message)
 
     def _close(self, reason: str) -> None:
-        if self.exchange is not None:
-            self.exchange.close(reason)
+        if self.peer is not None:
+            self.peer.close(reason)
 
     # From one stream to the next.
 
@@ -264,7 +264,8 @@ class SimulatedLink:
         """The other end has dialled a new stream, and has received all frames up to `peer_received`."""
         if self.is_closed or stream <= self._stream:
             return
-        again = self._session.resume(peer_received).again
+        self._session.resume(peer_received)
+        again = [kept.item for kept in self._session.retained]
         self._goes_on(stream)
         self._put(partial(self.other._answered, stream, self._session.received))
         for said in again:
@@ -274,7 +275,8 @@ class SimulatedLink:
         """The other end has accepted the new stream, and has received all frames up to `peer_received`."""
         if self.is_closed or stream != self._dialled or self._resume_by_s is None:
             return
-        again = self._session.resume(peer_received).again
+        self._session.resume(peer_received)
+        again = [kept.item for kept in self._session.retained]
         self._goes_on(stream)
         for said in again:
             self._transmit(said)
@@ -321,8 +323,8 @@ class SimulatedTransport:
         handler: Handler,
         who: str,
         timeout_s: float,
-        is_wanted: Callable[[], bool] = always_wanted,
-    ) -> Exchange:
+        is_wanted: Callable[[], bool] = lambda: True,
+    ) -> Peer:
         """Connect now, without retries, which the caller makes.
 
         raises  DeadlineExceeded when the listener at `address` cannot be reached now
@@ -338,10 +340,10 @@ class SimulatedTransport:
             SimulatedLink(network, target, source, dials=False),
         )
         ours.other, theirs.other = theirs, ours
-        ours.exchange = Exchange(ours, local=name, remote=listener.name, handler=handler, limits=LIMITS)
-        theirs.exchange = Exchange(theirs, local=listener.name, remote=name, handler=listener.handler, limits=LIMITS)
+        ours.peer = Peer(ours, local=name, remote=listener.name, handler=handler, limits=LIMITS)
+        theirs.peer = Peer(theirs, local=listener.name, remote=name, handler=listener.handler, limits=LIMITS)
         self._connections.append(ours)
-        return ours.exchange
+        return ours.peer
 
 
 class Connections(list[SimulatedLink]):
@@ -349,7 +351,7 @@ class Connections(list[SimulatedLink]):
 
     def far(self, peer: Peer) -> str:
         """Return the process at the other end of a connection; empty if `peer` is not the dialling end of one."""
-        return next((str(link.other.near) for link in reversed(self) if link.exchange is peer), "")
+        return next((str(link.other.near) for link in reversed(self) if link.peer is peer), "")
 
     def unheard(self) -> str:
         """Describe a frame that was sent over an open connection and not received; meant for an idle network."""

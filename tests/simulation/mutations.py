@@ -16,12 +16,12 @@ import pytest
 
 from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
-from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply, Ticked
+from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
 from dflow.distributed.steps import deadlines, rendezvous, task_channel
 from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
 from dflow.lowering.queues.accumulator_machine import EnoughSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
@@ -136,11 +136,11 @@ def _keep_the_old_life(original: Any) -> Any:
 
 
 def _pass_early(original: Any) -> Any:
-    def pass_if_complete(self: Any, name: str, barrier: Any) -> Any:
-        if 1 < len(barrier.here) < len(barrier.generation.members):
-            arrivals, barrier.here = barrier.here, {}
-            return [SendReply(arrival.ask, barriers._answer(barrier.generation)) for arrival in arrivals.values()]
-        return original(self, name, barrier)
+    def pass_if_complete(self: Any, barrier: Any) -> Any:
+        here = barrier.here()
+        if 1 < len(here) < len(barrier.generation.members):
+            return [SendReply(barrier.waiting.pop(task).ask, barriers._answer(barrier.generation)) for task in here]
+        return original(self, barrier)
 
     return pass_if_complete
 
@@ -161,7 +161,7 @@ def _set_for_now(original: Any) -> Any:
 def _changed_for_now(original: Any) -> Any:
     def changed(members: Any, life: int) -> None:
         original(members, life)
-        members._records._changed.pop(f"life/{life:012d}", None)
+        members._records.changed.pop(f"life/{life:012d}", None)
 
     return changed
 
@@ -175,7 +175,12 @@ def _saving_nothing(original: Any) -> Any:
 
 
 def _saying_nothing_again(original: Any) -> Any:
-    return lambda link, peer_received: transport_session.Resumption(original(link, peer_received).released, [])
+    def resume(session: Any, peer_received: int) -> Any:
+        released = original(session, peer_received)
+        session.retained.clear()
+        return released
+
+    return resume
 
 
 def _one_more(original: Any) -> Any:
@@ -300,7 +305,7 @@ MUTATIONS = (
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
-    Mutation("silence is not noticed", _MEMBERS, "handle", _deaf_to(Ticked), "none lost"),
+    Mutation("silence is not noticed", _MEMBERS, "tick", _doing_nothing, "none lost"),
     Mutation(
         "who is given up is not disconnected",
         coordinator_state.CoordinatorState,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.lowering.queues.resource_rules import HeldResource, Results

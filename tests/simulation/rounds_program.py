@@ -16,17 +16,11 @@ import numpy as np
 
 from dflow.distributed.strategies.sync import Sync, Workers
 from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.array_lists import decode_arrays, encode_arrays
+from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.roster import Roster
-from dflow.distributed.wire.messages.rounds import (
-    LeaveRounds,
-    NextRound,
-    OpenRounds,
-    ProposeRounds,
-    RoundOpen,
-)
+from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds, RoundOpen
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing.errors import DeadlineExceeded, DflowError

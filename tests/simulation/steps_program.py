@@ -18,12 +18,12 @@ from msgspec.structs import replace
 
 from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.strategies.strategy import StrategyCluster
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.barriers import AwaitBarrier
-from dflow.distributed.wire.messages.claims import ClaimSteps
-from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.distributed.wire.messages.plans import RunPlan
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches
@@ -44,7 +44,7 @@ _PARAMETER = np.zeros((), np.int32)
 
 
 class TrainingWorker:
-    """A worker as `async_.StepSource`, and as its own access to the coordinator."""
+    """A worker as a `StrategyCluster`, and as its own access to the coordinator."""
 
     def __init__(self, member: Member) -> None:
         self.task = member.name
@@ -92,7 +92,7 @@ class StepsWorker(TrainingWorker):
         if member.ask_coordinator(ElectOnce("first value", member.name)).elected:
             member.say("makes the first value")
         self._await_others()
-        for _ in Async(self).run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
+        for _ in Async(cast(StrategyCluster, self)).run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
             pass
         self.is_complete = True
 

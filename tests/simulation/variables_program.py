@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.wire.codec import decode_array, encode_array
-from dflow.distributed.wire.failures import error_from
-from dflow.distributed.wire.messages.arrays import ArrayInfo
+from dflow.distributed.wire.failures import error_of
+from dflow.distributed.wire.messages.connection import ArrayInfo
 from dflow.distributed.wire.messages.message import Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
@@ -128,6 +128,6 @@ class VariablesWorker:
         answer = self._member.ask(host, message, payload, timeout_s=ANSWER_S)
         if isinstance(answer.message, VariablesCreated):
             for failure in answer.message.failures.values():
-                raise error_from(failure)
+                raise error_of(failure)
         self._checks.answered(name, process)
         return answer

@@ -21,7 +21,6 @@ from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
     accesses,
-    axes_along_which_it_varies,
     bind,
     closed_parts,
     host_resources,
@@ -32,7 +31,7 @@ from dflow.tracing.jax_frontend import (
     only_added,
     only_summed,
     origin_of,
-    primitive_named,
+    primitives_by_name,
     scan_counts,
     touches_state,
 )
@@ -419,7 +418,7 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
 
 def _refuse_unlike_shards(written: list[Any], state: State) -> None:
     for variable in written:
-        if axes := axes_along_which_it_varies(state[variable]):
+        if axes := sorted(jax.typeof(state[variable]).manual_axis_type.varying):
             names = ", ".join(map(repr, axes))
             raise DflowError(
                 f"variable {variable.name!r} is written in a shard_map a value that differs along {names}",
@@ -445,7 +444,7 @@ class _Custom:
             return evaluate(*closed_parts(closed), operands, inner), inner.of(writes)
 
         def original(operands: list[Any]) -> list[Any]:
-            return bind(primitive_named(self._primitive), params, operands, None)
+            return bind(primitives_by_name()[self._primitive], params, operands, None)
 
         def run(fn: Callable[..., list[Any]], operands: list[Any], values: list[Any]) -> list[Any]:
             jaxpr, consts, _ = make_jaxpr(fn, *operands)

@@ -13,10 +13,6 @@ from contextvars import ContextVar
 
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from dflow.tracing.devices.device_name import full_device_name
-from dflow.tracing.errors import DeviceError
-from dflow.tracing.source import caller
-
 #: The key under which a device scope travels in JAX's trace context.
 METADATA_KEY = "dflow_device"
 
@@ -33,22 +29,8 @@ _scope: ContextVar[str | None] = ContextVar("dflow_device", default=None)
 
 
 @contextmanager
-def device(name: str) -> Iterator[None]:
-    """Place the ops traced inside on the device or task of this name, in any form that people write.
-
-    Raises DeviceError when the name cannot be read; that there is no such device is found when the function is placed.
-    """
-    try:
-        full = full_device_name(name)
-    except DeviceError as error:
-        raise DeviceError(str(error), at=caller()) from None
-    with device_scope(full):
-        yield
-
-
-@contextmanager
 def device_scope(full: str) -> Iterator[None]:
-    """Place the ops traced inside on the device of this full name; inside of another scope, on this one."""
+    """Place the ops traced inside on the device of this full name. An inner scope replaces an outer one."""
     token = _scope.set(full)
     try:
         with set_xla_metadata(**{METADATA_KEY: full}):
@@ -70,12 +52,12 @@ def with_state() -> Iterator[None]:
 
 
 def choice_among(devices: Sequence[str]) -> str:
-    """The wish for one of the caller's devices `cpu:1`, ...; for any of them, when none is named."""
+    """The name of a scope that lets dflow choose among these devices of the caller; among all, if none is named."""
     return "/".join([AUTO, *devices])
 
 
 def choices_in(device: str | None) -> tuple[str, ...] | None:
-    """The devices among which one is to be chosen, none of them for any; None where there is nothing to choose."""
+    """The devices that a scope of `choice_among` names; None for any other scope, and without one."""
     first, *names = (device or "").split("/")
     return tuple(names) if first == AUTO else None
 

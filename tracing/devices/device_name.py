@@ -55,7 +55,7 @@ def split_device_name(device: str) -> tuple[str, str]:
 
 
 def no_such_job(task: str, others: Collection[str]) -> str | None:
-    """What was expected in place of a task whose job none of `others` has; None where that may be a task."""
+    """The fact of an error about a task whose job none of `others` has; None where there may be such a task."""
     jobs = sorted({split_task_name(other)[0] for other in others}) if len(others) > 1 else []
     job, _ = split_task_name(task)
     near = get_close_matches(job, PLATFORMS, 1)

@@ -1,10 +1,10 @@
-"""The platforms that devices are of, and what people call them."""
+"""The platforms of devices, and the names that people use for them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-#: What programs are lowered for.
+#: The platforms that programs are lowered for.
 LOWERED_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 #: The platforms that each name in user code stands for.

@@ -1,4 +1,4 @@
-"""What an accumulator gives: the mean of its gradients, or their sum."""
+"""Settings of an accumulator: whether it gives the mean of its gradients or their sum, and of how many."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Reduction(Enum):
-    """What becomes of the gradients that are there."""
+    """The result that a take makes of the gradients."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -17,7 +17,7 @@ class Reduction(Enum):
 class AccumulatorSettings(msgspec.Struct, frozen=True, tag="accumulator"):
     """Equal settings and equal ops make equal accumulators.
 
-    `limit`  how many gradients one take gives at most: others come too late; None for any number
+    `limit`  largest number of gradients in a take; later ones are dropped. None for any number
     """
 
     reduction: Reduction

@@ -1,7 +1,7 @@
-"""What an op may do besides giving its results, and which two ops may swap places.
+"""The effects of an op besides its results, and the ops that may swap places.
 
 An effect is on one resource, so two variables never order each other. Order is kept between two effects on one
-resource unless `COMMUTE` says that they commute. An op whose effects are not known orders with everything.
+resource unless they `commute`. An op whose effects are not known orders with everything.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ class Effect(Enum):
     UNKNOWN = "unknown"
 
 
-#: Pairs of effects on one resource whose order makes no difference. Each edge carries one value per step, so a send or
-#: a receive is the only op on its resource and is in no pair. An op on a queue or an accumulator may find what another
-#: op left there, so no two of them commute.
-COMMUTE: frozenset[frozenset[Effect]] = frozenset({frozenset({Effect.READ})})
-
-
 def commute(one: Effect, other: Effect) -> bool:
-    """Whether two ops with these effects on the same resource may swap places."""
-    return frozenset({one, other}) in COMMUTE
+    """Whether two ops with these effects on the same resource may swap places: two reads, and no others.
+
+    An edge carries one value per step, so a send or receive is alone on its resource. An op on a queue or accumulator
+    may find what another op left there.
+    """
+    return one is other is Effect.READ

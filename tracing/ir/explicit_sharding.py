@@ -24,7 +24,7 @@ _AXIS = r"[\w.-]+"
 _DIM = rf"(?:[0-9]{{1,19}}|\?)(?:@{_AXIS}|@\({_AXIS}(?:,{_AXIS})*\))?"
 #: The sizes of an array, each with the axes of the mesh that it is spread over, and the mesh.
 TEXT = rf"\[(?:{_DIM}(?:,{_DIM})*)?\](?:\{{[\w.:= -]*\}})?"
-_SIZE = re.compile(rf"([0-9]+|\?)(?:@({_AXIS})|@(\({_AXIS}(?:,{_AXIS})*\)))?(?:,|$)")
+_SIZE = re.compile(rf"([0-9]+|\?)(?:@({_AXIS})|@\(({_AXIS}(?:,{_AXIS})*)\))?(?:,|$)")
 _WORD = re.compile(rf"({_AXIS})(=|:)({_AXIS})(?::(\w+))?")
 _MARKS = ("unreduced", "reduced")
 _KINDS = {kind.name.lower(): kind for kind in AxisType}
@@ -67,7 +67,7 @@ def on_devices(struct: jax.ShapeDtypeStruct, meshes: Mapping[AbstractMesh, Mesh]
 
 def is_split(sharding: NamedSharding | None) -> bool:
     """Whether a sharding divides an array among devices; one that only replicates it does not."""
-    return sharding is not None and (any(map(bool, sharding.spec.partitions)) or bool(sharding.spec.unreduced))
+    return sharding is not None and bool(axes_split_over(sharding))
 
 
 def axes_split_over(sharding: NamedSharding) -> set[Any]:
@@ -130,11 +130,8 @@ def parse_sizes(text: str) -> tuple[tuple[int | None, ...], NamedSharding | None
         if any(one or several for _, one, several in found):
             raise ParseError(f"{text!r} is spread over the axes of a mesh and does not say which, as in [8@x]{{x=4}}")
         return shape, None
-    return shape, _parse_sharding(mesh[1:-1], [one or _several(several) for _, one, several in found], shape, text)
-
-
-def _several(axes: str | None) -> tuple[str, ...] | None:
-    return tuple(axes[1:-1].split(",")) if axes else None
+    spec = [tuple(several.split(",")) if several else one for _, one, several in found]
+    return shape, _parse_sharding(mesh[1:-1], spec, shape, text)
 
 
 def _parse_sharding(mesh: str, spec: list[Any], shape: tuple[Any, ...], text: str) -> NamedSharding:

@@ -61,17 +61,17 @@ Operand = Value | Literal
 
 
 class Origin(Protocol):
-    """Where a node comes from. A trace gives its own; a parsed graph knows the line alone."""
+    """Where a node comes from. A trace gives its own; a parsed graph knows the line alone.
+
+    `loc`    the user's line, when it is known
+    `scope`  the name scopes it was traced under, as JAX prints them: `dense/inner`, `transpose(jvp(dense))`
+    """
 
     @property
-    def loc(self) -> Loc | None:
-        """The user's line, when it is known."""
-        ...
+    def loc(self) -> Loc | None: ...
 
     @property
-    def scope(self) -> str:
-        """The name scopes it was traced under, as JAX prints them: `dense/inner`, `transpose(jvp(dense))`."""
-        ...
+    def scope(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +202,18 @@ class Graph:
     def refs(self) -> tuple[Value, ...]:
         """The inputs that are variables and queues, in order."""
         return tuple(value for value in self.inputs if isinstance(value.type, HANDLES))
+
+    def part(self, nodes: Sequence[Node]) -> Graph:
+        """Return some nodes as a graph, whose outputs are the results used outside.
+
+        Its inputs are the operands from outside, variables and queues first.
+        """
+        made = dict.fromkeys(value for node in nodes for value in node.outputs)
+        taken = dict.fromkeys(value for node in nodes for value in node.values if value not in made)
+        inside, outputs = set(nodes), set(self.outputs)
+        given = (value for value in made if value in outputs or not inside.issuperset(self.uses.get(value, ())))
+        inputs = sorted(taken, key=lambda value: not isinstance(value.type, HANDLES))
+        return Graph(tuple(inputs), tuple(nodes), tuple(given))
 
     def fresh_names(self) -> FreshNames:
         """A maker of value names that this graph does not have yet."""

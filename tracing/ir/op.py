@@ -1,4 +1,4 @@
-"""What an op is: a name, a typing rule, and its effects.
+"""Ops: each has a name, a typing rule, and effects.
 
 An op of ours is declared with `@op` over its typing rule, an ordinary function from operand types (positional) and
 attributes (keyword) to result types. A numeric op holds a JAX primitive and asks JAX for its types. The
@@ -7,7 +7,7 @@ implementations of an op are in tables of other layers, keyed by the op, so that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ class OpDef:
     `rule`          gives the types of its results
     `declared`      its effects; those of an op with bodies are its bodies'
     `primitive`     is set on numeric ops
-    `own_operands`  how many of its first operands it does not hand to its bodies
+    `own_operands`  number of its first operands that it does not hand to its bodies
     `least_count`   the least `count` of an op that takes several elements or gradients; None for others
     """
 
@@ -61,7 +61,7 @@ OPS: dict[str, OpDef] = {}
 
 
 class BodySignature(NamedTuple):
-    """What a body takes and what it gives."""
+    """The types of a body's operands and results."""
 
     takes: tuple[Type, ...]
     gives: tuple[Type, ...]
@@ -97,6 +97,3 @@ def numeric(primitive: Any, *, unknown_effects: bool = False) -> OpDef:
         effects: tuple[Declared, ...] = ((Effect.UNKNOWN, None),) if unknown_effects else ()
         _NUMERIC[key] = OpDef(f"jax.{primitive.name}", None, effects, primitive)
     return _NUMERIC[key]
-
-
-Attributes = Mapping[str, Any]

@@ -302,7 +302,7 @@ def _property(name: str, kind: type[_Resource], dtype: str = "int32") -> OpDef:
     return op(name, (Effect.ACQUIRE, 0))(rule)
 
 
-#: How many elements a queue holds, and whether it is closed.
+#: The number of elements in a queue, and whether it is closed.
 queue_size, queue_is_closed = _property("queue.size", QueueType), _property("queue.is_closed", QueueType, "bool")
 
 
@@ -360,7 +360,7 @@ def accumulator_set_step(accumulator: AccumulatorType, step: ArrayType, /) -> tu
     return (TokenType(),)
 
 
-#: The step, how many gradients are there, and how many were stale since the beginning.
+#: The step, the number of gradients in the accumulator, and the number of stale gradients since the beginning.
 accumulator_step = _property("accumulator.step", AccumulatorType)
 accumulator_count = _property("accumulator.count", AccumulatorType)
 accumulator_dropped = _property("accumulator.dropped", AccumulatorType)

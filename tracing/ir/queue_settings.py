@@ -21,8 +21,8 @@ class QueueKind(Enum):
 class QueueSettings(msgspec.Struct, frozen=True, tag="queue"):
     """Equal settings and equal events make equal queues.
 
-    `capacity`           how many elements it holds
-    `min_after_dequeue`  how many it holds back to shuffle the next with, until it is closed
+    `capacity`           largest number of elements
+    `min_after_dequeue`  number of elements it holds back to shuffle the next with, until it is closed
     `seed`               of the shuffling, from 0 to 2**64 - 1
     """
 

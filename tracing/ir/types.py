@@ -22,22 +22,12 @@ from jax.sharding import NamedSharding
 from dflow.tracing.errors import ParseError
 from dflow.tracing.ir.explicit_sharding import TEXT, explicit_sharding, parse_sizes, sharding_of_aval, sizes_text
 
-_EXTENDED = {f"key<{impl}>": impl for impl in ("fry", "rbg", "urbg")}
-_KEY_IMPLEMENTATIONS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
-_SHORT_PREFIXES = (
-    ("bfloat", "bf"),
-    ("float", "f"),
-    ("uint", "u"),
-    ("int", "i"),
-    ("complex", "c"),
-)
+#: The algorithms of PRNG keys, by the short names of their dtypes.
+_KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg"}
 
 
 def _short_name(name: str) -> str:
-    for long, short in _SHORT_PREFIXES:
-        if name.startswith(long):
-            return short + name[len(long) :]
-    return name
+    return name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("complex", "c")
 
 
 def _standard_dtypes() -> dict[str, Any]:
@@ -61,16 +51,16 @@ def dtype_name(dtype: Any) -> str:
 
 def key_implementation(dtype: Any) -> str:
     """The algorithm of a dtype of PRNG keys, as `jax.random.key` takes it."""
-    return _KEY_IMPLEMENTATIONS[_EXTENDED[str(dtype)]]
+    return _KEYS[str(dtype)]
 
 
 def parse_dtype(name: str) -> Any:
     """The dtype of a short name. Raises ParseError for a name that is none."""
     if name in DTYPES:
         return DTYPES[name]
-    if name in _EXTENDED:
-        return jax.eval_shape(lambda: jax.random.key(0, impl=_KEY_IMPLEMENTATIONS[_EXTENDED[name]])).dtype
-    raise ParseError(f"{name!r} is not a dtype; the dtypes are {', '.join(sorted(DTYPES))}, {', '.join(_EXTENDED)}")
+    if name in _KEYS:
+        return jax.eval_shape(lambda: jax.random.key(0, impl=_KEYS[name])).dtype
+    raise ParseError(f"{name!r} is not a dtype; the dtypes are {', '.join(sorted(DTYPES))}, {', '.join(_KEYS)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +73,7 @@ class ArrayType:
     dtype: Any
     shape: tuple[Any, ...]
     weak: bool = False
-    #: How the array is spread over the explicit axes of a mesh; None for an array that no such mesh has.
+    #: The sharding over the explicit axes of a mesh; None for an array that is on no such mesh.
     sharding: NamedSharding | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
@@ -91,7 +81,7 @@ class ArrayType:
 
     @property
     def size_bytes(self) -> int:
-        """How many bytes the elements take."""
+        """The size of the elements in bytes."""
         return int(math.prod(self.shape) * self.dtype.itemsize)
 
     @property

@@ -48,26 +48,20 @@ def _scatter(method: str, **properties: Any) -> Update:
     """The update of rows that JAX calls `x.at[indices].<method>(rows)`."""
 
     def compute(old: Any, indices: Any, rows: Any) -> Any:
-        return getattr(old.at[indices], method)(rows, **_spread_as(old))
+        sharding = array_type_of(old).sharding
+        options = {} if sharding is None else {"out_sharding": sharding}
+        return getattr(old.at[indices], method)(rows, **options)
 
     return Update(compute, by_rows=True, **properties)
-
-
-def _spread_as(value: Any) -> Mapping[str, Any]:
-    """The option of JAX's scatters for a result that is spread as `value` over the explicit axes of a mesh."""
-    sharding = array_type_of(value).sharding
-    return {} if sharding is None else {"out_sharding": sharding}
-
-
-def _rounded_sum(old: Any, delta: Any) -> Any:
-    return (old + delta).astype(old.dtype)
 
 
 #: Every kind of update, by name.
 KINDS: Mapping[str, Update] = {
     "assign": Update(lambda old, new: new, reads=False, takes_keys=True),
     "assign_add": Update(operator.add, sign=1, keeps_by_zero=True),
-    "assign_add_rounded": Update(_rounded_sum, keeps_by_zero=True, any_dtype=True),
+    "assign_add_rounded": Update(
+        lambda old, delta: (old + delta).astype(old.dtype), keeps_by_zero=True, any_dtype=True
+    ),
     "assign_sub": Update(operator.sub, sign=-1, keeps_by_zero=True, takes_bools=False),
     "assign_mul": Update(operator.mul),
     "assign_max": Update(jnp.maximum),
@@ -97,7 +91,7 @@ def lookup_type(held: ArrayType, indices: ArrayType) -> ArrayType:
 
 
 def lookup_sharding(held: ArrayType, indices: ArrayType) -> NamedSharding | None:
-    """How a lookup's result is spread over explicit axes. Raises JAX's ShardingTypeError where that is not decided."""
+    """The sharding of a lookup's result over explicit axes. Raises JAX's ShardingTypeError if it is ambiguous."""
     if held.sharding is None and indices.sharding is None:
         return None
     return array_type_of(jax.eval_shape(looked_up, held.struct, indices.struct)).sharding
@@ -113,7 +107,7 @@ def indices_refusal(held: ArrayType, indices: ArrayType) -> str | None:
 
 
 def operand_types(kind: str, held: ArrayType, operands: Sequence[ArrayType]) -> tuple[ArrayType, ...]:
-    """What the operands of an update should be, given what they are."""
+    """The expected types of an update's operands, for operands of these types."""
     update = KINDS[kind]
     if update.by_rows:
         return (operands[0], lookup_type(held, operands[0]))

@@ -1,4 +1,4 @@
-"""How a value may be made smaller for its way between tasks: what each codec makes of an array, and what is left of it.
+"""Codecs that make a value smaller for its way between tasks: the encoded form of an array, and the decoded array.
 
 `bfloat16` is a conversion. Those of one byte an element, `float8_e4m3fn`, `float8_e5m2` and `int8`, divide by a scale
 first, so that the largest element fits. There is one scale for the whole array; its bytes are sent last. Elements that
@@ -16,8 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex
-from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.ir.types import ArrayType
 
@@ -34,9 +32,7 @@ float_limits: Any = jnp.finfo
 
 def encoded_type(codec: str, type: ArrayType) -> ArrayType | None:
     """The type of the encoded array; None if the codec does not change arrays of this type."""
-    if codec == "none" or jnp.issubdtype(type.dtype, jax.dtypes.extended):
-        return None
-    if not jnp.issubdtype(type.dtype, np.floating):
+    if codec == "none" or not jnp.issubdtype(type.dtype, np.floating):
         return None
     if codec == "bfloat16":
         made = ArrayType(np.dtype(jnp.bfloat16), type.shape)
@@ -82,12 +78,3 @@ def decoded(codec: str, sent: jax.Array, type: ArrayType) -> jax.Array:
     # The largest element times a rounded scale may be just past the largest there is.
     value = jnp.where(jnp.isfinite(small), jnp.clip(small * scale, -most, most), small)
     return jnp.reshape(value, type.shape).astype(type.dtype)
-
-
-#: The value itself, with a wish for its way to another task; `gradient` is the wish for that of its gradient.
-wire_p = jex.Primitive("wire")
-wire_p.def_impl(lambda value, *, codec, gradient: value)
-wire_p.def_abstract_eval(lambda value, *, codec, gradient: value)
-ad.deflinear2(wire_p, lambda given, _, *, codec, gradient: [wire_p.bind(given, codec=gradient, gradient=codec)])
-batching.defvectorized(wire_p)
-mlir.register_lowering(wire_p, lambda ctx, value, *, codec, gradient: [value])

@@ -39,13 +39,12 @@ from dflow.tracing.ir.types import (
 from dflow.tracing.jax_frontend import (
     bind,
     closed_parts,
-    has_primitive,
     is_jaxpr,
     is_key_implementation,
     is_open,
     key_implementation,
     make_jaxpr,
-    primitive_named,
+    primitives_by_name,
     scan_counts,
 )
 from dflow.tracing.jaxprs.from_jaxpr import graph_of
@@ -262,8 +261,8 @@ def _restored_symbol(name: str) -> Any:
         return parse_dtype(name)
     if family == "prng":
         return key_implementation(parse_dtype(f"key<{member}>"))
-    if family == "jax" and has_primitive(member):
-        return primitive_named(member)
+    if family == "jax" and member in primitives_by_name():
+        return primitives_by_name()[member]
     enum = _CLASSES.get(family)
     if enum is not None and issubclass(enum, Enum) and member in enum.__members__:
         return enum[member]

@@ -26,7 +26,6 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.op import OpDef, numeric
 from dflow.tracing.ir.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of, type_of_aval
-from dflow.tracing.ir.wire_codecs import wire_p
 from dflow.tracing.jax_frontend import (
     Equation,
     EquationOrigin,
@@ -45,7 +44,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.jaxprs.captured import closed_over, is_large
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.kernel_choice import is_kernel
-from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p, wire_p
 from dflow.tracing.rows.keep_rows import keep_rows
 from dflow.tracing.rows.lookups import CALLS
 

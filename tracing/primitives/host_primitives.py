@@ -1,4 +1,4 @@
-"""The JAX primitive that records ops on queues and accumulators.
+"""The JAX primitive that records ops on queues and accumulators, and the class of primitives that refuse some traces.
 
 One primitive records all of them: its parameter `op` is the op's declaration, whose typing rule is the primitive's,
 and the other parameters are the op's attributes. Its rules refuse what would change the meaning of such an op: JAX
@@ -8,21 +8,42 @@ of a loop, as partial evaluation of a differentiated scan does with equal iterat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jex
 from jax.interpreters import ad, mlir
 
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.jax_frontend import Handle, HostEffect, line_bound
-from dflow.tracing.primitives.watched_primitive import BATCHED, LOOPED, WatchedPrimitive
+from dflow.tracing.jax_frontend import Access, Handle, ResourceEffect, line_bound
 from dflow.tracing.source import at, caller
 
-#: What JAX's traces that an op must not reach would do to it.
+#: The traces that a refusal is asked about, by the name of their class in JAX: vmap's, and that of partial evaluation.
+BATCHED, LOOPED = "BatchTrace", "JaxprTrace"
+
+
+class WatchedPrimitive(jex.Primitive):
+    """A primitive that sees every trace it is bound in, also when no operand is traced.
+
+    `refuse` is given the trace, one of the names above, and the parameters; it raises where the trace may not be.
+    """
+
+    def __init__(self, name: str, refuse: Callable[[str, Mapping[str, Any]], None]) -> None:
+        super().__init__(name)
+        self._refuse = refuse
+
+    def bind_with_trace(self, trace: Any, *rest: Any) -> Any:
+        kind = type(trace).__name__
+        if kind in (BATCHED, LOOPED):
+            self._refuse(kind, next(part for part in reversed(rest) if isinstance(part, dict)))
+        return super().bind_with_trace(trace, *rest)  # type: ignore[no-untyped-call]
+
+
+#: The harm that these traces would do to an op on a queue or an accumulator.
 _FACTS = {
     BATCHED: "is used under vmap, which would share or repeat the op along the batch",
     LOOPED: "is used inside a loop that is differentiated, and JAX would move the op out of the loop",
@@ -32,7 +53,7 @@ _FACTS = {
 def _refuse(trace: str, params: Mapping[str, Any]) -> None:
     resource = params["handle"].variable
     remedy = resource.batched_remedy if trace == BATCHED else resource.looped_remedy
-    raise resource.error(f"{resource.title} {_FACTS[trace]}", f"{remedy}", at=line_bound())
+    raise resource.error(f"{resource.title} {_FACTS[trace]}", remedy, at=line_bound())
 
 
 host_p: Any = WatchedPrimitive("host_op", _refuse)
@@ -43,7 +64,7 @@ def _abstract(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> A
     given = [ArrayType(aval.dtype, tuple(aval.shape)) for aval in operands]
     results = op.rule(handle.type, *given, **attributes)  # type: ignore[misc]
     avals = [jax.core.ShapedArray(type.shape, type.dtype) for type in results if isinstance(type, ArrayType)]
-    return avals, {HostEffect(handle)}
+    return avals, {ResourceEffect(Access.HOST, handle)}
 
 
 def _act_now(*operands: Any, handle: Handle, op: OpDef, **attributes: Any) -> Sequence[Any]:

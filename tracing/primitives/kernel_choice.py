@@ -17,9 +17,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import jit as jax_jit
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
@@ -35,14 +34,13 @@ Flat = Callable[..., Sequence[Any]]
 class Implementation:
     """A way to compute a choice; `own_derivative` and `own_batching` say what is not the plain function's."""
 
-    fn: Flat
+    fn: Callable[..., Any]
     label: str
     loc: Loc | None
     own_derivative: bool = False
     own_batching: bool = True
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        """Run it."""
         return list(self.fn(*leaves))
 
 
@@ -58,7 +56,7 @@ class Choice:
     _batched: dict[Any, Choice] = field(default_factory=dict)
 
     def labels(self) -> dict[str, str]:
-        """What runs where, as a graph shows it."""
+        """The functions by platform, as a graph shows them."""
         named = {platform: made.label for platform, made in sorted(self.by_platform.items())}
         return {**named, "default": self.plain.label}
 
@@ -115,7 +113,7 @@ class Choice:
             results = call(*primals)
             live = [place for place, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
             if not live:
-                return results, [_zero_tangent(result) for result in results]
+                return results, [zero_from_primal(result) for result in results]
             given, along = ([values[place] for place in live] for values in (primals, tangents))
             return results, jax.jvp(_of(self.plain, live, primals), given, along)[1]
 
@@ -145,7 +143,7 @@ class Choice:
         return call
 
     def _forward(self) -> Choice:
-        """What runs where the result will be differentiated."""
+        """The choice that runs where the result will be differentiated."""
 
         def changed(made: Implementation) -> Implementation:
             return replace(made, fn=partial(_value, made), label=f"forward({made.label})", own_derivative=False)
@@ -212,15 +210,7 @@ def _pulled(made: Implementation, arity: int, *operands: Any) -> list[Any]:
 
 def floating(values: Sequence[Any]) -> list[int]:
     """Indices of the values that can have a derivative."""
-    return [place for place, value in enumerate(values) if _is_floating(value)]
-
-
-def _is_floating(value: Any) -> bool:
-    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
-
-
-def _zero_tangent(value: Any) -> Any:
-    return jnp.zeros_like(value) if _is_floating(value) else np.zeros(jnp.shape(value), jax.dtypes.float0)
+    return [place for place, value in enumerate(values) if jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact)]
 
 
 #: One call of a choice.

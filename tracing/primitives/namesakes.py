@@ -47,11 +47,6 @@ class StepResources:
             for resource in self._resources:
                 _steps.setdefault(resource, WeakSet()).add(self)
 
-    def note_namesake(self) -> None:
-        """Have the next call warn."""
-        self.has_namesakes = True
-        self.on_namesake()
-
     def warn(self) -> None:
         """Warn as `warn_of_namesakes` does."""
         self.has_namesakes = False
@@ -65,7 +60,8 @@ def joined_namesakes(resource: Any) -> WeakSet[Any]:
         steps = {step for earlier in group for step in _steps.get(earlier, ())}
         group.add(resource)
     for step in steps:
-        step.note_namesake()
+        step.has_namesakes = True
+        step.on_namesake()
     return group
 
 

@@ -35,8 +35,8 @@ from dflow.tracing.jax_frontend import (
     line_of_program,
     wrap_differentiation,
 )
+from dflow.tracing.primitives.host_primitives import BATCHED, WatchedPrimitive
 from dflow.tracing.primitives.namesakes import warn_of_namesakes
-from dflow.tracing.primitives.watched_primitive import BATCHED, WatchedPrimitive
 from dflow.tracing.source import as_code
 
 
@@ -73,26 +73,22 @@ def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
 
 
 def _state_primitive(name: str, abstract: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """A primitive that is run, outside of a trace, by a function of the variable, the operands and the parameters."""
+
+    def run_now(*operands: Any, handle: Handle, **params: Any) -> Any:
+        variable = handle.variable
+        warn_of_namesakes((variable,))
+        return run(variable, *operands, **params)
+
     primitive = jex.Primitive(name)
     primitive.def_effectful_abstract_eval(abstract)
-    primitive.def_impl(run)
+    primitive.def_impl(run_now)
     mlir.register_lowering(primitive, _refuse_plain_jit)
     return primitive
 
 
-def _read_now(*, handle: Handle) -> Any:
-    warn_of_namesakes((handle.variable,))
-    return handle.variable.home.read(handle.variable)
-
-
-def _gather_now(indices: Any, *, handle: Handle) -> Any:
-    warn_of_namesakes((handle.variable,))
-    return handle.variable.home.gather(handle.variable, indices)
-
-
-def _update_now(*operands: Any, handle: Handle, kind: str, reduce: str | None) -> list[Any]:
-    warn_of_namesakes((handle.variable,))
-    handle.variable.home.update(handle.variable, kind, *operands)
+def _update_now(variable: Any, *operands: Any, kind: str, reduce: str | None) -> list[Any]:
+    variable.home.update(variable, kind, *operands)
     return []
 
 
@@ -122,9 +118,11 @@ def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
 
 
 #: The value of a variable.
-read_p = _state_primitive("var_read", _read_type, _read_now)
+read_p = _state_primitive("var_read", _read_type, lambda variable: variable.home.read(variable))
 #: Rows of a variable.
-gather_p = _state_primitive("var_gather", _gather_type, _gather_now)
+gather_p = _state_primitive(
+    "var_gather", _gather_type, lambda variable, indices: variable.home.gather(variable, indices)
+)
 #: An update; `kind` is a key of `updates.KINDS`, `reduce` is "sum" or None.
 update_p = _state_primitive("var_update", _update_type, _update_now)
 update_p.multiple_results = True
@@ -189,6 +187,12 @@ batching.primitive_batchers[gather_p] = _gather_batched
 batching.primitive_batchers[update_p] = _update_batched
 
 
+def _written_names(bodies: Sequence[Any]) -> str:
+    """The names of the variables that jaxprs write."""
+    effects = set().union(*(closed_parts(body)[0].effects for body in bodies))
+    return ", ".join(variable.name for variable in accesses(effects)[1])
+
+
 def _refuse_divided_writes(
     primitive: Any, bodies_of: Callable[..., list[Any]], is_divided: Callable[..., bool]
 ) -> None:
@@ -196,10 +200,8 @@ def _refuse_divided_writes(
     batch = batching.fancy_primitive_batchers[primitive]
 
     def checked(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
-        effects = set().union(*(closed_parts(body)[0].effects for body in bodies_of(**params)))
-        _, writes = accesses(effects)
-        if writes and is_divided(dims):
-            names = ", ".join(variable.name for variable in writes)
+        names = _written_names(bodies_of(**params))
+        if names and is_divided(dims):
             raise VariableError(
                 f"variables ({names}) are written under vmap inside a {primitive.name} that may go another way for "
                 f"each element of the batch",
@@ -223,12 +225,13 @@ _refuse_divided_writes(
 
 
 def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """JAX takes what does not depend on the differentiated input out of a scan, and runs it once or never."""
+    """JAX's rule for the derivative of a scan, which raises LostWriteError where the scan writes to variables.
+
+    JAX would take what does not depend on the differentiated input out of the scan, and run it once or never.
+    """
 
     def checked(*args: Any, **params: Any) -> Any:
-        _, writes = accesses(closed_parts(params["jaxpr"])[0].effects)
-        if writes:
-            names = ", ".join(variable.name for variable in writes)
+        if names := _written_names([params["jaxpr"]]):
             raise LostWriteError(
                 f"variables ({names}) are written in a scan, map or fori_loop that plain jax.grad differentiates, and "
                 f"JAX would run those writes once or never",
@@ -242,12 +245,24 @@ def _refuse_lost_writes(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 wrap_differentiation(jax_primitives.scan_p, _refuse_lost_writes)
 
-name_p = jex.Primitive("name")
-name_p.def_impl(lambda value, *, name: value)
-name_p.def_abstract_eval(lambda value, *, name: value)
-ad.primitive_jvps[name_p] = lambda primals, tangents, *, name: (name_p.bind(*primals, name=name), tangents[0])
+
+def _identity(primitive: Any) -> Any:
+    """Have a primitive give its operand as it is. Its parameters are for the graph."""
+    primitive.def_impl(lambda value, **_: value)
+    primitive.def_abstract_eval(lambda value, **_: value)
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])
+    mlir.register_lowering(primitive, lambda ctx, value, **_: [value])
+    return primitive
+
+
+#: A value with its name in the graph.
+name_p = _identity(jex.Primitive("name"))
 batching.defvectorized(name_p)
-mlir.register_lowering(name_p, lambda ctx, value, *, name: [value])
+
+#: A value with the codec for its way to another task; `gradient` is the codec for the way of its gradient.
+wire_p = _identity(jex.Primitive("wire"))
+ad.deflinear2(wire_p, lambda given, _, *, codec, gradient: [wire_p.bind(given, codec=gradient, gradient=codec)])
+batching.defvectorized(wire_p)
 
 
 def _refuse_batched(trace: str, params: Any) -> None:
@@ -260,11 +275,4 @@ def _refuse_batched(trace: str, params: Any) -> None:
 
 
 #: The state of a generator as it is split, which happens once and not for each element of a batch.
-split_p: Any = WatchedPrimitive("generator_split", _refuse_batched)
-split_p.def_impl(lambda value, *, generator: value)
-split_p.def_abstract_eval(lambda value, *, generator: value)
-ad.primitive_jvps[split_p] = lambda primals, tangents, *, generator: (
-    split_p.bind(*primals, generator=generator),
-    tangents[0],
-)
-mlir.register_lowering(split_p, lambda ctx, value, *, generator: [value])
+split_p = _identity(WatchedPrimitive("generator_split", _refuse_batched))

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.ir.updates import KINDS, updated
-from dflow.tracing.ir.wire_codecs import wire_p
 from dflow.tracing.jax_frontend import (
     Equation,
     Jaxpr,
@@ -40,7 +39,7 @@ from dflow.tracing.jax_frontend import (
     retraced,
     scan_counts,
 )
-from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, wire_p
 from dflow.tracing.rows.lookups import CALLS
 from dflow.tracing.rows.row_branches import branched
 from dflow.tracing.rows.row_sums import carried_sums, of_rows, summed_over

@@ -21,7 +21,8 @@ from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, array_type_of
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import caller
-from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
+from dflow.tracing.state.host_resource import HostResource, known_number, number_text
+from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import Variable, is_variable, path_name, read
 
 
@@ -88,7 +89,7 @@ class ConditionalAccumulator(HostResource):
         )
 
     def structured(self, arrays: Sequence[Any]) -> Any:
-        """What a take gives as one array after the other, structured as `spec`."""
+        """The arrays that a take gives, structured as `spec`."""
         taken = iter(arrays)
         values = [
             RowGradient(next(taken), next(taken), component.of.shape)
@@ -104,15 +105,15 @@ class ConditionalAccumulator(HostResource):
 
     @property
     def step(self) -> jax.Array:
-        """The step, i32[]: how many takes there were, unless it was set."""
+        """The step, i32[]: the number of takes, unless it was set."""
         return self._asked(ops.accumulator_step)
 
     def count(self) -> jax.Array:
-        """How many gradients are there, i32[]."""
+        """The number of gradients that are there, i32[]."""
         return self._asked(ops.accumulator_count)
 
     def dropped(self) -> jax.Array:
-        """How many gradients were stale since the beginning, i32[]."""
+        """The number of gradients that were stale since the beginning, i32[]."""
         return self._asked(ops.accumulator_dropped)
 
     def __repr__(self) -> str:

@@ -6,14 +6,13 @@ of it together. Containers nest. A container exists as long as it holds anything
 
 from __future__ import annotations
 
-import itertools
 import re
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from dflow.tracing.errors import ContainerError
 from dflow.tracing.source import caller
@@ -22,7 +21,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
 
 
 class Resource(Protocol):
-    """What a container holds: something with state."""
+    """A thing with state that a container holds."""
 
     name: str
     #: The task that holds the state; None is this process.
@@ -30,37 +29,11 @@ class Resource(Protocol):
 
     def forget(self, reason: str) -> None:
         """Free the state. Its later use raises an error that begins with `reason`."""
-        ...
 
 
-class _Members:
-    """The living resources of each container."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._held: dict[str, weakref.WeakValueDictionary[int, Resource]] = {}
-
-    def add(self, container: str, resource: Resource) -> None:
-        with self._lock:
-            held = self._held.setdefault(container, weakref.WeakValueDictionary())
-            held[next(self._numbers)] = resource
-
-    def names(self) -> set[str]:
-        with self._lock:
-            return {name for name, held in self._held.items() if len(held)}
-
-    def within(self, container: str) -> list[Resource]:
-        with self._lock:
-            inside = [held for name, held in self._held.items() if _is_within(name, container)]
-            return [resource for held in inside for resource in held.values()]
-
-    def remove(self, container: str) -> None:
-        with self._lock:
-            self._held = {name: held for name, held in self._held.items() if not _is_within(name, container)}
-
-
-_members = _Members()
+#: The living resources that are in a container, and its name.
+_members: WeakKeyDictionary[Resource, str] = WeakKeyDictionary()
+_lock = threading.Lock()
 _current: ContextVar[str] = ContextVar("dflow_container", default="")
 
 
@@ -96,18 +69,21 @@ def uncontained(name: str) -> str:
 def join(resource: Resource) -> None:
     """Put a resource into the current container, if there is one. The container does not keep it alive."""
     if _current.get():
-        _members.add(_current.get(), resource)
+        with _lock:
+            _members[resource] = _current.get()
 
 
 def containers() -> tuple[str, ...]:
     """The containers that hold something, and those these are in, by name."""
-    parts = [name.split("/") for name in _members.names()]
+    with _lock:
+        parts = [name.split("/") for name in _members.values()]
     return tuple(sorted({"/".join(part[:count]) for part in parts for count in range(1, len(part) + 1)}))
 
 
 def resources_in(name: str) -> list[Resource]:
-    """What is in a container and in those inside it. Raises ContainerError when there is no such container."""
-    held = _members.within(name)
+    """The resources in a container and in those inside it. Raises ContainerError when there is no such container."""
+    with _lock:
+        held = [resource for resource, its in _members.items() if its == name or its.startswith(f"{name}/")]
     if not held:
         there = ", ".join(containers()) or "none"
         raise ContainerError(f"there is no container {name!r}; there are: {there}", "it may be reset already")
@@ -126,8 +102,5 @@ def reset_container(name: str) -> None:
     reason = f"is gone: container {name!r} was reset{f' at {where.short}' if where else ''}"
     for resource in held:
         resource.forget(reason)
-    _members.remove(name)
-
-
-def _is_within(name: str, container: str) -> bool:
-    return name == container or name.startswith(f"{container}/")
+        with _lock:
+            _members.pop(resource, None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -18,10 +18,6 @@ from dflow.tracing.state.initial_value import Initial
 if TYPE_CHECKING:
     import jax
     from jax.sharding import Sharding
-
-# `Variable` and `HostResource`, whose files import this one.
-V = TypeVar("V", contravariant=True)
-R = TypeVar("R", contravariant=True)
 
 
 class Slot(NamedTuple):
@@ -35,86 +31,78 @@ class Slot(NamedTuple):
     sharding: Sharding | None = None
 
 
-class Home(Protocol[V, R]):
-    """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph."""
+class Home(Protocol):
+    """Keeps the values of variables, queues and accumulators, and serves ops on them that run outside a graph.
+
+    A `variable` is a `Variable`, a `resource` a `HostResource`; their files import this one.
+    """
 
     #: Whether two variables of one name are one variable.
     shares_names: bool
 
-    def create(self, variable: V, initial: Initial, near: V | None) -> Slot | None:
+    def create(self, variable: Any, initial: Initial, near: Any) -> Slot | None:
         """Create the variable's value, or find it; returns where it is, or None if `settle` is to say that later.
 
         Raises VariableError when a variable of that name but another type is there.
         """
-        ...
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
-        """What `create` is to be given for a first value; `initial_type` says its type.
+        """Return the first value in the form that `create` takes; `initial_type` says its type.
 
         Raises VariableError for a function that is no initialiser.
         """
-        ...
 
-    def settle(self, variable: V) -> None:
+    def settle(self, variable: Any) -> None:
         """Create a variable that `create` left for later, unless it is created by now; set its device and key."""
-        ...
 
     def together(self) -> AbstractContextManager[None]:
         """Create the variables made inside together, at the latest at the end."""
-        ...
 
-    def read(self, variable: V) -> jax.Array:
+    def read(self, variable: Any) -> jax.Array:
         """The value now. The array stays valid, whatever later steps write."""
-        ...
 
-    def gather(self, variable: V, indices: Any) -> jax.Array:
+    def gather(self, variable: Any, indices: Any) -> jax.Array:
         """The rows at `indices` now."""
-        ...
 
-    def update(self, variable: V, kind: str, *operands: Any) -> None:
+    def update(self, variable: Any, kind: str, *operands: Any) -> None:
         """Change the value, as one update; `kind` is a key of `updates.KINDS`, the operands fit it."""
-        ...
 
-    def create_resource(self, resource: R) -> Slot:
+    def create_resource(self, resource: Any) -> Slot:
         """Create a queue or an accumulator; returns where it is."""
-        ...
 
-    def use_resource(self, resource: R, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def use_resource(self, resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Run an op on the resource now, waiting for it; its results."""
-        ...
 
-    def forget(self, variable: V, reason: str, remedy: str) -> None:
+    def forget(self, variable: Any, reason: str, remedy: str) -> None:
         """Free the value. Later use of the variable raises VariableError with this reason and remedy."""
-        ...
 
-    def forget_resource(self, resource: R, reason: str, remedy: str) -> None:
+    def forget_resource(self, resource: Any, reason: str, remedy: str) -> None:
         """Free the contents. Later use of the resource, and ops that wait for it, raise an error with both texts."""
-        ...
 
 
-_current: ContextVar[Home[Any, Any] | None] = ContextVar("dflow_home", default=None)
-_default: list[Home[Any, Any]] = []
+_current: ContextVar[Home | None] = ContextVar("dflow_home", default=None)
+_default: list[Home] = []
 
 
-def set_default_home(home: Home[Any, Any]) -> None:
+def set_default_home(home: Home) -> None:
     """Say where variables live that are made under no home."""
     _default[:] = [home]
 
 
-def default_home() -> Home[Any, Any]:
+def default_home() -> Home:
     """The home of variables made under no home: this process. Raises InternalError when no layer has set it."""
     if not _default:
         raise InternalError("no home for variables is set; import dflow, not its layers alone")
     return _default[0]
 
 
-def current_home() -> Home[Any, Any]:
+def current_home() -> Home:
     """The home of variables made now. Raises InternalError when no layer has set a default."""
     return _current.get() or default_home()
 
 
 @contextmanager
-def home(home: Home[Any, Any]) -> Iterator[None]:
+def home(home: Home) -> Iterator[None]:
     """Make the variables created inside live in `home`."""
     token = _current.set(home)
     try:

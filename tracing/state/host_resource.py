@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueSettings
-from dflow.tracing.ir.types import ArrayType, HostType, array_type_of
+from dflow.tracing.ir.types import HostType, array_type_of
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.namesakes import joined_namesakes, warn_of_namesakes
@@ -31,7 +30,7 @@ _serials = itertools.count()
 
 
 class HostResource:
-    """What queues and accumulators share: among a function's arguments, each is a pytree without leaves."""
+    """A queue or an accumulator. Among a function's arguments it is a pytree without leaves."""
 
     #: The noun for it in names and messages, and the class of its errors.
     kind: ClassVar[str]
@@ -41,7 +40,7 @@ class HostResource:
     looped_remedy: ClassVar[str]
     puts: ClassVar[str]
     type: HostType
-    #: What makes it the resource it is, beside its type: equal settings and equal ops give equal results.
+    #: Beside its type, all that decides its results: equal settings and equal ops give equal results.
     settings: QueueSettings | AccumulatorSettings
 
     def __init_subclass__(cls) -> None:
@@ -66,13 +65,13 @@ class HostResource:
 
     @property
     def title(self) -> str:
-        """How messages call it."""
+        """Its kind and name, for messages."""
         return f"{self.kind} {self.name!r}"
 
     def settle(self) -> None:
         """Have the home hold it; its type and settings are known by now."""
         self.handle = Handle(self)
-        self.home: Home[Any, HostResource] = current_home()
+        self.home: Home = current_home()
         slot = self.home.create_resource(self)
         self.device: str | None = slot.device
         #: Its name in the store that holds it.
@@ -118,13 +117,5 @@ def known_number(number: Any) -> int | None:
 
 
 def number_text(number: Any) -> str:
-    """What was given for a number that must be known when the program is traced, as a message shows it."""
+    """The text of an argument, expected to be a number known when the program is traced, for a message."""
     return f"{array_type_of(number)} (traced)" if isinstance(number, jax.core.Tracer) else str(number)
-
-
-def converted(value: Any, wanted: ArrayType) -> Any:
-    """The value as an array; a plain number takes the component's dtype if it is of its kind."""
-    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
-    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
-    same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
-    return jax.lax.convert_element_type(array, wanted.dtype) if given.weak and same_kind else array

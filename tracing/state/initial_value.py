@@ -1,4 +1,4 @@
-"""What a user gives for an array: the array and its type, or an error that says what it is instead."""
+"""Values that a user gives for an array: conversion to an array, its type, and errors for other values."""
 
 from __future__ import annotations
 
@@ -35,6 +35,16 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
         raise
     except (TypeError, ValueError):
         raise refusal(f"a {type(value).__name__}, which is no array") from None
+
+
+def converted(value: Any, wanted: ArrayType) -> Any:
+    """The value as an array; a plain number, if it is of the kind of the wanted dtype, is converted to that."""
+    given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
+    if not given.weak or jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
+        return array
+    both_floating = all(jnp.issubdtype(type.dtype, jnp.floating) for type in (given, wanted))
+    is_same_kind = both_floating or jnp.promote_types(given.dtype, wanted.dtype) == wanted.dtype
+    return jax.lax.convert_element_type(array, wanted.dtype) if is_same_kind else array
 
 
 def initial_type(initial: Initial, name: str | None) -> ArrayType:

@@ -21,7 +21,8 @@ from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.state.host_resource import HostResource, converted, known_number, number_text
+from dflow.tracing.state.host_resource import HostResource, known_number, number_text
+from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import is_variable
 
 
@@ -34,7 +35,7 @@ class PaddedSpec:
 
 
 class Queue(HostResource):
-    """What all kinds share. Made by one of the classes below.
+    """The base of all kinds of queues. Made by one of the classes below.
 
     Elements are pytrees of arrays of the types in `spec`. Every wait ends: served, with DeadlineExceeded after
     `timeout_s`, or with QueueClosed once the queue is closed and cannot serve it. A queue cannot be made inside traced
@@ -74,7 +75,7 @@ class Queue(HostResource):
 
     @property
     def capacity(self) -> int:
-        """How many elements it holds; one more waits."""
+        """The largest number of elements; an enqueue beyond it waits."""
         return self.settings.capacity
 
     def enqueue(self, element: Any, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
@@ -108,7 +109,7 @@ class Queue(HostResource):
         return jax.tree_util.tree_unflatten(self._tree, taken), count
 
     def size(self) -> jax.Array:
-        """How many elements it holds: in traced code at this point of the program, elsewhere now."""
+        """The number of elements: in traced code at this point of the program, elsewhere now."""
         size: jax.Array = self.use(ops.queue_size)[0]
         return size
 
@@ -139,7 +140,7 @@ class Queue(HostResource):
             return number
         fact = "how many must be a number that is known when the program is traced"
         remedy = fact if number is None else "give how many to take, from 0"
-        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements", f"{remedy}")
+        raise QueueError(f"queue {self.name!r} was asked for {number_text(count)} elements", remedy)
 
     def _component(self, leaf: Any, padded: bool) -> ArrayType:
         dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)

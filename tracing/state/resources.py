@@ -11,8 +11,7 @@ closed over, have the variable itself.
 from __future__ import annotations
 
 import itertools
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -27,38 +26,22 @@ from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, looku
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import joined_namesakes
-from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, value_type
+from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, record_update, update_p, value_type
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home
-from dflow.tracing.state.initial_value import Initial, given_array, initial_type
+from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
 from dflow.tracing.state.variable_as_array import register_as_array
 
 _serials = itertools.count()
 
-
+_OF_LOCATION = ("home", "device", "key", "sharding")
+_OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "loc", "handle", "namesakes")
 #: The attributes of a variable; setting any other is an error.
-_FIELDS = frozenset(
-    (
-        "serial",
-        "is_named",
-        "name",
-        "type",
-        "trainable",
-        "gradient",
-        "sharding",
-        "loc",
-        "home",
-        "handle",
-        "device",
-        "key",
-        "namesakes",
-    )
-)
+_FIELDS = frozenset((*_OF_LOCATION, *_OTHERS))
 
-
-#: What variables have in other frameworks, and how it is written here.
+#: Attributes of variables in other frameworks, and how they are written here.
 _ELSEWHERE = {
     "value": "; its value is {0}.read()",
     "numpy": "; its value is {0}.read(), and numpy.asarray({0}) in NumPy",
@@ -100,7 +83,7 @@ class Variable(jax.Array):
     # NumPy then uses our reflected operators instead of looping over an object.
     __array_ufunc__ = None
 
-    #: What messages call it.
+    #: The noun for it in messages.
     kind = "variable"
 
     #: Key of the value in the store of its task.
@@ -140,12 +123,12 @@ class Variable(jax.Array):
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
         self.name = contained(name or f"variable_{self.serial}")
-        self.home: Home[Variable, Any] = near.home if near is not None else current_home()
+        self.home: Home = near.home if near is not None else current_home()
         first = self.home.prepared(first, name)
         self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
-        #: How the value is spread over devices; None is one device, or wherever in this process JAX puts it.
+        #: The sharding over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()
         self.handle = Handle(self)
@@ -316,23 +299,22 @@ class Variable(jax.Array):
                 f"variable {self.name!r} holds {self.type} but {method} was given a row gradient of {value.shape}",
                 "add it to a variable of its shape, or give its dense form, gradient.dense()",
             )
-        array = value.read() if isinstance(value, Variable) else given_array(value, self._no_array(method))
+
+        def no_array(what: str) -> VariableShapeError:
+            fact = f"variable {self.name!r} holds {self.type} but {method} was given {what}"
+            return VariableShapeError(fact, "give it an array or a number")
+
+        array = value.read() if isinstance(value, Variable) else given_array(value, no_array)
         given = array_type_of(array)
-        if given.weak and _same_kind(given.dtype, wanted.dtype):
-            array = jax.lax.convert_element_type(array, wanted.dtype)
+        if given.weak:
+            array = converted(array, wanted)
             given = array_type_of(array)
         if given.strong != wanted:
             raise VariableShapeError(
                 f"variable {self.name!r} holds {self.type}{why} but {method} was given {given}",
-                f"{_remedy(wanted, given)}",
+                _remedy(wanted, given),
             )
         return with_sharding(array, wanted.sharding) if is_tracing() else array
-
-    def _no_array(self, method: str) -> Callable[[str], VariableShapeError]:
-        return lambda what: VariableShapeError(
-            f"variable {self.name!r} holds {self.type} but {method} was given {what}",
-            "give it an array or a number",
-        )
 
     def __jax_array__(self) -> jax.Array:
         return self.read()
@@ -402,21 +384,6 @@ class Variable(jax.Array):
             "  make a second one from its value, dflow.variables(dflow.read(tree), prefix='copy/'), or save the value"
         )
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read())
-
-    def __bool__(self) -> bool:
-        return bool(self.read())
-
-    def __int__(self) -> int:
-        return int(self.read())
-
-    def __float__(self) -> float:
-        return float(self.read())
-
-    def __index__(self) -> int:
-        return operator.index(self.read())
-
     def __format__(self, spec: str) -> str:
         if spec and is_tracing():
             raise VariableError(
@@ -429,14 +396,6 @@ class Variable(jax.Array):
         device = self.__dict__.get("device")
         place = f" on {device}" if device else ""
         return f"<Variable {self.name!r}: {self.type}{place}>"
-
-
-def _same_kind(given: Any, wanted: Any) -> bool:
-    if jnp.issubdtype(wanted, jax.dtypes.extended):
-        return False
-    return bool(jnp.promote_types(given, wanted) == wanted) or (
-        jnp.issubdtype(given, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)
-    )
 
 
 def _remedy(wanted: ArrayType, given: ArrayType) -> str:
@@ -456,66 +415,24 @@ def _converted(initial: Initial, dtype: Any) -> Initial:
     return jnp.asarray(initial, dtype)
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    def forward(self: Variable, other: Any) -> Any:
-        return function(self.read(), jnp.asarray(other))
-
-    def reflected(self: Variable, other: Any) -> Any:
-        return function(jnp.asarray(other), self.read())
-
-    return forward, reflected
-
-
-def _in_place(symbol: str, method: str) -> Callable[..., Any]:
-    def refused(self: Variable, other: Any) -> Any:
-        raise VariableError(
-            f"variable {self.name!r} is updated by {symbol}, which would put an array in the variable's place",
-            f"write {method.format(as_code(self.name))}",
-        )
-
-    return refused
-
-
 def _is_array_like(value: Any) -> bool:
     return hasattr(value, "dtype") or isinstance(value, bool | int | float | complex)
 
 
-def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
-    def applied(self: Variable) -> Any:
-        return function(self.read())
-
-    return applied
-
-
-_OPERATORS = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "matmul": "@",
-    "and": "&",
-    "or": "|",
-    "xor": "^",
-    "lshift": "<<",
-    "rshift": ">>",
-}
-for _word, _symbol in _OPERATORS.items():
-    _forward, _reflected = _binary(getattr(operator, f"__{_word}__"))
-    setattr(Variable, f"__{_word}__", _forward)
-    setattr(Variable, f"__r{_word}__", _reflected)
-    _update = {"add": "assign_add", "sub": "assign_sub", "mul": "assign_mul"}.get(_word)
-    _way = f"{{0}}.{_update}(...)" if _update else f"{{0}}.assign({{0}} {_symbol} ...)"
-    setattr(Variable, f"__i{_word}__", _in_place(f"an in-place {_word}", _way))
-for _name in ("lt", "le", "gt", "ge"):
-    setattr(Variable, f"__{_name}__", _binary(getattr(operator, _name))[0])
-for _name in ("neg", "pos", "abs", "invert"):
-    setattr(Variable, f"__{_name}__", _unary(getattr(operator, _name)))
-
-
 register_as_array(Variable)
+
+
+def add_update(variable: Variable, update: Any) -> None:
+    """Add `update`, an array that broadcasts to the variable's shape, as one update, which no other step splits.
+
+    It rounds as `optax.apply_updates` does: a bfloat16 parameter and a float32 update are added in float32, and their
+    sum is rounded to bfloat16. An update rounded before it is added would give another parameter.
+    """
+    delta = jnp.broadcast_to(update, variable.shape)
+    if jnp.result_type(variable.dtype, update) == variable.dtype:
+        variable.assign_add(delta.astype(variable.dtype))
+    else:
+        record_update(variable, "assign_add_rounded", delta)
 
 
 def is_variable(value: Any) -> bool:

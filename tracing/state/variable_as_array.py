@@ -1,33 +1,84 @@
-"""Variables as arrays to JAX: leaves of pytrees, read where they are operands, with the attributes of their values."""
+"""Variables as arrays: leaves of pytrees that JAX reads, with the operators and attributes of their values."""
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 
+from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import register_leaf, register_missing
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import as_code, at, caller
+
+#: The operators that have a reflected and an in-place form, with their symbols.
+_SYMBOLS = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "truediv": "/",
+    "floordiv": "//",
+    "mod": "%",
+    "pow": "**",
+    "matmul": "@",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+    "lshift": "<<",
+    "rshift": ">>",
+}
+_OTHER_OPERATORS = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
+#: Attributes of arrays that the class `jax.Array` does not declare.
+_UNDECLARED = ("__dlpack__", "__dlpack_device__", "__iter__", "__bool__", "__int__", "__float__", "__index__")
 
 
 def register_as_array(cls: type[Any]) -> None:
     """Have JAX take instances of a class of variables, which has `aval` and `read`, as their values."""
+    for word in (*_SYMBOLS, *_OTHER_OPERATORS):
+        setattr(cls, f"__{word}__", _operator(getattr(operator, f"__{word}__")))
+    for word in _SYMBOLS:
+        setattr(cls, f"__r{word}__", _reflected(getattr(operator, f"__{word}__")))
+        setattr(cls, f"__i{word}__", _refused_in_place(word))
     own = set(dir(object)) | vars(cls).keys() | {"__slots__", "__weakref__"}
-    for name in {*dir(jax.Array), "__dlpack__", "__dlpack_device__"} - own:
+    for name in {*dir(jax.Array), *_UNDECLARED} - own:
         setattr(cls, name, _of_value(name))
-    register_leaf(cls, lambda variable: variable.aval, lambda variable: variable.read())
+    register_leaf(cls)
     of_variables = [name for name in vars(cls) if name.startswith(("assign", "gather", "scatter_"))]
-    register_missing(["read", *of_variables], _not_on_arrays)
+    register_missing(["read", *of_variables], _refuse_on_array)
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda variable, *others: function(variable.read(), *map(jnp.asarray, others))
+
+
+def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    return lambda variable, other: function(jnp.asarray(other), variable.read())
+
+
+def _refused_in_place(word: str) -> Callable[..., Any]:
+    update = f"assign_{word}" if word in ("add", "sub", "mul") else ""
+
+    def refused(variable: Any, other: Any) -> NoReturn:
+        name = as_code(variable.name)
+        raise VariableError(
+            f"variable {variable.name!r} is updated by an in-place {word}, which would put an array in the variable's "
+            "place",
+            f"write {name}.{update}(...)" if update else f"write {name}.assign({name} {_SYMBOLS[word]} ...)",
+        )
+
+    return refused
 
 
 def _of_value(name: str) -> property:
     return property(lambda self: getattr(self.read(), name), doc=f"`{name}` of the value, as an array has it.")
 
 
-def _not_on_arrays(name: str, array: Any) -> AttributeError:
+def _refuse_on_array(name: str, array: Any) -> NoReturn:
     close_over = f"have the function close over the variable, and write w.{name}(...)"
-    return AttributeError(
+    raise AttributeError(
         f"a traced {array_type_of(array)} has no attribute {name!r}: a variable that is passed to a function of JAX's, "
         f"such as jax.grad, jax.lax.scan or jax.jit, is an array there{at(caller())}\n"
         f"  {'use it as it is' if name == 'read' else close_over}; functions of dflow.jit get the variable itself",

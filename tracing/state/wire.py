@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from dflow.tracing.errors import GraphTypeError
-from dflow.tracing.ir.wire_codecs import CODECS, wire_p
+from dflow.tracing.ir.wire_codecs import CODECS
 from dflow.tracing.near_names import did_you_mean
+from dflow.tracing.primitives.state_primitives import wire_p
 from dflow.tracing.state.initial_value import given_array
 from dflow.tracing.state.resources import is_variable
 
@@ -39,7 +40,7 @@ def check_codec(what: str, codec: object) -> None:
     if codec not in CODECS:
         raise GraphTypeError(
             f"{what} was given the codec {codec!r}",
-            f"{did_you_mean(str(codec), CODECS, 'the codecs are ' + ', '.join(CODECS))}",
+            did_you_mean(str(codec), CODECS, f"the codecs are {', '.join(CODECS)}"),
         )
 
 
@@ -49,7 +50,4 @@ def _wired(leaf: Any, codec: str, gradient: str) -> Any:
 
 
 def _no_array(what: str) -> GraphTypeError:
-    return GraphTypeError(
-        f"wire was given {what}",
-        "give it arrays, numbers and variables",
-    )
+    return GraphTypeError(f"wire was given {what}", "give it arrays, numbers and variables")

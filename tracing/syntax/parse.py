@@ -39,7 +39,6 @@ _OP = re.compile(r"([a-z][\w-]*(?:\.[\w-]+)+)\(")
 _BOOLS = {"True": True, "False": False}
 _BOOL = re.compile(r"(?:True|False)(?![\w.])")
 _STRING = re.compile('"')
-_LIST = re.compile(r"\[")
 _ARRAY = re.compile(r"\[([^\[\]\"{}()]*)\]:(?=~?[a-z]\w*(?:<\w+>)?\[)")
 _BODY = re.compile(r"(?:open )?graph\(")
 _OPEN = re.compile("open ")
@@ -70,10 +69,11 @@ class _Scanner:
         self._at = 0
         self._to(0)
 
-    def fail(self, fact: str) -> NoReturn:
-        """Raise ParseError for the current place."""
-        before = self._text[: self._at]
-        line, column = before.count("\n") + 1, self._at - before.rfind("\n")
+    def fail(self, fact: str, found: re.Match[str] | None = None) -> NoReturn:
+        """Raise ParseError for the place where `found` begins, or for the current one."""
+        at = self._at if found is None else found.start()
+        before = self._text[:at]
+        line, column = before.count("\n") + 1, at - before.rfind("\n")
         raise ParseError(f"line {line}, column {column}: {fact}")
 
     def expected(self, what: str) -> NoReturn:
@@ -83,7 +83,7 @@ class _Scanner:
         self.fail(f"expected {what}, found {found}")
 
     def look(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """What `pattern` matches here; takes nothing."""
+        """The match of `pattern` here, if any; takes nothing."""
         return pattern.match(self._text, self._at)
 
     def match(self, pattern: re.Pattern[str], *, glued: bool = False) -> re.Match[str] | None:
@@ -161,33 +161,29 @@ class _Reader(_Scanner):
         return value, [self._data()] if self.take("=") else []
 
     def _definition(self) -> Value:
-        name = self._name()
+        found = self._name()
+        name = found[1]
         if name in self._values:
-            self.fail(f"%{name} is defined twice; a value is defined once")
-        self.match(_NAME)
+            self.fail(f"%{name} is defined twice; a value is defined once", found)
         self.need(":")
         self._values[name] = Value(name, self._type(), self._device())
         return self._values[name]
 
-    def _name(self) -> str:
-        found = self.look(_NAME) or self.expected("a value such as %x")
-        return found[1]
+    def _name(self) -> re.Match[str]:
+        return self.match(_NAME) or self.expected("a value such as %x")
 
     def _known(self) -> Value:
-        name = self._name()
-        if name not in self._values:
-            self.fail(f"%{name} is not defined above; a value is defined before it is used")
-        self.match(_NAME)
-        return self._values[name]
+        found = self._name()
+        if found[1] not in self._values:
+            self.fail(f"%{found[1]} is not defined above; a value is defined before it is used", found)
+        return self._values[found[1]]
 
     def _type(self) -> Type:
-        found = self.look(_TYPE) or self.expected("a type such as f32[2,3], ref<f32[3]> or token")
+        found = self.match(_TYPE) or self.expected("a type such as f32[2,3], ref<f32[3]> or token")
         try:
-            type = parse_type(found[0])
+            return parse_type(found[0])
         except ParseError as error:
-            self.fail(str(error))
-        self.match(_TYPE)
-        return type
+            self.fail(str(error), found)
 
     def _device(self) -> str | None:
         found = self.match(_DEVICE)
@@ -218,11 +214,10 @@ class _Reader(_Scanner):
         return node
 
     def _op(self, has_effects: bool) -> OpDef:
-        found = self.look(_OP) or self.expected("an op such as jax.add( or var.read(")
+        found = self.match(_OP) or self.expected("an op such as jax.add( or var.read(")
         name = found[1]
         if not name.startswith("jax.") and name not in OPS:
-            self.fail(f"{name!r} is not an op; an op is jax.<primitive> or one of {', '.join(sorted(OPS))}")
-        self.match(_OP)
+            self.fail(f"{name!r} is not an op; an op is jax.<primitive> or one of {', '.join(sorted(OPS))}", found)
         if name in OPS:
             return OPS[name]
         primitive = restored(Symbol(name))
@@ -269,7 +264,9 @@ class _Reader(_Scanner):
             return self._type()
         if found := self.match(_OPAQUE):
             return Opaque(found[0])
-        return self._list_or_array() if self.look(_LIST) else self._word()
+        if found := self.match(_ARRAY):
+            return _array(re.findall(r"[^\s,]+", found[1]), self._array_type())
+        return self.sequence("]", self._data) if self.take("[") else self._word()
 
     def _item(self) -> tuple[Any, Any]:
         key = self._data()
@@ -281,15 +278,6 @@ class _Reader(_Scanner):
         graph, constants = self.graph()
         return Body(graph, constants, is_open)
 
-    def _list_or_array(self) -> Any:
-        found = self.match(_ARRAY)
-        if found is None:
-            self.need("[")
-            return self.sequence("]", self._data)
-        type = self._type()
-        assert isinstance(type, ArrayType)
-        return _array(re.findall(r"[^\s,]+", found[1]), type)
-
     def _word(self) -> Any:
         word = self.match(_NUMBER) or self.match(_BOOL)
         if word is None:
@@ -298,8 +286,9 @@ class _Reader(_Scanner):
         return _number(word[0]) if type is None else _array([word[0]], type)
 
     def _glued_type(self) -> ArrayType | None:
-        if self.match(_OF_TYPE, glued=True) is None:
-            return None
+        return self._array_type() if self.match(_OF_TYPE, glued=True) else None
+
+    def _array_type(self) -> ArrayType:
         type = self._type()
         assert isinstance(type, ArrayType)
         return type

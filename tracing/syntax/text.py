@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ __all__ = ["marked", "parse", "text"]
 
 _STANDARD_FLOATS = (np.float16, np.float32, np.float64)
 
-#: How many nodes `marked` prints on either side of the one it marks.
+#: Number of nodes that `marked` prints on either side of the one it marks.
 MARKED_NODES = 10
 
 
@@ -91,7 +92,7 @@ def _line(node: Node, locs: bool) -> str:
     if attributes:
         line += f" {{{', '.join(f'{key}={_value(value, locs)}' for key, value in attributes)}}}"
     if node.bodies:
-        line += " {\n" + "\n".join(_indented(text(body, locs)) for body in node.bodies) + "\n}"
+        line += " {\n" + "\n".join(indent(text(body, locs), "  ") for body in node.bodies) + "\n}"
     if node.device is not None:
         line += f"  @{node.device}"
     if node.after:
@@ -99,10 +100,6 @@ def _line(node: Node, locs: bool) -> str:
     if locs and node.loc is not None:
         line += f"  # {node.loc.short}"
     return f" {'!' if node.has_effects else ' '}{line}".replace("\n", "\n  ")
-
-
-def _indented(block: str) -> str:
-    return "  " + block.replace("\n", "\n  ")
 
 
 def _holds_body(value: Any) -> bool:

@@ -9,11 +9,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn
 
 from dflow.tracing.errors import DflowError, VerifyError
+from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.op import BodySignature
 from dflow.tracing.ir.types import ArrayType, TokenType, Type, array_type_of, strong
@@ -91,7 +93,7 @@ class _DefinedValues:
 
 
 def _result_types(node: Node) -> Sequence[Type] | None:
-    """What the op's rule gives for the node's operands; None when the text of the node lost what the rule needs."""
+    """The result types that the op's rule gives for the node's operands; None if the node's text lost an attribute."""
     types = [operand.type for operand in node.inputs]
     if node.op.rule is not None:
         results: Sequence[Type] = node.op.rule(*types, **node.attributes, **_signatures(node))
@@ -117,41 +119,28 @@ def _signatures(node: Node) -> Mapping[str, tuple[BodySignature, ...]]:
 def _inferred(node: Node, types: tuple[ArrayType, ...]) -> Sequence[Type] | None:
     if node.op.primitive is None or (opaque_attribute(node) is not None and not has_body_rule(node)):
         return None
-    applied = _Applied(node, types)
-    return _infer(applied) if applied.is_hashable else applied.infer()
+    shardings = tuple(type.sharding for type in types)
+    applied = _Applied(node.op.primitive, exact_attributes(node.attributes), types, shardings, node)
+    try:
+        hash(applied)
+    except TypeError:  # an attribute may be an array
+        return _result_types_by_jax.__wrapped__(applied)
+    return _result_types_by_jax(applied)
 
 
+@dataclass(frozen=True)
 class _Applied:
-    """A numeric node as far as its types go; equal to another that has the same op, attributes and operand types."""
+    """A numeric node as the key of a cache: nodes with equal keys have results of the same types."""
 
-    def __init__(self, node: Node, types: tuple[ArrayType, ...]) -> None:
-        self._node = node
-        self._types = types
-        attributes = tuple(sorted(node.attributes.items(), key=lambda item: item[0]))
-        self._key: Any = (node.op.primitive, attributes, types, tuple(type.sharding for type in types))
-
-    @property
-    def is_hashable(self) -> bool:
-        """Whether it can be kept in a cache: an attribute may be an array."""
-        try:
-            hash(self._key)
-        except TypeError:
-            return False
-        return True
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Applied) and bool(self._key == other._key)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def infer(self) -> Sequence[Type]:
-        """The result types, by JAX's own rule."""
-        structs = [type.struct for type in self._types]
-        _, _, out = make_jaxpr(lambda *operands: bind_node(self._node, operands), *structs)
-        return [array_type_of(struct) for struct in out]
+    primitive: Any
+    attributes: Hashable
+    types: tuple[ArrayType, ...]
+    shardings: tuple[Any, ...]
+    node: Node = field(compare=False)
 
 
 @lru_cache(maxsize=4096)
-def _infer(applied: _Applied) -> Sequence[Type]:
-    return applied.infer()
+def _result_types_by_jax(applied: _Applied) -> Sequence[Type]:
+    structs = [type.struct for type in applied.types]
+    _, _, out = make_jaxpr(lambda *operands: bind_node(applied.node, operands), *structs)
+    return [array_type_of(struct) for struct in out]

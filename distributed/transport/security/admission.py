@@ -13,18 +13,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from enum import Enum, auto
 from typing import Generic, TypeVar
 
+from dflow.tracing.errors import TransportClosed
+
 Key = TypeVar("Key", bound=Hashable)
-
-
-class Belief(Enum):
-    """The result of an authentication."""
-
-    PEER = auto()
-    EVICTED = auto()
-    NO_ROOM = auto()
 
 
 class Admission(Generic[Key]):
@@ -35,49 +28,42 @@ class Admission(Generic[Key]):
         self._most_unauthenticated = unauthenticated
         self._per_source = per_source
         #: The source of each unauthenticated connection, in order of arrival.
-        self._unauthenticated: dict[Key, str] = {}
-        self._peers: set[Key] = set()
-
-    @property
-    def unauthenticated(self) -> list[Key]:
-        """The unauthenticated connections, oldest first."""
-        return list(self._unauthenticated)
-
-    @property
-    def peers(self) -> int:
-        """Number of authenticated connections."""
-        return len(self._peers)
+        self.unauthenticated: dict[Key, str] = {}
+        self.peers: set[Key] = set()
 
     def arrive(self, connection: Key, source: str) -> tuple[Key, str] | None:
         """Admit a connection from `source`, such as an IP address; return one to end for it, and why, if necessary."""
         evicted = None
-        by_source = Counter(self._unauthenticated.values())
+        by_source = Counter(self.unauthenticated.values())
         if by_source[source] >= self._per_source:
             why = f"{by_source[source]} connections from there were not authenticated yet"
             evicted = self._evict(source), why
-        elif len(self._unauthenticated) >= self._most_unauthenticated:
+        elif len(self.unauthenticated) >= self._most_unauthenticated:
             most = max(by_source.values())
-            greedy = next(one for one in self._unauthenticated.values() if by_source[one] == most)
+            greedy = next(one for one in self.unauthenticated.values() if by_source[one] == most)
             evicted = self._evict(greedy), f"{self._most_unauthenticated} connections were not authenticated yet"
-        self._unauthenticated[connection] = source
+        self.unauthenticated[connection] = source
         return evicted
 
-    def believe(self, connection: Key) -> Belief:
-        """Make an authenticated connection a peer, unless it was evicted or the limit of peers is reached."""
-        if connection not in self._unauthenticated:
-            return Belief.EVICTED
-        if len(self._peers) >= self._connections:
-            return Belief.NO_ROOM
-        del self._unauthenticated[connection]
-        self._peers.add(connection)
-        return Belief.PEER
+    def believe(self, connection: Key) -> bool:
+        """Make an authenticated connection a peer; return False if the limit of peers is reached.
+
+        raises  TransportClosed if it was evicted
+        """
+        if connection not in self.unauthenticated:
+            raise TransportClosed("it was evicted for another connection")
+        if len(self.peers) >= self._connections:
+            return False
+        del self.unauthenticated[connection]
+        self.peers.add(connection)
+        return True
 
     def leave(self, connection: Key) -> None:
         """Remove a connection that has ended."""
-        self._unauthenticated.pop(connection, None)
-        self._peers.discard(connection)
+        self.unauthenticated.pop(connection, None)
+        self.peers.discard(connection)
 
     def _evict(self, source: str) -> Key:
-        oldest = next(connection for connection, one in self._unauthenticated.items() if one == source)
-        del self._unauthenticated[oldest]
+        oldest = next(connection for connection, one in self.unauthenticated.items() if one == source)
+        del self.unauthenticated[oldest]
         return oldest

@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 #: A certificate is valid from this time before its creation, since clocks differ.
 SKEW = timedelta(hours=1)
+#: All uses of a key, in the words of `x509.KeyUsage`.
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+)
 _HOST = re.compile(r"(?!.*\.\.)[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 
 
@@ -100,10 +105,11 @@ def _make(
     issued_by, signer = issuer or (subject, key)
     builder = x509.CertificateBuilder(issued_by, subject, key.public_key(), x509.random_serial_number())
     builder = builder.not_valid_before(now - SKEW).not_valid_after(now + valid)
+    usages = ("key_cert_sign", "crl_sign") if is_authority else ("digital_signature",)
     extensions: list[tuple[x509.ExtensionType, bool]] = [
         (x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False),
         (x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None), True),
-        (_usage(signs=is_authority), True),
+        (x509.KeyUsage(**dict.fromkeys(_USAGES, False) | dict.fromkeys(usages, True)), True),
     ]
     if not is_authority:
         purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
@@ -115,22 +121,6 @@ def _make(
         builder = builder.add_extension(extension, critical=is_critical)
     pem = builder.sign(signer, hashes.SHA256()).public_bytes(Encoding.PEM)
     return KeyPair(pem, key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-
-
-def _usage(*, signs: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
-    return x509.KeyUsage(
-        digital_signature=not signs,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=signs,
-        crl_sign=signs,
-        encipher_only=False,
-        decipher_only=False,
-    )
 
 
 def _general_name(host: str) -> x509.GeneralName:

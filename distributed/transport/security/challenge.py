@@ -9,19 +9,16 @@ Each side sends a nonce, the connector first. The connector then sends the first
 never gets the listener's. A proof is HMAC-SHA256, keyed by the secret, over the prover's role, the binding (the SHA-256
 of the listener's certificate) and both nonces, each preceded by its length.
 
-Invariants: no I/O, no clock, no random numbers. A side is done only after a valid proof from the other. Any other
-message, or one out of order, raises `SecurityError`, and the machine then accepts nothing more. No error contains the
-secret or a proof.
+Invariants: a side believes the other only after its valid proof. No error contains the secret or a proof.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
 import hmac
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from dflow.tracing.errors import InternalError, SecurityError
+from dflow.tracing.errors import SecurityError
 
 #: Size of each message of the challenge, a nonce or a proof.
 MESSAGE_BYTES = 32
@@ -37,76 +34,42 @@ class Side(enum.Enum):
     CONNECTOR = b"connector"
     LISTENER = b"listener"
 
-    @property
-    def other(self) -> Side:
-        """The other side."""
-        return Side.LISTENER if self is Side.CONNECTOR else Side.CONNECTOR
 
-
-class Challenge:
-    """One side of the challenge, as a state machine; `done` is set when the other side has proved the secret.
+def challenge(
+    side: Side,
+    secret: bytes,
+    nonce: bytes,
+    binding: bytes,
+    *,
+    send: Callable[[bytes], None],
+    receive: Callable[[], bytes],
+) -> None:
+    """Prove the secret to the other side, and return when that has proved it; raises SecurityError if it does not.
 
     `nonce`    `MESSAGE_BYTES` random bytes, never used before
     `binding`  the bytes that both ends of this connection share and no other connection has
-    raises     SecurityError when the secret is too short
+    `receive`  returns the other side's next `MESSAGE_BYTES` bytes
     """
-
-    def __init__(self, role: Side, *, secret: bytes, nonce: bytes, binding: bytes) -> None:
-        require_long(secret)
-        if len(nonce) != MESSAGE_BYTES:
-            raise InternalError(f"a nonce of {len(nonce)} bytes where {MESSAGE_BYTES} are due")
-        self._role = role
-        self._secret = secret
-        self._nonces = {role: nonce}
-        self._binding = binding
-        self._has_failed = False
-        self.done = False
-
-    def begin(self) -> list[bytes]:
-        """Return the messages to send first: the nonce for the connector, none for the listener."""
-        return [self._nonces[self._role]] if self._role is Side.CONNECTOR else []
-
-    def receive(self, message: bytes) -> list[bytes]:
-        """Take the other side's next message and return the messages to send; raises SecurityError if it is invalid."""
-        if self._has_failed or self.done:
-            raise SecurityError("a message of the challenge came after its end")
-        self._has_failed = True
-        if len(message) != MESSAGE_BYTES:
-            raise SecurityError(f"a message of {len(message)} bytes came where the challenge has {MESSAGE_BYTES}")
-        answers = self._proved(message) if self._role.other in self._nonces else self._opened(message)
-        self._has_failed = False
-        return answers
-
-    def _opened(self, nonce: bytes) -> list[bytes]:
-        if nonce == self._nonces[self._role]:
-            raise SecurityError("the other side sent this side's own nonce back")
-        self._nonces[self._role.other] = nonce
-        return [self._nonces[self._role] if self._role is Side.LISTENER else self._proof(self._role)]
-
-    def _proved(self, proof: bytes) -> list[bytes]:
-        if not hmac.compare_digest(proof, self._proof(self._role.other)):
-            raise SecurityError(
-                "the other side does not know the shared secret, or a process in between answers; "
-                "give both the same file as DFLOW_SECRET_FILE"
-            )
-        self.done = True
-        return [self._proof(self._role)] if self._role is Side.LISTENER else []
-
-    def _proof(self, prover: Side) -> bytes:
-        nonces = (self._nonces[Side.CONNECTOR], self._nonces[Side.LISTENER])
-        text = covered([_LABEL, prover.value, self._binding, *nonces])
-        return hmac.new(self._secret, text, hashlib.sha256).digest()
+    if side is Side.CONNECTOR:
+        send(nonce)
+    theirs = receive()
+    if theirs == nonce:
+        raise SecurityError("the other side sent this side's own nonce back")
+    nonces = (nonce, theirs) if side is Side.CONNECTOR else (theirs, nonce)
+    proofs = {
+        prover: hmac.digest(secret, covered([_LABEL, prover.value, binding, *nonces]), "sha256") for prover in Side
+    }
+    send(proofs[side] if side is Side.CONNECTOR else nonce)
+    other = Side.LISTENER if side is Side.CONNECTOR else Side.CONNECTOR
+    if not hmac.compare_digest(receive(), proofs[other]):
+        raise SecurityError(
+            "the other side does not know the shared secret, or a process in between answers; "
+            "give both the same file as DFLOW_SECRET_FILE"
+        )
+    if side is Side.LISTENER:
+        send(proofs[side])
 
 
 def covered(fields: Iterable[bytes]) -> bytes:
     """Join the fields, each after its length, so that different fields never give the same bytes."""
     return b"".join(len(field).to_bytes(4, "big") + field for field in fields)
-
-
-def require_long(secret: bytes) -> None:
-    """Raise SecurityError for a secret that is too short."""
-    if len(secret) < MIN_SECRET_BYTES:
-        raise SecurityError(
-            f"the shared secret has {len(secret)} bytes and needs {MIN_SECRET_BYTES}; "
-            "make one by `dflow certs secret FILE`"
-        )

@@ -12,7 +12,7 @@ no task by its job alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from dflow.tracing.devices.task_name import split_task_name
@@ -54,21 +54,16 @@ def identities_of(uris: Iterable[str]) -> tuple[Identity, ...]:
     return tuple(Identity(one[1], None if one[2] is None else int(one[2])) for one in found if one is not None)
 
 
-def admits(identities: Iterable[Identity], name: str) -> bool:
-    """Whether the holder of a certificate for `identities` may use `name` in its `Hello`."""
+def require_admitted(identities: Collection[Identity], name: str) -> None:
+    """Raise SecurityError unless the holder of a certificate for `identities` may use `name` in its `Hello`."""
     try:
         job, index = split_task_name(name)
+        is_admitted = any(one.job == job and one.index in (None, index) for one in identities)
     except DeviceError:
-        return Identity(name) in tuple(identities)
-    return any(one.job == job and one.index in (None, index) for one in identities)
-
-
-def require_admitted(identities: tuple[Identity, ...], name: str) -> None:
-    """Raise SecurityError unless `admits` returns True for these arguments."""
-    if admits(identities, name):
-        return
-    known = ", ".join(map(str, identities)) or "nobody"
-    raise SecurityError(
-        f"the other side calls itself {name[:80]!r}, but its certificate is for {known}; "
-        "issue one for that name, by `dflow certs issue DIR --name ...`"
-    )
+        is_admitted = Identity(name) in identities
+    if not is_admitted:
+        known = ", ".join(map(str, identities)) or "nobody"
+        raise SecurityError(
+            f"the other side calls itself {name[:80]!r}, but its certificate is for {known}; "
+            "issue one for that name, by `dflow certs issue DIR --name ...`"
+        )

@@ -8,11 +8,11 @@ import ssl
 from pathlib import Path
 
 from dflow.distributed.transport.addresses import TcpAddress
-from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.security.identity import identities_of, require_admitted
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.private_files import read_private
 from dflow.distributed.transport.security.tls_stream import TlsStream, tls_context
+from dflow.distributed.transport.stream import Deadline
 from dflow.tracing.errors import ConfigError, SecurityError
 
 

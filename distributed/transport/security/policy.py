@@ -17,8 +17,7 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.tracing.errors import SecurityError
 
 _CREDENTIALS = struct.Struct("3i")
@@ -40,11 +39,8 @@ class Secured(NamedTuple):
 class SecurityPolicy(ABC):
     """The checks that a transport makes before it trusts a connection; by default any address and name will do."""
 
-    def may_listen(self, address: Address) -> None:  # noqa: B027
-        """Raise SecurityError, with the remedy, if this address may not be listened on."""
-
-    def may_connect(self, address: Address) -> None:  # noqa: B027
-        """Raise SecurityError, with the remedy, if this address may not be connected to."""
+    def check_address(self, address: Address, *, listens: bool) -> None:  # noqa: B027
+        """Raise SecurityError if this address may not be dialled, or with `listens`, not listened on."""
 
     def may_be_called(self, identity: str, name: str) -> None:  # noqa: B027
         """Raise SecurityError if a peer with the proved `identity` may not use `name` in its `Hello`."""
@@ -67,14 +63,10 @@ class SecurityPolicy(ABC):
 class SameMachine(SecurityPolicy):
     """Only addresses that this machine alone can reach; nothing is encrypted."""
 
-    def may_listen(self, address: Address) -> None:
-        """Refuse addresses that other machines can reach."""
-        if not isinstance(address, UnixAddress) and not address.is_loopback:
+    def check_address(self, address: Address, *, listens: bool) -> None:
+        """Refuse addresses that are not of this machine alone."""
+        if isinstance(address, TcpAddress) and not address.is_loopback:
             raise SecurityError(f"address {str(address)!r} is not a loopback address, and {_UNPROTECTED}")
-
-    def may_connect(self, address: Address) -> None:
-        """Refuse addresses of other machines."""
-        self.may_listen(address)
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         """Accept the connection."""

@@ -16,14 +16,14 @@ import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from dflow.distributed.transport.addresses import Address, TcpAddress, UnixAddress
-from dflow.distributed.transport.deadline import Deadline
+from dflow.distributed.transport.addresses import Address, TcpAddress
 from dflow.distributed.transport.security.certificates import self_signed
-from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, Challenge, Side, require_long
+from dflow.distributed.transport.security.challenge import MESSAGE_BYTES, MIN_SECRET_BYTES, Side, challenge
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.private_files import read_private
 from dflow.distributed.transport.security.tls_stream import TlsStream, tls_context
-from dflow.distributed.transport.stream import receive_by, send_by
+from dflow.distributed.transport.stream import Deadline, receive_by, send_by
+from dflow.tracing.errors import SecurityError
 
 #: Validity of a self-signed certificate, which peers do not check.
 _EPHEMERAL = timedelta(days=3650)
@@ -45,7 +45,11 @@ class SharedSecret(SecurityPolicy):
 
     def __init__(self, file: Path) -> None:
         self._secret = read_private(file).strip()
-        require_long(self._secret)
+        if len(self._secret) < MIN_SECRET_BYTES:
+            raise SecurityError(
+                f"the shared secret has {len(self._secret)} bytes and needs {MIN_SECRET_BYTES}; "
+                "make one by `dflow certs secret FILE`"
+            )
         self._client = tls_context(ssl.PROTOCOL_TLS_CLIENT)
         # Only the proof authenticates the listener's certificate, by covering it.
         self._client.verify_mode = ssl.CERT_NONE
@@ -53,9 +57,9 @@ class SharedSecret(SecurityPolicy):
         self._server: ssl.SSLContext | None = None
         self._server_certificate = b""
 
-    def may_listen(self, address: Address) -> None:
-        """Accept any address; raises ConfigError without `cryptography`, for TCP."""
-        if not isinstance(address, UnixAddress):
+    def check_address(self, address: Address, *, listens: bool) -> None:
+        """Raise ConfigError if a TCP address is to be listened on without `cryptography`."""
+        if listens and isinstance(address, TcpAddress):
             self._server_context()
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
@@ -64,18 +68,15 @@ class SharedSecret(SecurityPolicy):
         stream = TlsStream(sock, context, is_server=is_server)
         stream.shake_hands(deadline)
         certificate = self._server_certificate if is_server else stream.certificate()
-        machine = Challenge(
+        challenge(
             Side.LISTENER if is_server else Side.CONNECTOR,
-            secret=self._secret,
-            nonce=secrets.token_bytes(MESSAGE_BYTES),
-            binding=hashlib.sha256(certificate).digest(),
+            self._secret,
+            secrets.token_bytes(MESSAGE_BYTES),
+            hashlib.sha256(certificate).digest(),
+            send=lambda message: send_by(stream, [memoryview(message)], deadline, _LATE),
+            receive=lambda: bytes(receive_by(stream, MESSAGE_BYTES, deadline, late=_LATE, closed=_CLOSED)),
         )
-        answers = machine.begin()
-        while True:
-            send_by(stream, map(memoryview, answers), deadline, _LATE)
-            if machine.done:
-                return Secured(stream, "")
-            answers = machine.receive(bytes(receive_by(stream, MESSAGE_BYTES, deadline, late=_LATE, closed=_CLOSED)))
+        return Secured(stream, "")
 
     def _server_context(self) -> ssl.SSLContext:
         """Return the listener's TLS context, created at the first call with its certificate, which is kept in DER."""

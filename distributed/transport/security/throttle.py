@@ -13,7 +13,7 @@ MAX_LOGGED = 1000
 
 
 class Throttle:
-    """Allows `burst` entries in each `period_s`, and counts the rest; thread-safe.
+    """Allows `burst` entries in each `period_s`, and counts the entries left out; thread-safe.
 
     `clock`  returns seconds since an arbitrary time
     """

@@ -19,8 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
 
 #: Size of a chunk: the most plaintext encrypted before a send, and ciphertext received before a decryption.

@@ -17,14 +17,14 @@ class SavedVariable(msgspec.Struct, frozen=True):
 
 
 class SaveVariables(Request[Ok], frozen=True):
-    """Write a consistent snapshot into the folder of a save, which every task can access; answered by `Ok`."""
+    """Write a consistent snapshot into the folder of a save, which every task can access."""
 
     folder: str
     variables: tuple[SavedVariable, ...]
 
 
 class ReadCheckpoint(Request[Ok], frozen=True):
-    """Read values from a checkpoint and keep them until `EndRestore`; answered by `Ok`.
+    """Read values from a checkpoint and keep them until `EndRestore`.
 
     `number`     number of the restore, unique within `origin`
     `id`         id of the checkpoint at `path`, which every task can access
@@ -41,7 +41,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
 
 
 class EndRestore(Request[Ok], frozen=True):
-    """Set the variables to the values read for a restore, or with `is_set` false, discard these; answered by `Ok`."""
+    """Set the variables to the values read for a restore, or with `is_set` false, discard these."""
 
     speaker = "origin"
 

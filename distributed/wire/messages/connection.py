@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from dflow.distributed.wire.messages.message import Message, Request
 
 PROTOCOL_VERSION = 4
@@ -37,12 +39,25 @@ class Failure(Message, frozen=True):
     text: str
 
 
+class ArrayInfo(msgspec.Struct, frozen=True):
+    """Dtype and shape of one array in a payload, which holds its arrays one after the other."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Arrays(Message, frozen=True):
+    """Arrays, one after the other in the payload."""
+
+    arrays: tuple[ArrayInfo, ...]
+
+
 class Packed(Message, frozen=True):
     """The message is the payload, encoded and compressed."""
 
 
 class Introduce(Request[Ok], frozen=True):
-    """The sender's life number in the roster: the first message over a connection to a task. Answered by `Ok`."""
+    """The sender's life number in the roster: the first message over a connection to a task."""
 
     is_open = True
 

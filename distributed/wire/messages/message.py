@@ -4,7 +4,7 @@ A message is a frozen struct, distinguished by its tag. The transport pairs a re
 carries a request number. Arrays and programs travel as raw bytes after the message (its payload), never inside it.
 A task is named `/job:<job>/task:<index>`.
 
-A request names its replies where it is defined, `class ElectOnce(Request[Elected])`; `Exchange` checks each reply
+A request names its replies where it is defined, `class ElectOnce(Request[Elected])`; `Peer` checks each reply
 against them. A request may also be answered with a `Failure`. A message that is neither `Request` nor `Notice` is a
 reply, or is of the transport.
 """

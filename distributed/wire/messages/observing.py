@@ -38,7 +38,7 @@ class GetClock(Request[ClockTold], frozen=True):
 
 
 class StartTrace(Request[ClockTold], frozen=True):
-    """Keep the last `events` events instead of the usual few, and record when XLA calls end; answered by `ClockTold`.
+    """Keep the last `events` events instead of the usual few, and record when XLA calls end.
 
     The trace ends at `StopTrace`, or after `longest_s`.
     """
@@ -93,6 +93,6 @@ class TaskState(Message, frozen=True):
 
 
 class GetTaskState(Request[TaskState], frozen=True):
-    """Read the task's counters; answered by `TaskState`."""
+    """Read the task's counters."""
 
     is_open = True

@@ -39,12 +39,12 @@ class PlacedAll(Message, frozen=True):
 
 
 class PlaceVariables(Request[PlacedAll], frozen=True):
-    """Several requests, in order; answered by `PlacedAll`."""
+    """Several requests, in order."""
 
     requests: tuple[PlaceVariable, ...]
 
 
 class Unplace(Request[Ok], frozen=True):
-    """The state of this name no longer exists on its task: free the name. Answered by `Ok`."""
+    """The state of this name no longer exists on its task: free the name."""
 
     name: str

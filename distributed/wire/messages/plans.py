@@ -32,7 +32,7 @@ class RegisterPlan(Request[Registered | Wanted], frozen=True):
 
 
 class ReleasePlan(Notice, frozen=True):
-    """Undo one registration of a plan. Not answered."""
+    """Undo one registration of a plan."""
 
     handle: int
 

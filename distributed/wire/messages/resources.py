@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Request
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings
@@ -11,7 +10,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 
 
 class CreateResource(Request[Ok], frozen=True):
-    """Create a queue or an accumulator unless it exists; answered by `Ok`.
+    """Create a queue or an accumulator unless it exists.
 
     `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`. Every creation must repeat type and settings. For
     `process` see `CreateVariable`.
@@ -40,7 +39,7 @@ class CallResource(Request[Arrays], frozen=True):
 
 
 class FailQueue(Request[Ok], frozen=True):
-    """Close a queue because its feed failed; answered by `Ok`.
+    """Close a queue because its feed failed.
 
     `failure` is the class, the text and the line of the error, `fed` the line where the queue is fed.
     """

@@ -24,13 +24,8 @@ class TaskInfo(msgspec.Struct, frozen=True):
 
     @property
     def process(self) -> str:
-        """Identity of the process; a task that was declared dead and rejoined has another life in the same process."""
-        return process_of(self.incarnation)
-
-
-def process_of(incarnation: str) -> str:
-    """Return the process of an incarnation: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
-    return incarnation.partition(".")[0]
+        """Identity of the process: `ab12` for its first incarnation `ab12` and for its third, `ab12.3`."""
+        return self.incarnation.partition(".")[0]
 
 
 class Roster(Marked, frozen=True):
@@ -49,7 +44,7 @@ class Roster(Marked, frozen=True):
 
 
 class RosterChange(Marked, Notice, frozen=True):
-    """The changes of the roster from version `since` to `version`, and the newest `epoch`. Not answered.
+    """The changes of the roster from version `since` to `version`, and the newest `epoch`.
 
     Each of `entries` replaces the entry of the same life, or adds a task, which is no longer expected. The lives in
     `dropped` are no longer listed.
@@ -60,6 +55,30 @@ class RosterChange(Marked, Notice, frozen=True):
     entries: tuple[TaskInfo, ...]
     dropped: tuple[int, ...] = ()
     epoch: int = 0
+
+
+def changed_roster(roster: Roster, change: RosterChange) -> Roster:
+    """Return the roster after the change."""
+    tasks = {info.life: info for info in roster.tasks} | {info.life: info for info in change.entries}
+    for life in change.dropped:
+        tasks.pop(life, None)
+    joined = {info.task for info in change.entries}
+    expected = tuple(task for task in roster.expected if task not in joined)
+    return msgspec.structs.replace(
+        roster,
+        tasks=tuple(tasks.values()),
+        expected=expected,
+        version=change.version,
+        epoch=change.epoch,
+        mark=change.mark,
+    )
+
+
+def change_between(earlier: Roster, later: Roster) -> RosterChange:
+    """Return the change from `earlier` to `later`, two rosters of the same start of the same coordinator."""
+    known = {info.life: info for info in earlier.tasks}
+    entries = tuple(info for info in later.tasks if known.pop(info.life, None) != info)
+    return RosterChange(earlier.version, later.version, entries, tuple(known), later.epoch, mark=later.mark)
 
 
 class PackedRoster(Message, frozen=True):
@@ -99,7 +118,7 @@ class EdgeTraffic(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(Notice, frozen=True):
-    """A task is alive. Not answered.
+    """A task is alive.
 
     `traffic`  its totals since it started
     `steps`    number of parts of steps that it has ended since it started

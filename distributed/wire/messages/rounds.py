@@ -1,13 +1,61 @@
-"""Runs of synchronous training, whose steps are called rounds."""
+"""Steps of a training run: claims of them by workers, and synchronous steps, which are called rounds."""
 
 from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.arrays import ArrayInfo
-from dflow.distributed.wire.messages.claims import NotFinite
-from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.connection import ArrayInfo, Ok
+from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
+
+
+class NotFinite(msgspec.Struct, frozen=True):
+    """The first loss of a run, by name, that was not a finite number, with its step and worker."""
+
+    step: int
+    metric: str
+    value: float
+    run: str = ""
+    task: str = ""
+
+
+class Claimed(Marked, frozen=True):
+    """Steps `first` to `first + count - 1`; a count of 0: all steps are done, or the claim had `more` false."""
+
+    first: int
+    count: int
+
+    @property
+    def steps(self) -> range:
+        """Numbers of the claimed steps."""
+        return range(self.first, self.first + self.count)
+
+
+class ClaimSteps(Request[Claimed], frozen=True):
+    """Request steps of a run; answered by `Claimed`, which waits while other workers may return steps.
+
+    `run`        name of the run; the first claim fixes `total_steps`
+    `number`     number of this claim, greater than the task's earlier ones; a repeated number gets the same answer.
+                 The client sets it, and `last`
+    `last`       number of the last claim whose answer the task has seen, 0 for none
+    `done`       number of steps of claim `last` that were done
+    `step_s`     median duration of a step since the last claim, in s (0 when there was none)
+    `metrics`    the worker's newest scalar metrics
+    `more`       false when the worker leaves the run: it is answered immediately, with no steps
+    `not_finite` first loss of the steps done that is not finite; run and task need not be set
+    """
+
+    speaker = "task"
+
+    run: str
+    task: str
+    total_steps: int
+    number: int = 0
+    last: int = 0
+    done: int = 0
+    step_s: float = 0.0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    more: bool = True
+    not_finite: NotFinite | None = None
 
 
 class RoundsAgreed(Message, frozen=True):
@@ -35,7 +83,7 @@ class ProposeRounds(Request[RoundsAgreed], frozen=True):
 
 
 class OpenRounds(Request[Ok], frozen=True):
-    """Become the step aggregator (round host) of a run, unless it is open here; answered by `Ok`.
+    """Become the step aggregator (round host) of a run, unless it is open here.
 
     In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator. It then starts the
     update, a step over the registered plans `handles` (by task). The payload holds the arrays fed `before` the mean
@@ -71,7 +119,7 @@ class NextRound(Request[RoundOpen], frozen=True):
 
 
 class LeaveRounds(Request[Ok], frozen=True):
-    """A worker stops taking part; it has sent its gradients for the openings up to `done`. Answered by `Ok`."""
+    """A worker stops taking part; it has sent its gradients for the openings up to `done`."""
 
     speaker = "worker"
 
@@ -81,7 +129,7 @@ class LeaveRounds(Request[Ok], frozen=True):
 
 
 class RoundsDone(Notice, frozen=True):
-    """Progress of a run of synchronous training, as a worker sees it. Not answered.
+    """Progress of a run of synchronous training, as a worker sees it.
 
     `rounds`   number of rounds done, of `total_rounds`
     `steps`    number of the worker's steps since its last report; the gradients of `dropped` of them came too late

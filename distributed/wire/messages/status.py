@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.claims import NotFinite
 from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.message import Message, Request
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.rounds import NotFinite
 
 
-class Report(Request[Ok], Notice, frozen=True):
+class Report(Request[Ok], frozen=True):
     """A result of the program for the closing table, such as a test accuracy."""
 
     name: str
@@ -67,7 +67,7 @@ class Health(Message, frozen=True):
 
 
 class GetHealth(Request[Health], frozen=True):
-    """Read the newest heartbeat of a task; answered by `Health`."""
+    """Read the newest heartbeat of a task."""
 
     is_open = True
 
@@ -99,6 +99,6 @@ class Status(Message, frozen=True):
 
 
 class GetStatus(Request[Status], frozen=True):
-    """Read the state of the cluster; answered by `Status`."""
+    """Read the state of the cluster."""
 
     is_open = True

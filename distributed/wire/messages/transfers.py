@@ -6,7 +6,7 @@ from dflow.distributed.wire.messages.message import Notice
 
 
 class Tensor(Notice, frozen=True):
-    """The value of an edge in a step, in the payload. Not answered."""
+    """The value of an edge in a step, in the payload."""
 
     origin: str
     step: int
@@ -16,11 +16,11 @@ class Tensor(Notice, frozen=True):
 
 
 class PulledTensor(Tensor, frozen=True):
-    """The value of an offer, sent after `Pull`. Not answered."""
+    """The value of an offer, sent after `Pull`."""
 
 
 class Offer(Notice, frozen=True):
-    """The sender keeps the value of an edge, of `size_bytes` bytes, until the receiver sends `Pull`. Not answered."""
+    """The sender keeps the value of an edge, of `size_bytes` bytes, until the receiver sends `Pull`."""
 
     origin: str
     step: int
@@ -29,7 +29,7 @@ class Offer(Notice, frozen=True):
 
 
 class Pull(Notice, frozen=True):
-    """Send the value that was offered, or with `wanted` false, discard it. Not answered."""
+    """Send the value that was offered, or with `wanted` false, discard it."""
 
     origin: str
     step: int
@@ -38,6 +38,6 @@ class Pull(Notice, frozen=True):
 
 
 class Credit(Notice, frozen=True):
-    """The sender has taken `size_bytes` of the values that the other task pushed; see `flow_control`. Not answered."""
+    """The sender has taken `size_bytes` of the values that the other task pushed; see `flow_control`."""
 
     size_bytes: int

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
-from dflow.distributed.wire.messages.connection import Failure, Ok
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Failure, Ok
 from dflow.distributed.wire.messages.message import Message, Request
 
 
@@ -62,7 +61,7 @@ class VariablesCreated(Message, frozen=True):
 
 
 class CreateVariables(Request[VariablesCreated], frozen=True):
-    """Create each of the variables unless it exists; answered by `VariablesCreated`.
+    """Create each of the variables unless it exists.
 
     The payload holds the `arrays`, then the exported programs for the calls, `program_sizes` bytes each.
     """
@@ -87,7 +86,7 @@ class WriteVariable(Request[Ok], frozen=True):
 
 
 class ForgetState(Request[Ok], frozen=True):
-    """Free a variable's value, or the contents of a queue or an accumulator; answered by `Ok`.
+    """Free a variable's value, or the contents of a queue or an accumulator.
 
     Ops that use it later or wait for it now fail with an error that contains `reason` and `remedy`.
     """

@@ -14,8 +14,8 @@ from dflow.cli.status_view import (
     size_text,
     type_text,
 )
-from dflow.distributed.wire.messages.claims import NotFinite
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.rounds import NotFinite
 from dflow.distributed.wire.messages.status import Status, VariableInfo, WorkerProgress
 
 PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"

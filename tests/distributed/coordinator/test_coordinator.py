@@ -17,11 +17,11 @@ from dflow.distributed.coordinator.traffic_totals import EDGES_TOLD
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.claims import ClaimSteps
-from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Roster
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.tracing.errors import (
     DeadlineExceeded,
@@ -145,7 +145,7 @@ def test_silence_ends_the_connection_of_a_task(cluster: Cluster) -> None:
     cluster.now_s += 1000
     cluster.coordinator.tick()
     assert gone.wait(SOON_S)
-    assert client.session.lost
+    assert client.session.ended
     with pytest.raises(TaskLost, match=r"did not take this task back: coordinator: worker:0 left at 1000.0 s"):
         client.ask(GetStatus())
     [task] = cluster.client().ask(GetStatus()).tasks
@@ -415,4 +415,4 @@ def test_a_call_that_is_interrupted_is_withdrawn(cluster: Cluster, monkeypatch: 
         patched.setattr(Future, "result", lambda future, timeout_s=None: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             client.ask(ClaimSteps("run", client.task, 1))
-    assert client.session.open_asks == 0
+    assert not client.session._session._asks

@@ -11,8 +11,8 @@ import pytest
 
 import dflow
 from dflow.distributed.coordinator.coordinator import LISTENING
-from dflow.distributed.wire.messages.claims import ClaimSteps
 from dflow.distributed.wire.messages.roster import Roster
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
 from tests.distributed.processes import Spawned

@@ -21,12 +21,12 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.elections import ElectOnce
+from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster, TaskInfo
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.status import Report, Status
 from tests.effort import examples
 

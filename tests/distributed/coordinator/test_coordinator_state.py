@@ -18,14 +18,13 @@ from dflow.distributed.coordinator.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps, NotFinite
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.elections import Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, RosterChange
-from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
 
@@ -144,7 +143,7 @@ def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None
     sent = EdgeTraffic("w", PS0, WORKER0, 3, 24)
     state.handle(Told(1.0, 10, Heartbeat(WORKER0, (sent,))))
     state.handle(Told(1.0, 77, Heartbeat(WORKER0, (EdgeTraffic("w", PS0, WORKER0, 9, 99),))))
-    state.handle(Told(1.0, 10, Report("accuracy", 0.5)))
+    assert answer(state.handle(Asked(1.0, 10, 1, Report("accuracy", 0.5))), 1) == Ok()
     assert answer(state.handle(Asked(1.0, 10, 2, Report("accuracy", 0.75))), 2) == Ok()
     state.handle(PeerClosed(2.0, 10, "reset"))
     now = status(state, 7.0)

@@ -1,8 +1,9 @@
+from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.elections import Elections
 
 
 def test_the_first_to_ask_is_elected_and_stays_so() -> None:
-    elections = Elections()
+    elections = Elections(DurableRecords())
     assert elections.elect("init", "a", 1)
     assert not elections.elect("init", "b", 2)
     assert elections.elect("init", "a", 1)
@@ -10,7 +11,7 @@ def test_the_first_to_ask_is_elected_and_stays_so() -> None:
 
 
 def test_after_a_failure_the_next_to_ask_is_elected() -> None:
-    elections = Elections()
+    elections = Elections(DurableRecords())
     elections.elect("init", "a", 1)
     elections.leave(1, "killed")
     assert elections.elect("init", "b", 2)
@@ -18,7 +19,7 @@ def test_after_a_failure_the_next_to_ask_is_elected() -> None:
 
 
 def test_after_a_normal_end_nobody_else_is_elected() -> None:
-    elections = Elections()
+    elections = Elections(DurableRecords())
     elections.elect("init", "a", 1)
     elections.leave(1, "finished")
     assert not elections.elect("init", "b", 2)

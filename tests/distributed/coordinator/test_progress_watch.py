@@ -1,7 +1,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.coordinator.progress_watch import ProgressWatch, StallBegan, StallEnded
+from dflow.distributed.coordinator.progress_watch import ProgressWatch
+from dflow.distributed.wire.messages.roster import Heartbeat
 from dflow.distributed.wire.messages.status import TaskHealth
 from tests.effort import examples
 
@@ -10,38 +11,37 @@ TASK = "/job:ps/task:0"
 
 def test_busy_without_progress_for_the_time_is_a_stall_that_is_told_once() -> None:
     watch = ProgressWatch(60.0)
-    watch.hear(0, TASK, 10.0, 5, "step 6", True)
-    watch.hear(0, TASK, 69.0, 5, "step 6: waits", True)
+    watch.hear(0, 10.0, Heartbeat(TASK, (), 5, "step 6"), True)
+    watch.hear(0, 69.0, Heartbeat(TASK, (), 5, "step 6: waits"), True)
     assert watch.tick(69.9) == []
-    assert watch.tick(70.0) == [StallBegan(TASK, 10.0, "step 6: waits")]
+    assert watch.tick(70.0) == [(TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0), 60.0)]
     assert watch.tick(80.0) == []
-    assert watch.health(0) == TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0)
-    assert watch.hear(0, TASK, 90.0, 6, "step 7", True) == [StallEnded(TASK, 80.0)]
-    assert watch.hear(0, TASK, 91.0, 6, "step 7", True) == []
+    assert watch.health[0] == TaskHealth(TASK, 69.0, 5, "step 6: waits", 10.0)
+    assert watch.hear(0, 90.0, Heartbeat(TASK, (), 6, "step 7"), True) == 80.0
+    assert watch.hear(0, 91.0, Heartbeat(TASK, (), 6, "step 7"), True) is None
     assert watch.tick(149.9) == []
-    assert watch.tick(150.0) == [StallBegan(TASK, 90.0, "step 7")]
+    assert watch.tick(150.0) == [(TaskHealth(TASK, 91.0, 6, "step 7", 90.0), 60.0)]
 
 
 def test_one_that_is_idle_is_not_stuck_however_long() -> None:
     watch = ProgressWatch(60.0)
-    watch.hear(0, TASK, 0.0, 5, "", False)
+    watch.hear(0, 0.0, Heartbeat(TASK, (), 5, ""), False)
     assert watch.tick(100.0) == []
-    watch.hear(0, TASK, 999.0, 5, "", False)
+    watch.hear(0, 999.0, Heartbeat(TASK, (), 5, ""), False)
     assert watch.tick(1000.0) == []
-    watch.hear(0, TASK, 1000.0, 5, "step 6", True)
+    watch.hear(0, 1000.0, Heartbeat(TASK, (), 5, "step 6"), True)
     assert watch.tick(1059.0) == [], "it is busy since 1000"
     watch.tick(1060.0)
-    assert watch.hear(0, TASK, 1061.0, 5, "", False) == [StallEnded(TASK, 61.0)]
+    assert watch.hear(0, 1061.0, Heartbeat(TASK, (), 5, ""), False) == 61.0
 
 
 def test_one_that_has_left_stalls_no_more() -> None:
     watch = ProgressWatch(60.0)
-    watch.hear(0, TASK, 0.0, 5, "step", True)
+    watch.hear(0, 0.0, Heartbeat(TASK, (), 5, "step"), True)
     watch.leave(0)
     watch.leave(0)
     assert watch.tick(100.0) == []
-    assert watch.health(0) is None
-    assert watch.all_health() == ()
+    assert watch.health == {}
 
 
 @settings(max_examples=examples(100), deadline=None)
@@ -56,7 +56,8 @@ def test_stalls_begin_and_end_in_turn_and_only_without_progress(acts: list[tuple
         is_stalled = is_stalled or bool(began)
         steps += more
         moves = more > 0 or not is_busy or not was_busy
-        assert bool(watch.hear(7, TASK, at_s, steps, "", is_busy)) == (is_stalled and moves)
+        stall_s = watch.hear(7, at_s, Heartbeat(TASK, (), steps), is_busy)
+        assert stall_s == (at_s - since_s if is_stalled and moves else None)
         if moves:
             since_s, is_stalled = at_s, False
         was_busy = is_busy

@@ -4,9 +4,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
+from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.step_ledger import StepLedger
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
@@ -20,7 +21,7 @@ class Numbered:
     """A ledger whose workers number their claims and receive every answer."""
 
     def __init__(self) -> None:
-        self.ledger = StepLedger()
+        self.ledger = StepLedger(DurableRecords())
         self.number = 0
         self.open: dict[int, tuple[str, int]] = {}
         self.seen: dict[str, int] = {}
@@ -122,7 +123,7 @@ def numbered(
 
 
 def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_back() -> None:
-    ledger = StepLedger()
+    ledger = StepLedger(DurableRecords())
     ledger.claim(*numbered(1, A, 1))
     given = ledger.claim(*numbered(2, B, 1))
     ledger.leave({A: "killed"})
@@ -134,7 +135,7 @@ def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_ba
 
 
 def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_first() -> None:
-    ledger = StepLedger()
+    ledger = StepLedger(DurableRecords())
     ledger.claim(*numbered(1, A, 1, total=1))
     ledger.claim(*numbered(2, B, 1, total=1))
     [first] = ledger.claim(*numbered(3, B, 1, total=1))
@@ -144,7 +145,7 @@ def test_a_claim_that_waits_and_is_asked_again_waits_on_in_the_place_of_the_firs
 
 
 def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_counts_as_done() -> None:
-    ledger = StepLedger()
+    ledger = StepLedger(DurableRecords())
     ledger.claim(*numbered(1, A, 1))
     ledger.claim(*numbered(2, A, 2, 1, 16))
     assert ledger.claim(*numbered(3, A, 3, 1, 16)) == [SendReply(3, Claimed(16, 16))]
@@ -152,7 +153,7 @@ def test_steps_given_to_a_claim_whose_answer_was_never_seen_go_back_and_none_cou
 
 
 def test_a_claim_that_comes_after_a_later_one_or_reports_one_that_is_not_known_is_refused() -> None:
-    ledger = StepLedger()
+    ledger = StepLedger(DurableRecords())
     ledger.claim(*numbered(1, A, 5))
     [late] = ledger.claim(*numbered(2, A, 4))
     assert isinstance(late.message, Failure)

@@ -18,7 +18,7 @@ import os, signal, subprocess, sys, threading
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.wire.messages.claims import ClaimSteps
+from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import Report
 watch()
 index = int(os.environ["DFLOW_INDEX"])

@@ -16,8 +16,7 @@ import msgspec
 import pytest
 
 import dflow
-from dflow.distributed.observe.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder
-from dflow.distributed.observe.flight_text import flight_text
+from dflow.distributed.observe.flight_recorder import MOST_DUMPS, PAUSE_S, FlightRecorder, flight_text
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.transport.base import RefuseAll

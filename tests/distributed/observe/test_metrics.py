@@ -99,7 +99,7 @@ def test_queues_are_told_by_how_many_elements_they_hold(memory: MemoryCluster) -
 def test_the_coordinator_tells_of_its_tasks(memory: MemoryCluster) -> None:
     with (
         closing(memory.worker()) as worker,
-        closing(MetricsEndpoint(coordinator_metrics(memory.coordinator.status), 0)) as endpoint,
+        closing(MetricsEndpoint(lambda: coordinator_metrics(memory.coordinator.status()), 0)) as endpoint,
     ):
         make_step(worker)
         found = scrape(endpoint)
@@ -135,18 +135,17 @@ def test_what_is_no_place_is_refused(place: str) -> None:
         metrics_place(place)
 
 
-def test_a_port_that_is_taken_is_told(memory: MemoryCluster) -> None:
-    collect = coordinator_metrics(memory.coordinator.status)
-    with closing(MetricsEndpoint(collect, 0)) as first:
+def test_a_port_that_is_taken_is_told() -> None:
+    with closing(MetricsEndpoint(list, 0)) as first:
         port = int(first.address.rsplit(":", 1)[1].split("/")[0])
         with pytest.raises(OSError, match=rf"cannot be served at 127.0.0.1:{port}: .*; 0 is any free port"):
-            MetricsEndpoint(collect, port)
+            MetricsEndpoint(list, port)
 
 
 def test_without_the_package_the_remedy_is_said(memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match=r"pip install 'dflow\[metrics\]'"):
-        MetricsEndpoint(coordinator_metrics(memory.coordinator.status), 0)
+        MetricsEndpoint(lambda: coordinator_metrics(memory.coordinator.status()), 0)
 
 
 def test_the_commands_serve_them_where_they_are_told_to(tmp_path: Path) -> None:

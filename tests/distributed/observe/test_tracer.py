@@ -19,7 +19,7 @@ import dflow
 from dflow.distributed.observe.clock_alignment import Offset
 from dflow.distributed.observe.task_observer import MOST_EVENTS
 from dflow.distributed.observe.trace_file import first_steps, trace_of
-from dflow.distributed.observe.tracer import Here, Trace, Tracer
+from dflow.distributed.observe.tracer import Observed, Trace, Tracer
 from dflow.distributed.wire.messages.observing import StartTrace
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.steps.recorder import (
@@ -73,9 +73,9 @@ def make_step(worker: Cluster) -> Any:
     return step
 
 
-def observed(memory: MemoryCluster, workers: list[Cluster]) -> dict[str, Here]:
+def observed(memory: MemoryCluster, workers: list[Cluster]) -> dict[str, Observed]:
     servers = [task.server for task in memory.tasks.values()] + [worker.server for worker in workers]
-    return {server.name: Here(server.observer) for server in servers}
+    return {server.name: server.observer for server in servers}
 
 
 def arrows(data: bytes) -> list[tuple[float, float]]:

@@ -20,7 +20,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.claims import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.tracing.errors import RemoteError, StrategyError, TransportClosed
 
 DEADLINE_S = 60.0

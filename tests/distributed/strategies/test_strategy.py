@@ -36,12 +36,14 @@ def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     class Again(Twice):
         """Numbers its runs apart from those of `Twice`."""
 
+        run_prefix = "again"
+
     one, other = Twice(), Again()
     for strategy in (one, one, other):
         list(strategy.run(lambda a: a, [1], steps=1))
     first, second = (int(run.removeprefix("twice_")) for run in one.runs)
     assert second == first + 1
-    assert other.runs == ["twice_0"]
+    assert other.runs == ["again_0"]
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ import numpy as np
 
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Peer, Reply, Transport
-from dflow.distributed.wire.array_lists import decode_arrays
-from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.messages.arrays import ArrayInfo, Arrays
-from dflow.distributed.wire.messages.connection import Introduce
+from dflow.distributed.wire.codec import decode_arrays, encode_array
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Introduce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.variables import (

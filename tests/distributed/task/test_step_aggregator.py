@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.task.step_aggregator import StepAggregator
-from dflow.distributed.wire.array_lists import encode_arrays
+from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,

@@ -9,7 +9,6 @@ from dflow.distributed.transport.addresses import (
     Endpoints,
     TcpAddress,
     UnixAddress,
-    also_near,
     parse_address,
     parse_endpoints,
 )
@@ -68,7 +67,3 @@ def test_two_ways_are_read_and_written(text: str, ways: Endpoints) -> None:
 def test_the_second_way_is_a_unix_socket() -> None:
     with pytest.raises(ValueError, match=r"second way of address .* is not of the form 'unix:/path@identity'"):
         parse_endpoints("127.0.0.1:80;127.0.0.1:81")
-
-
-def test_a_task_listens_near_too() -> None:
-    assert parse_endpoints(also_near("ps0:0")) == Endpoints(TcpAddress("ps0", 0), UnixAddress(""))

@@ -9,16 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dflow.distributed.transport.base import (
-    MIN_ALIGNED_BYTES,
-    Handler,
-    Limits,
-    Listener,
-    Peer,
-    RefuseAll,
-    Reply,
-    Responder,
-)
+from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Reply, Responder
+from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Limits
 from dflow.distributed.wire.codec import ALIGNMENT_BYTES
 from dflow.distributed.wire.large_message import pack
 from dflow.distributed.wire.messages.connection import Failure, Introduce, Ok, Packed

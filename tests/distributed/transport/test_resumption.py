@@ -18,12 +18,11 @@ from typing import Any
 import pytest
 
 from dflow.distributed.transport import listener as listener_module
-from dflow.distributed.transport.base import Limits, Listener, Peer, Responder
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.base import Listener, Peer, Responder
 from dflow.distributed.transport.framing import pack_header
+from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages.connection import Failure, Hello, Ok
 from dflow.distributed.wire.messages.message import Message

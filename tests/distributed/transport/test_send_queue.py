@@ -8,8 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.exchange import Frame, Kind, become_reader
+from dflow.distributed.transport.link import Frame, Kind, Limits, become_reader
 from dflow.distributed.transport.reactor import give_way
 from dflow.distributed.transport.send_queue import GATHERED_BYTES, SendQueue, flush, gather, send_gathered
 from dflow.distributed.transport.stream import Parts

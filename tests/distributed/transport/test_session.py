@@ -54,9 +54,8 @@ class End:
             self.outbox.append(OnWire(0, self.session.say_received(), "", 0))
 
     def resume(self, peer_received: int) -> None:
-        released, again = self.session.resume(peer_received)
-        self.released += [text for _, text, _ in released]
-        for number, text, size_bytes in again:
+        self.released += [text for _, text, _ in self.session.resume(peer_received)]
+        for number, text, size_bytes in [kept.item for kept in self.session.retained]:
             self.outbox.append(OnWire(number, self.session.say_received(), text, size_bytes))
 
 
@@ -117,7 +116,7 @@ class TwoEnds(RuleBasedStateMachine):
             assert end.released == end.said[: len(end.released)]
             assert len(end.released) <= len(other.heard)
             kept = len(end.said) - len(end.released)
-            assert (end.session.unacknowledged_bytes == 0) or kept
+            assert (end.session.retained_bytes == 0) or kept
 
     @invariant()
     def no_more_than_asked_is_left_unsaid(self) -> None:
@@ -137,7 +136,7 @@ class TwoEnds(RuleBasedStateMachine):
         assert self.both[1].heard == self.both[0].said
         self.breaks()
         self.link_again()
-        assert all(not end.session.unacknowledged_bytes and not end.outbox for end in self.both)
+        assert all(not end.session.retained_bytes and not end.outbox for end in self.both)
         assert all(end.released == end.said for end in self.both)
 
 
@@ -172,7 +171,7 @@ def test_the_end_gives_back_what_is_retained() -> None:
     session.send("a", 10)
     session.send("b", 10)
     assert session.end() == ["a", "b"]
-    assert session.unacknowledged_bytes == 0
+    assert session.retained_bytes == 0
     assert session.end() == []
 
 

@@ -11,16 +11,27 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory, SharedPool, SharedView
+from dflow.distributed.transport.link import Limits
+from dflow.distributed.transport.shared_memory import (
+    GRAIN_BYTES,
+    SHARED_FROM_BYTES,
+    Blocks,
+    SharedMemory,
+    SharedPool,
+    SharedView,
+)
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.codec import ALIGNMENT_BYTES, decode_array
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.tracing.errors import TransportClosed, WireError
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
+from tests.effort import examples
 
 SIZE = 1 << 20
+PAGES = 16
 
 
 def pool_and_view(size_bytes: int = SIZE) -> tuple[SharedPool, SharedView]:
@@ -44,11 +55,9 @@ def test_a_place_is_free_again_once_the_receivers_array_is_gone() -> None:
     assert place is not None
     array = jax.device_put(decode_array("float32", (SIZE // 4,), view.take(place, SIZE)), may_alias=True)
     assert pool.put(b"more") is None
-    assert pool.lent_bytes == SIZE
     jax.block_until_ready(array)
     del array
     gc.collect()
-    assert pool.lent_bytes == 0
     assert pool.put(bytes(SIZE)) is not None
 
 
@@ -135,3 +144,25 @@ def test_what_does_not_fit_into_the_memory_goes_over_the_socket() -> None:
     for payload, n in zip(held, (1, 2, 3, 4, 12, 1), strict=True):
         assert np.array_equal(np.frombuffer(payload, np.uint8), sent[: n << 18])
     listener.close()
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.one_of(st.integers(0, 6 * GRAIN_BYTES), st.sampled_from(["oldest", "newest"])), max_size=40))
+def test_blocks_are_the_first_gap_that_fits(actions: list[int | str]) -> None:
+    """Against a model that marks every page."""
+    blocks = Blocks(PAGES * GRAIN_BYTES + 100)
+    used = [False] * PAGES
+    taken: list[tuple[int, int]] = []
+    for action in actions:
+        if isinstance(action, int):
+            pages = max(-(-action // GRAIN_BYTES), 1)
+            fits = [at for at in range(PAGES - pages + 1) if not any(used[at : at + pages])]
+            offset = blocks.take(action)
+            assert offset == (fits[0] * GRAIN_BYTES if fits else None)
+            if offset is not None:
+                taken.append((offset // GRAIN_BYTES, pages))
+                used[fits[0] : fits[0] + pages] = [True] * pages
+        elif taken:
+            at, pages = taken.pop(0 if action == "oldest" else -1)
+            blocks.give_back(at * GRAIN_BYTES)
+            used[at : at + pages] = [False] * pages

@@ -16,13 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, Address, TcpAddress
-from dflow.distributed.transport.base import Limits, Peer, Responder
-from dflow.distributed.transport.deadline import Deadline
-from dflow.distributed.transport.exchange import Frame, Kind
+from dflow.distributed.transport.base import Peer, Responder
 from dflow.distributed.transport.framing import HEADER, MAGIC, pack_header
+from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.security.policy import SameMachine, Secured
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport
-from dflow.distributed.transport.stream import Stream
+from dflow.distributed.transport.stream import Deadline, Stream
 from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello, Ok
 from dflow.distributed.wire.messages.message import Message

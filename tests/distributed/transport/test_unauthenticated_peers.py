@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dflow.distributed.transport.base import Limits
-from dflow.distributed.transport.exchange import Frame, Kind
 from dflow.distributed.transport.framing import pack_header
+from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.distributed.transport.sockets import SocketListener, SocketTransport

@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.distributed.transport.buffer_pool import RECEIVED
-from dflow.distributed.wire import array_lists, codec
-from dflow.distributed.wire.messages.arrays import ArrayInfo
-from dflow.distributed.wire.messages.connection import Failure, Hello
+from dflow.distributed.wire import codec
+from dflow.distributed.wire.messages.connection import ArrayInfo, Failure, Hello
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll
 from dflow.distributed.wire.messages.plans import RegisterPlan, Wanted
@@ -167,7 +166,7 @@ def test_bfloat16_keeps_its_meaning() -> None:
 def test_a_shape_that_no_array_has_is_refused_at_once(shape: tuple[int, ...], text: str) -> None:
     for decode in (
         lambda: codec.decode_array("float32", shape, b""),
-        lambda: array_lists.decode_arrays([ArrayInfo("float32", shape)], b""),
+        lambda: codec.decode_arrays([ArrayInfo("float32", shape)], b""),
     ):
         with pytest.raises(WireError, match=text):
             decode()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from dflow.distributed.wire import messages
-from dflow.distributed.wire.all_messages import MESSAGES
+from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.messages.connection import Failure, Hello, Packed
 from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan, Wanted

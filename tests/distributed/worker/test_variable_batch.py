@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.transport.exchange import Exchange
+from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.placement import PlaceVariables
 from dflow.distributed.wire.messages.variables import CreateVariables, ReadVariables, WriteVariable
 from dflow.distributed.worker import variable_batch
@@ -49,13 +49,13 @@ Sent = list[Any]
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """Record every request that any task sends."""
     found: Sent = []
-    start = Exchange.start
+    start = Peer.start
 
-    def noted(self: Exchange, message: Any, payload: Any = b"", on_reply: Any = None) -> Any:
+    def noted(self: Peer, message: Any, payload: Any = b"", on_reply: Any = None) -> Any:
         found.append(message)
         return start(self, message, payload, on_reply)
 
-    monkeypatch.setattr(Exchange, "start", noted)
+    monkeypatch.setattr(Peer, "start", noted)
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
 
 import pytest
 
@@ -25,10 +24,10 @@ graph(%x: f32[]) {
 
 
 @dataclass(frozen=True)
-class Backwards:
+class Backwards(Pass):
     """A pass with a fault: uses come before what they use."""
 
-    name: ClassVar[str] = "backwards"
+    name = "backwards"
 
     def __call__(self, graph: Graph) -> Graph:
         return dataclasses.replace(graph, nodes=graph.nodes[::-1])

@@ -12,7 +12,7 @@ from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.choose import Choose, may_choose
 from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE, pipeline
-from dflow.lowering.placement.instance import Price
+from dflow.lowering.placement.graph_problem import Price
 from dflow.tracing.devices.device import choice_among, choices_in
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph

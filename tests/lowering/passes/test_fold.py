@@ -1,43 +1,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 import dflow
 from dflow.lowering.passes import fold
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.passes.fold import Fold
-from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import pipeline
 from dflow.tracing.ir import ops
 from dflow.tracing.state.queues import FIFOQueue
 from dflow.tracing.syntax.text import parse
-from dflow.tracing.syntax.verify import verify
-from tests.effort import examples
-from tests.golden import GoldenCase, golden_cases
-from tests.graphs_ import Case, cases
-from tests.lowering.meaning import TASKS, WORKER, assert_same_meaning, check_pass
-
-
-@pytest.mark.parametrize("case", golden_cases(Path(__file__).with_name("fold.graphs")))
-def test_golden(case: GoldenCase) -> None:
-    check_pass(case, Fold(WORKER))
-
-
-@settings(max_examples=examples(9))
-@given(case=cases(devices=TASKS))
-def test_a_traced_program_keeps_its_meaning(case: Case) -> None:
-    placed = run_passes(case.graph, [Place(WORKER, TASKS)])
-    folded = Fold(WORKER)(placed)
-    verify(folded)
-    assert_same_meaning(placed, folded, case.inputs, case.state)
+from tests.lowering.meaning import WORKER
 
 
 def test_nothing_is_compiled_where_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from dflow.lowering.passes.merge import Merge
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.syntax.text import parse, text
-from tests.golden import GoldenCase, golden_cases
-from tests.lowering.meaning import check_pass
-
-
-@pytest.mark.parametrize("case", golden_cases(Path(__file__).with_name("merge.graphs")))
-def test_golden(case: GoldenCase) -> None:
-    check_pass(case, Merge())
 
 
 def test_nodes_whose_attributes_cannot_be_compared_are_never_shared() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,13 +8,7 @@ from dflow.lowering.passes.place import Place
 from dflow.lowering.pipeline import ALONE
 from dflow.tracing.errors import DeviceError
 from dflow.tracing.syntax.text import parse
-from tests.golden import GoldenCase, golden_cases
-from tests.lowering.meaning import DEVICES, TASKS, WORKER, check_pass
-
-
-@pytest.mark.parametrize("case", golden_cases(Path(__file__).with_name("place.graphs")))
-def test_golden(case: GoldenCase) -> None:
-    check_pass(case, Place(WORKER, TASKS, DEVICES))
+from tests.lowering.meaning import DEVICES, TASKS, WORKER
 
 
 def test_a_device_that_no_task_offers_is_named_with_the_line_and_the_tasks() -> None:

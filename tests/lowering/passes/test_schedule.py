@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -15,12 +13,12 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Value
 from dflow.tracing.ir.op import numeric
 from dflow.tracing.ir.types import RefType, TokenType
-from dflow.tracing.jax_frontend import primitive_named
+from dflow.tracing.jax_frontend import primitives_by_name
 from dflow.tracing.syntax.text import parse, text
 from dflow.tracing.syntax.verify import verify
 from tests.effort import examples
-from tests.golden import GoldenCase, golden_cases, read_golden
-from tests.lowering.meaning import DEVICES, PLACES, PS_0, TASKS, WORKER, assert_same_meaning, check_pass, chooser
+from tests.golden import read_golden
+from tests.lowering.meaning import DEVICES, PLACES, PS_0, TASKS, WORKER, assert_same_meaning, chooser
 from tests.lowering.stateful_graphs import INT, stateful_graphs
 
 ANY_SIZE = Schedule(least_bytes=0)
@@ -28,19 +26,6 @@ GOLDEN = Path(__file__).with_name("schedule.graphs")
 PASSES = pipeline(WORKER, TASKS, DEVICES)
 CLUSTERED = PASSES[: [one.name for one in PASSES].index("schedule")]
 ON_DEVICES = [f"/device:{device}" for device in DEVICES]
-
-
-@pytest.mark.parametrize("case", golden_cases(GOLDEN))
-def test_golden(case: GoldenCase) -> None:
-    check_pass(case, _WithBodies())
-
-
-@dataclass(frozen=True)
-class _WithBodies:
-    name = "schedule"
-
-    def __call__(self, graph: Graph) -> Graph:
-        return run_passes(graph, (ANY_SIZE,))
 
 
 @st.composite
@@ -60,7 +45,7 @@ def alternating(draw: st.DrawFn) -> Graph:
                 nodes.append(Node(ops.var_assign, (ref, number), (Value(fresh("done"), TokenType()),)))
         made = Value(fresh("n"), INT)
         operands = (number, draw(st.sampled_from(others)))
-        nodes.append(Node(numeric(primitive_named("sub")), operands, (made,), device=draw(places)))
+        nodes.append(Node(numeric(primitives_by_name()["sub"]), operands, (made,), device=draw(places)))
         others += [made] if draw(st.booleans()) else []
         number = made
     outputs = (number, *draw(st.lists(st.sampled_from(others), max_size=2)))
@@ -133,8 +118,8 @@ def delayed(graph: Graph) -> list[Node]:
 
 def test_it_finds_nothing_more_when_run_again() -> None:
     for case in read_golden(GOLDEN):
-        once = _WithBodies()(parse(case.input))
-        assert text(_WithBodies()(once)) == text(once)
+        once = run_passes(parse(case.input), [ANY_SIZE])
+        assert text(run_passes(once, [ANY_SIZE])) == text(once)
 
 
 def test_what_is_small_is_copied_at_once() -> None:

@@ -50,7 +50,6 @@ def problems(
         pinned = draw(st.sampled_from([None, None, None, *range(count)]))
         units.append(
             Unit(
-                f"u{number}",
                 tuple(float(draw(numbers)) for _ in range(count)),
                 tuple(takes),
                 tuple(after),
@@ -94,13 +93,12 @@ def problem(
     values += [Moved(size, number, None, number not in used) for number in range(len(units))]
     made = [
         Unit(
-            name,
             (seconds,) * len(target.names),
             tuple(1 + needed for needed in needs) or (0,),
             (),
             tuple(target.devices) if number not in (pinned or {}) else ((pinned or {})[number],),
         )
-        for number, (name, seconds, needs) in enumerate(units)
+        for number, (_, seconds, needs) in enumerate(units)
     ]
     return Problem(target, tuple(made), tuple(values))
 

@@ -77,7 +77,7 @@ def slow_simulation(problem: Problem, assignment: Sequence[int]) -> Slow:
             running = [number for number in start if number not in end and assignment[number] == device]
             here = [number for number in ready if assignment[number] == device]
             if here and not running:
-                number = max(here, key=lambda number: (problem.ranks[number], -number))
+                number = min(here)
                 start[number] = now
                 left[number] = problem.cost(number, device)
                 started = True

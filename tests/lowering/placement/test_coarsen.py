@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from dflow.lowering.passes.order import Order
 from dflow.lowering.placement.coarsen import coarsened
-from dflow.lowering.placement.work import Work, runs_how_long, work_of
+from dflow.lowering.placement.work import Work, runs_how_long, work_in
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.syntax.text import parse
@@ -69,22 +71,19 @@ def test_nodes_that_may_stand_elsewhere_are_never_joined() -> None:
     assert joined(graph, coarsened(graph, [0.1] * 6, kinds, 3.0)) == ["s a b b2", "a2", "j"]
 
 
-def work_in(fn: object, *args: object) -> Work:
-    total = Work()
-    for node in trace(fn, args, {}).graph.nodes:  # type: ignore[arg-type]
-        total = total.plus(work_of(node))
-    return total
+def work_of_function(fn: Any, *args: object) -> Work:
+    return work_in(trace(fn, args, {}).graph.nodes)
 
 
 def test_work_is_counted_by_the_types_and_as_often_as_a_loop_turns() -> None:
     a, b = jnp.ones((8, 16)), jnp.ones((16, 4))
-    once = work_in(lambda a, b: a @ b, a, b)
+    once = work_of_function(lambda a, b: a @ b, a, b)
     assert once == Work(2.0 * 8 * 16 * 4, 4.0 * (8 * 16 + 16 * 4 + 8 * 4))
     square = jnp.ones((8, 8))
-    looped = work_in(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=10)[0], square)
+    looped = work_of_function(lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, None, length=10)[0], square)
     assert looped.flops == 10 * 2.0 * 8**3
     image, kernel = jnp.ones((2, 3, 10, 10)), jnp.ones((5, 3, 3, 3))
-    convolved = work_in(lambda x, k: jax.lax.conv(x, k, (1, 1), "VALID"), image, kernel)
+    convolved = work_of_function(lambda x, k: jax.lax.conv(x, k, (1, 1), "VALID"), image, kernel)
     assert convolved.flops == 2.0 * (2 * 5 * 8 * 8) * (3 * 3 * 3)
 
 

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 
 from dflow.lowering.passes.base import run_passes
-from dflow.lowering.passes.donate import Donate
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.steps.lowered import Lowered, literals, make_plans
 from dflow.lowering.steps.plan import Call, Plan, Read, Recv, Send
@@ -145,9 +144,11 @@ def without_donation(graph: Graph) -> Graph:
     return dataclasses.replace(graph, nodes=nodes)
 
 
-def test_a_call_that_does_not_donate_what_it_writes_is_refused() -> None:
+def test_a_call_keeps_the_variables_that_it_does_not_donate() -> None:
     graph = run_passes(parse(TRAIN), pipeline(WORKER, TASKS))
     keys = {ref: ref.name for ref in graph.refs}
-    with pytest.raises(InternalError, match=r"donates set\(\) but writes .*; run the pass 'donate'"):
-        make_plans(without_donation(graph), WORKER, keys)
-    assert make_plans(Donate()(without_donation(graph)), WORKER, keys)[WORKER].plan.slots == 4
+    for lowered, keeps in ((graph, False), (without_donation(graph), True)):
+        plans = make_plans(lowered, WORKER, keys).values()
+        calls = [item for each in plans for item in each.plan.items if isinstance(item, Call)]
+        assert {call.keeps for call in calls if call.writes} == {keeps}
+        assert not any(call.keeps for call in calls if not call.writes)

@@ -44,7 +44,24 @@ def test_a_full_name_is_a_task_and_a_device_of_it() -> None:
     assert device_name("/job:ps/task:0", "cpu:1") == "/job:ps/task:0/device:cpu:1"
 
 
-@pytest.mark.parametrize("bad", ["gpu", "cpu:", "cpu:x", ":1", "", "ps", "ps:0/", "ps:0/cpu", "ps:0/ps:1", "/cpu:1/2"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "gpu",
+        "cpu:",
+        ":1",
+        "",
+        "ps",
+        "7:0",
+        "/job:ps",
+        "/job:ps/task:x",
+        "ps:0 ",
+        "ps:0/",
+        "ps:0/cpu",
+        "ps:0/ps:1",
+        "/cpu:1/2",
+    ],
+)
 def test_what_is_no_name_is_refused(bad: str) -> None:
     with pytest.raises(DeviceError, match=re.escape(f"{bad!r} is not the name of a device; write cpu:1, gpu:0")):
         full_device_name(bad)

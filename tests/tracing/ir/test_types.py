@@ -1,4 +1,4 @@
-"""Types and their text, device scopes, the user's lines, and effects that commute."""
+"""Types and their text, the user's lines, and effects that commute."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from dflow.tracing.devices.device import device
-from dflow.tracing.errors import DeviceError, GraphTypeError, InternalError, ParseError
+from dflow.tracing.errors import GraphTypeError, InternalError, ParseError
 from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.explicit_sharding import explicit_sharding
 from dflow.tracing.ir.op import OPS, op
@@ -117,15 +116,6 @@ def test_a_type_knows_its_size_and_its_strong_form() -> None:
     assert str(type.strong) == "f16[2,3]"
     assert array_type_of(type.struct) == type
     assert RefType(type) == RefType(type)
-
-
-@pytest.mark.parametrize("name", ["ps", "ps:", "7:0", "/job:ps", "/job:ps/task:x", "ps:0 "])
-def test_what_is_no_device_is_refused_with_the_users_line(name: str) -> None:
-    with (
-        pytest.raises(DeviceError, match=r"is not the name of a device(.|\n)*at .*test_types.py:\d"),
-        device(name),
-    ):
-        pass
 
 
 def here() -> Loc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from dflow.tracing.derivatives.autodiff import grad, value_and_grad
-from dflow.tracing.devices.device import device, with_state
+from dflow.tracing.devices.device import device_scope, with_state
+from dflow.tracing.devices.device_name import full_device_name
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.state.accumulators import ConditionalAccumulator
 from dflow.tracing.state.resources import Variable, name
@@ -28,6 +30,10 @@ def scope() -> dict[str, Any]:
     with a_home():
         w, count = Variable(jnp.zeros(3), name="w"), Variable(jnp.zeros(()), name="count")
         held = ConditionalAccumulator(jnp.zeros(3), name="held")
+
+    def device(written: str) -> AbstractContextManager[None]:
+        return device_scope(full_device_name(written))
+
     modules = {"jax": jax, "jnp": jnp, "device": device, "with_state": with_state, "name": name}
     return modules | {
         "w": w,

@@ -12,13 +12,12 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from dflow.distributed.transport.addresses import Address, TcpAddress
-from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.security.certificates import KeyPair, issue_certificate, make_authority
 from dflow.distributed.transport.security.identity import parse_identity
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
-from dflow.distributed.transport.stream import without
+from dflow.distributed.transport.stream import Deadline, without
 from tests.distributed.transports import DEADLINE_S
 
 NOW = datetime.now(UTC)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.security.admission import Admission, Belief
+from dflow.distributed.transport.security.admission import Admission
+from dflow.tracing.errors import TransportClosed
 from tests.effort import examples
 
 SOURCES = st.sampled_from(["a", "b", "c"])
@@ -29,16 +31,20 @@ def test_the_limits_hold_and_only_strangers_are_evicted(
                     del waiting[evicted[0]]
                 waiting[number] = source
             case "believe":
-                expected = Belief.PEER if len(peers) < connections else Belief.NO_ROOM
-                assert admission.believe(which) == (expected if which in waiting else Belief.EVICTED)
-                if which in waiting and expected is Belief.PEER:
+                if which not in waiting:
+                    with pytest.raises(TransportClosed, match="evicted for another"):
+                        admission.believe(which)
+                elif admission.believe(which):
+                    assert len(peers) < connections
                     del waiting[which]
                     peers.add(which)
+                else:
+                    assert len(peers) == connections
             case _:
                 admission.leave(which)
                 waiting.pop(which, None)
                 peers.discard(which)
-        assert (admission.unauthenticated, admission.peers) == (list(waiting), len(peers))
+        assert (list(admission.unauthenticated), admission.peers) == (list(waiting), peers)
         assert len(waiting) <= strangers
         assert len(peers) <= connections
         assert all(list(waiting.values()).count(one) <= per_source for one in waiting.values())
@@ -49,8 +55,9 @@ def test_the_oldest_of_the_greediest_source_gives_way() -> None:
     for number, source in enumerate(["quiet", "greedy", "greedy", "greedy"]):
         assert admission.arrive(number, source) is None
     assert admission.arrive(4, "new") == (1, "4 connections were not authenticated yet")
-    assert admission.believe(1) is Belief.EVICTED
-    assert admission.believe(0) is Belief.PEER
+    with pytest.raises(TransportClosed, match="evicted"):
+        admission.believe(1)
+    assert admission.believe(0)
 
 
 def test_one_source_replaces_its_own() -> None:
@@ -66,7 +73,7 @@ def test_a_flood_from_one_source_never_costs_another_its_place() -> None:
     admission.arrive(0, "honest")
     for number in range(1, 1000):
         admission.arrive(number, "flood")
-    assert admission.believe(0) is Belief.PEER
+    assert admission.believe(0)
 
 
 def test_a_newcomer_is_heard_and_has_no_room_when_every_connection_is_a_peers() -> None:
@@ -75,6 +82,6 @@ def test_a_newcomer_is_heard_and_has_no_room_when_every_connection_is_a_peers() 
         admission.arrive(number, "a")
         admission.believe(number)
     assert admission.arrive(2, "b") is None
-    assert admission.believe(2) is Belief.NO_ROOM
+    assert not admission.believe(2)
     admission.leave(0)
-    assert admission.believe(2) is Belief.PEER
+    assert admission.believe(2)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from dflow.distributed.transport.security.identity import (
     Identity,
-    admits,
     identities_of,
     parse_identity,
     require_admitted,
@@ -16,6 +15,15 @@ from dflow.tracing.errors import SecurityError
 JOBS = st.from_regex(r"[A-Za-z][A-Za-z0-9_]{0,8}", fullmatch=True)
 INDICES = st.integers(0, 999_999_999)
 IDENTITIES = st.builds(Identity, JOBS, st.none() | INDICES)
+
+
+def admits(identities: list[Identity], name: str) -> bool:
+    """Whether a certificate for `identities` admits `name`."""
+    try:
+        require_admitted(identities, name)
+    except SecurityError:
+        return False
+    return True
 
 
 @given(IDENTITIES)

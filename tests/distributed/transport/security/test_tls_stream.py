@@ -15,11 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.transport.deadline import Deadline
 from dflow.distributed.transport.security.certificates import self_signed
 from dflow.distributed.transport.security.policy import Secured, SecurityPolicy
 from dflow.distributed.transport.security.tls_stream import CHUNK_BYTES, MAX_HANDSHAKE_BYTES, TlsStream
-from dflow.distributed.transport.stream import without
+from dflow.distributed.transport.stream import Deadline, without
 from dflow.tracing.errors import DeadlineExceeded, SecurityError
 from tests.distributed.transport.security.secured_pairs import (
     NOW,

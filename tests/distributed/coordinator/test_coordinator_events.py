@@ -3,9 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.distributed.coordinator.coordinator_events import Asked, Event, Told
+from dflow.distributed.coordinator.coordinator_events import LOG_BYTES, Asked, Event, EventLog, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
-from dflow.distributed.coordinator.event_log import LOG_BYTES, EventLog
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat
 from dflow.distributed.wire.messages.status import GetHealth
 

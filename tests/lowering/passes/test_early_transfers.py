@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from dflow.lowering.passes import cluster
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import pipeline
-from dflow.lowering.placement import early_transfers
 from dflow.lowering.placement.work import Work
 from dflow.tracing.ir.graph import Graph, Node
 from dflow.tracing.syntax.text import parse
@@ -20,7 +19,7 @@ from tests.graphs_ import Case, cases
 from tests.lowering.meaning import DEVICES, PLACES, TASKS, WORKER, assert_same_meaning, chooser
 from tests.lowering.stateful_graphs import stateful_graphs
 
-ANY_REST = mock.patch.object(early_transfers, "LEAST", Work(0.0, 0.0))
+ANY_REST = mock.patch.object(cluster, "LEAST_REST", Work(-1.0, -1.0))
 DOT = "dimension_numbers=(((1,), (0,)), ((), ())), out_sharding=None, precision=None, preferred_element_type=f32"
 
 
@@ -89,14 +88,14 @@ def test_any_program_keeps_its_meaning_however_short_the_rest(case: Case, seed: 
 @settings(max_examples=examples(60), deadline=None)
 @given(stateful_graphs(PLACES))
 def test_nothing_of_the_rest_is_needed_by_what_goes_first_and_state_is_never_divided(graph: Graph) -> None:
-    divided: list[tuple[list[Node], list[Node]]] = []
+    divided: list[tuple[Sequence[Node], Sequence[Node]]] = []
+    split = cluster.early_and_rest
 
-    def recorded(graph: Graph, nodes: Sequence[Node]) -> list[Node]:
-        rest = early_transfers.rest_of(graph, nodes)
-        divided.append(([node for node in nodes if node not in rest], rest))
-        return rest
+    def recorded(graph: Graph, nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:
+        divided.append(split(graph, nodes))
+        return divided[-1]
 
-    with ANY_REST, mock.patch.object(cluster, "rest_of", recorded):
+    with ANY_REST, mock.patch.object(cluster, "early_and_rest", recorded):
         lowered(graph)
     for first, rest in divided:
         later = {value for node in rest for value in node.outputs}

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.placement.choose import all_on, alternatives, choose, in_parts, regions
 from dflow.lowering.placement.problem import Problem
-from dflow.lowering.placement.score import scored
+from dflow.lowering.placement.search import all_on, alternatives, choose, in_parts, regions, scored
 from dflow.lowering.placement.simulate import simulate
 from dflow.tracing.errors import DeviceError
 from tests.effort import examples

@@ -6,16 +6,29 @@ one unit or one region (connected units on one device) on another device, or swa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
 from typing import NamedTuple
 
+from dflow.lowering.placement.calls import as_calls
 from dflow.lowering.placement.problem import Assignment, Problem
-from dflow.lowering.placement.score import Scored, predicted, scored
+from dflow.lowering.placement.simulate import Prediction, simulate
 from dflow.tracing.errors import DeviceError
 
 #: New devices of some units, by unit.
 _Move = Mapping[int, int]
+
+
+class Scored(NamedTuple):
+    """An assignment and its score: the bytes of memory that it lacks, and its time in s. A smaller score is better."""
+
+    score: tuple[int, float]
+    assignment: Assignment
+
+    @property
+    def step_s(self) -> float:
+        """The predicted time of a step."""
+        return self.score[1]
 
 
 class Alternative(NamedTuple):
@@ -24,6 +37,20 @@ class Alternative(NamedTuple):
     region: tuple[int, ...]
     device: int
     loss_s: float
+
+
+def predicted(problem: Problem, assignment: Assignment, *, with_memory: bool = True) -> Prediction:
+    """Return the predicted step of the assignment: that of its calls."""
+    calls, devices, _ = as_calls(problem, assignment)
+    return simulate(calls, devices, with_memory=with_memory)
+
+
+def scored(problem: Problem, assignment: Assignment) -> Scored:
+    """Return the assignment with its score, from the simulation."""
+    limits = problem.machine.limits
+    found = predicted(problem, assignment, with_memory=any(limit is not None for limit in limits))
+    lacks = (peak - limit for peak, limit in zip(found.peak_bytes, limits, strict=True) if limit is not None)
+    return Scored((sum(max(0, size) for size in lacks), found.step_s), assignment)
 
 
 def choose(problem: Problem, *, is_over: Callable[[], bool] = lambda: False) -> Scored:
@@ -41,25 +68,19 @@ def choose(problem: Problem, *, is_over: Callable[[], bool] = lambda: False) -> 
 
 
 def _improved(problem: Problem, best: Scored, is_over: Callable[[], bool]) -> Scored:
-    """Return an assignment that no single move improves, or the best until `is_over()`."""
+    """Return an assignment that no single move improves, or the best until `is_over()`; swaps where no shift helps."""
+    moves = _shifts
     while True:
-        found = _best_after(problem, best, _shifts(problem, best.assignment), is_over)
-        if found == best:
-            found = _best_after(problem, best, _swaps(problem, best.assignment), is_over)
-        if found == best:
+        before = best
+        for move in moves(problem, before.assignment):
+            if is_over():
+                return best
+            new = tuple(move.get(unit, device) for unit, device in enumerate(best.assignment))
+            if new != best.assignment:
+                best = min(best, scored(problem, new))
+        if best == before and moves is _swaps:
             return best
-        best = found
-
-
-def _best_after(problem: Problem, best: Scored, moves: Iterable[_Move], is_over: Callable[[], bool]) -> Scored:
-    """Return the assignment after each move that improved it was made, until `is_over()`."""
-    for move in moves:
-        if is_over():
-            break
-        new = tuple(move.get(unit, device) for unit, device in enumerate(best.assignment))
-        if new != best.assignment:
-            best = min(best, scored(problem, new))
-    return best
+        moves = _swaps if best == before else _shifts
 
 
 def _shifts(problem: Problem, assignment: Assignment) -> Iterator[_Move]:
