@@ -22,7 +22,6 @@ from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queue_producer import HeldQueueProducer
 from dflow.lowering.queues.queues import HeldQueue
-from dflow.lowering.state.state_files import read_variables, write_variables
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner
 from dflow.lowering.steps.local_step import LocalStep, single_call
@@ -83,7 +82,7 @@ class LocalHome:
         make = initial if callable(initial) else lambda: initial
         self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable
-        weakref.finalize(variable, self.store.drop, key).atexit = False
+        weakref.finalize(variable, self.store.table.drop, key).atexit = False
         place = self.store.place(key)
         if place is None or is_spread(place):
             return Slot(None, key, place)
@@ -154,20 +153,20 @@ class LocalHome:
         return [values[variable.key] for variable in variables]
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        write_variables(self.store, folder, _keys(variables), places)
+        self.store.save(folder, _keys(variables), places)
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
-        values = read_variables(self.store, files, _keys(variables))
+        values = self.store.read_saved(files, _keys(variables))
         yield lambda: self.store.replace(values)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        self.store.forget(variable.key, reason, remedy)
+        self.store.table.forget(variable.key, reason, remedy)
 
     def create_resource(self, resource: HostResource) -> Slot:
         key = f"{resource.name}#{resource.kind}{resource.serial}"
-        self.store.create_resource(key, make_resource(resource.name, resource.type, resource.settings))
-        weakref.finalize(resource, self.store.drop_resource, key).atexit = False
+        self.store.resources[key] = make_resource(resource.name, resource.type, resource.settings)
+        weakref.finalize(resource, self.store.resources.pop, key, None).atexit = False
         return Slot(None, key)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:

@@ -784,6 +784,14 @@ def inner_parts(params: Mapping[str, Any]) -> list[tuple[Jaxpr, list[Any]]]:
     return found
 
 
+def equations_within(jaxpr: Jaxpr) -> Iterator[Equation]:
+    """The equations of a jaxpr, each before those of the jaxprs within it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner, _ in inner_parts(equation.params):
+            yield from equations_within(inner)
+
+
 def is_open(jaxpr: Any) -> bool:
     """Whether a jaxpr is one that has no place for constants; newer JAX has none of these."""
     return not hasattr(jaxpr, "consts")

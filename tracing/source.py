@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -81,3 +82,11 @@ def as_code(name: str) -> str:
 def at(loc: Loc | None) -> str:
     """A line `at file:line` to end a message with, or nothing when the line is not known."""
     return f"\n  at {loc}" if loc is not None else ""
+
+
+def warn_at(loc: Loc | None, text: str, category: type[Warning]) -> None:
+    """Warn at a line of the user: `stacklevel` cannot name it, since the number of JAX's frames in between varies."""
+    if loc is None:
+        warnings.warn(text, category, stacklevel=3)
+    else:
+        warnings.warn_explicit(text, category, loc.file, loc.line)

@@ -28,7 +28,7 @@ def hoisted(looked: Any, leaves: Sequence[Any]) -> Any:
     pure = _PURE.get(closed)
     if pure is None:
         pure = _PURE.setdefault(closed, _pure(weakref.ref(closed)))
-    results, after = pure(on_one_device(border.values()), [*closed_tracers(looked), *leaves])
+    results, after = pure(on_one_device([*map(border.value, border.touched)]), [*closed_tracers(looked), *leaves])
     border.write_back(after)
     return jax.tree_util.tree_unflatten(looked.out_tree, results)
 
@@ -43,7 +43,7 @@ def _pure(program: weakref.ref[Any]) -> Any:
     def pure(values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
         closed = program()  # alive: the caller holds it
         border, (jaxpr, consts) = _border(closed), closed_parts(closed)
-        state = State(dict(zip(border.touched, values, strict=True)))
+        state = State(zip(border.touched, values, strict=True))
         return evaluate(jaxpr, consts, leaves, state), state.of(border.writes)
 
     return pure

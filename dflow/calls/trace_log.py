@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from dflow.tracing.jax_frontend import abstract, is_array_type, is_resource
 from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.captured import is_large
 from dflow.tracing.jaxprs.trace import argument_names
-from dflow.tracing.source import Loc
+from dflow.tracing.source import Loc, warn_at
 
 #: Number of traces with changed arguments after which a function is warned about, once.
 WARN_AFTER = 6
@@ -113,30 +112,24 @@ class TraceLog:
         key = made, tuple(self.records[0].arguments.items())
         counted[key] += 1
         if counted[key] == WARN_AFTER_REMAKING:
-            _warn(
+            warn_at(
+                made,
                 f"{self.name} was compiled {counted[key]} times for the same arguments, because {made} makes a new "
                 f"function of it each time\n  call dflow.jit once, outside of the loop or function that is run again, "
                 "and keep what it gives",
-                made,
+                RetraceWarning,
             )
 
     def _warn_of_changes(self) -> None:
         newest = self.records[-1]
-        _warn(
+        warn_at(
+            newest.call,
             f"{self.name} was traced {len(self.records)} times, the last time because of {'; '.join(newest.changes)}"
             f" (called at {newest.call}); each trace compiles anew\n"
             "  pad or bucket arguments to a few fixed shapes, pass Python numbers as arrays, and pass only what seldom "
             f"changes as static; {self.name}.trace_log() lists every trace and its cost",
-            newest.call,
+            RetraceWarning,
         )
-
-
-def _warn(text: str, line: Loc | None) -> None:
-    if line is None:
-        warnings.warn(text, RetraceWarning, stacklevel=2)
-    else:
-        # At the user's line: `stacklevel` cannot name it, since the number of JAX's frames in between varies.
-        warnings.warn_explicit(text, RetraceWarning, line.file, line.line)
 
 
 _FIRST = "first trace"

@@ -12,12 +12,19 @@ from typing import Any
 
 import jax
 
-from dflow.exporting.export_manifest import ExportManifest, FunctionSignature, Parameter, signature_refusal
+from dflow.exporting.export_manifest import (
+    ExportManifest,
+    FunctionSignature,
+    Parameter,
+    arguments_of,
+    signature_refusal,
+)
 from dflow.lowering.programs.portable_tree import (
     Dict,
     Held,
     NamedTuple,
     Tree,
+    build,
     leaves_of,
     parts_of,
     parts_of_type,
@@ -83,8 +90,7 @@ def check_program(manifest: ExportManifest, signature: FunctionSignature, progra
     """Raise ValueError unless the inputs and outputs of the program are those in the manifest."""
     state = {name: manifest.variables[name].type for name in signature.variables}
     constants = {name: manifest.constants[stored] for name, stored in signature.constants.items()}
-    args = [_types(parameter.tree) for parameter in signature.parameters if parameter.by != "name"]
-    named = {parameter.name: _types(parameter.tree) for parameter in signature.parameters if parameter.by == "name"}
+    args, named = _types(arguments_of(signature.parameters))
     _check_types("takes", ((state, constants, *args), named), program.in_tree, program.in_avals)
     _check_types("gives", (_types(signature.result), state), program.out_tree, program.out_avals)
     if (order := _derivatives(program)) != signature.vjp_order:
@@ -99,7 +105,7 @@ def _derivatives(program: jax.export.Exported) -> int:
 
 def _types(tree: Tree) -> Any:
     """Return a tree as `jax.export` stores it, with the text of the type as each leaf."""
-    return plain(tree, iter([type for _, type in leaves_of(tree, "")]))
+    return build(plain(tree), iter([type for _, type in leaves_of(tree, "")]))
 
 
 def _check_types(verb: str, expected: Any, tree: Any, avals: Sequence[Any]) -> None:

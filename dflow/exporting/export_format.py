@@ -22,7 +22,7 @@ from dflow import __version__
 from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
 from dflow.lowering.files.array_files import fill_folder, read_arrays
-from dflow.lowering.files.atomic_directory import present, whole_folder, write_file
+from dflow.lowering.files.atomic_directory import present, whole_folder
 from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError, ExportError
 
@@ -58,13 +58,6 @@ def write(
 
     Raises CheckpointExists if `path` exists and must not be replaced.
     """
-    signatures = {
-        name: msgspec.structs.replace(
-            signature, size_bytes=len(programs[name]), sha256=hashlib.sha256(programs[name]).hexdigest()
-        )
-        for name, signature in manifest.signatures.items()
-    }
-    whole = msgspec.structs.replace(manifest, signatures=signatures)
     with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
         (folder / PROGRAMS).mkdir()
         for name, content in programs.items():
@@ -72,7 +65,7 @@ def write(
         for name, arrays in ((VARIABLES, variables), (CONSTANTS, constants)):
             (folder / name).mkdir()
             fill_folder(folder / name, arrays)
-        write_file(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(whole), indent=1).decode())
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def read_manifest(path: Path) -> ExportManifest:
@@ -92,8 +85,8 @@ def read_manifest(path: Path) -> ExportManifest:
         raise damaged(path / MANIFEST, error.strerror or str(error)) from error
     try:
         form = msgspec.json.decode(content, type=_Form)
-        manifest = msgspec.json.decode(content, type=ExportManifest) if form.format <= FORMAT else None
-        if manifest is not None:
+        if form.format <= FORMAT:
+            manifest = msgspec.json.decode(content, type=ExportManifest)
             check_manifest(manifest)
             return manifest
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -131,7 +124,4 @@ def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]
 
 def damaged(file: Path, what: str) -> ExportError:
     """Return the error for a damaged file of an export."""
-    return ExportError(
-        f"{file} is damaged: {what}",
-        "copy the directory again, or export again",
-    )
+    return ExportError(f"{file} is damaged: {what}", "copy the directory again, or export again")

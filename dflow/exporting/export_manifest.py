@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from dflow.lowering.programs.portable_tree import Tree, text
+from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, text
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 #: Attributes of `Loaded`, which no function may have as its name.
@@ -40,8 +40,9 @@ class FunctionSignature(msgspec.Struct, frozen=True):
     platforms: list[str]
     vjp_order: int
     calling_convention_version: int
-    size_bytes: int = 0
-    sha256: str = ""
+    #: Of the program's file.
+    size_bytes: int
+    sha256: str
 
 
 class VariableEntry(msgspec.Struct, frozen=True):
@@ -61,6 +62,12 @@ class ExportManifest(msgspec.Struct, frozen=True):
     #: The type of each large array that the functions close over, by name.
     constants: dict[str, str]
     signatures: dict[str, FunctionSignature]
+
+
+def arguments_of(parameters: Sequence[Parameter]) -> Tree:
+    """Return the structure of the arguments that a program takes: those by position, and those by name."""
+    positional = [parameter.tree for parameter in parameters if parameter.by != "name"]
+    return Tuple([Tuple(positional), Dict([(one.name, one.tree) for one in parameters if one.by == "name"])])
 
 
 def signature_refusal(name: object) -> str | None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
@@ -13,8 +15,8 @@ import numpy as np
 
 from dflow.calls.function import jit
 from dflow.calls.static_arguments import static_arguments
-from dflow.exporting.export_manifest import FunctionSignature, Parameter
-from dflow.lowering.programs.export import Arguments, PureProgram, exported, pure_program
+from dflow.exporting.export_manifest import FunctionSignature, Parameter, arguments_of
+from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.derivatives.discharge import constants_within
 from dflow.tracing.errors import ExportError
@@ -66,13 +68,10 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
         )
     jaxpr, consts = closed_parts(looked.jaxpr)
     parameters, fixed = _parameters(name, jitted, args, kwargs, looked)
-    result = _tree(name, looked.out_tree, list(map(_type_of, jaxpr.outvars)), "result")
-    positional = [parameter.tree for parameter in parameters if parameter.by != "name"]
-    named = {parameter.name: parameter.tree for parameter in parameters if parameter.by == "name"}
-    arguments = Arguments(positional, named, result)
-    types = list(map(_type_of, jaxpr.invars))
+    result = _tree(name, looked.out_tree, [var.aval for var in jaxpr.outvars], "result")
+    types = [_type_of(var.aval) for var in jaxpr.invars]
     constants = _constants(fn, constants_within(jaxpr, consts))
-    pure = pure_program(name, jaxpr, consts, constants, arguments, types)
+    pure = pure_program(name, jaxpr, consts, constants, arguments_of(parameters), types, result)
     program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
     returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
@@ -86,17 +85,19 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
         platforms=list(options.platforms),
         vjp_order=options.vjp_order,
         calling_convention_version=program.calling_convention_version,
+        size_bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
     )
     return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
 
 
-def _type_of(var: Any) -> ArrayType:
-    return array_type_of(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype))
+def _type_of(array: Any) -> ArrayType:
+    return array_type_of(jax.ShapeDtypeStruct(array.shape, array.dtype))
 
 
-def _tree(name: str, treedef: Any, types: Sequence[ArrayType], path: str) -> Tree:
+def _tree(name: str, treedef: Any, leaves: Sequence[Any], path: str) -> Tree:
     try:
-        return tree_of(treedef, list(map(str, types)), path)
+        return tree_of(treedef, (str(_type_of(leaf)) for leaf in leaves), path)
     except UnknownNodeError as error:
         raise ExportError(
             f"{name} cannot be exported: {error.path} is a {error.kind.__name__}, which needs the code to load",
@@ -119,9 +120,8 @@ def _parameters(
             fixed[parameter] = _shown(value)
             continue
         own = [next(infos) for _ in range(treedef.num_leaves)]
-        types = [array_type_of(jax.ShapeDtypeStruct(info.shape, info.dtype)) for info in own]
         donated = bool(own) and all(info.donated for info in own)
-        parameters.append(Parameter(parameter, by, _tree(name, treedef, types, parameter), donated))
+        parameters.append(Parameter(parameter, by, _tree(name, treedef, own, parameter), donated))
     return parameters, fixed
 
 
@@ -180,21 +180,16 @@ def _names_seen_by(fn: Any) -> dict[str, Any]:
 
 
 def _named_in(function: Any, code: CodeType) -> dict[str, Any]:
-    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
     named = {name: function.__globals__.get(name) for name in _globals_of(code)}
-    return {**named, **{name: _content(cell) for name, cell in cells}}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a name that is not bound yet
+            named[name] = cell.cell_contents
+    return named
 
 
 def _globals_of(code: CodeType) -> list[str]:
     inner = [part for part in code.co_consts if isinstance(part, CodeType)]
     return [*code.co_names, *(name for part in inner for name in _globals_of(part))]
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # a name that is not bound yet
-        return None
 
 
 def _is_same(value: Any, const: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,29 +33,21 @@ from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
 
-class Exported:
-    """Functions with their state, ready to be saved. Made by `export`; its `str` lists them."""
+@dataclass(repr=False, eq=False)
+class SavableFunctions:
+    """Functions and their variables, with all that a directory of them holds, by name."""
 
-    def __init__(self, made: Mapping[str, TracedExport]) -> None:
-        self._made = dict(made)
-        #: The variables of all functions, by name.
-        self.variables: dict[str, Variable] = {}
-        self._constants: dict[str, Any] = {}
-        signatures: dict[str, FunctionSignature] = {}
-        for name, one in self._made.items():
-            self._add_variables(name, one.variables)
-            signatures[name] = msgspec.structs.replace(one.signature, constants=self._add_constants(name, one))
-        entries = {
-            name: VariableEntry(str(variable.type.strong), variable.trainable)
-            for name, variable in self.variables.items()
-        }
-        constants = {name: str(array_type_of(value).strong) for name, value in self._constants.items()}
-        self._manifest = ExportManifest(FORMAT, __version__, jax.__version__, entries, constants, signatures)
+    _manifest: ExportManifest
+    _programs: Mapping[str, jax.export.Exported]
+    _contents: Mapping[str, bytes]
+    #: The variables of all functions, by the names under which they are exported.
+    variables: dict[str, Variable]
+    _constants: Mapping[str, Any]
 
     @property
     def signatures(self) -> tuple[str, ...]:
         """The names of the functions."""
-        return tuple(self._made)
+        return tuple(self._manifest.signatures)
 
     def save(self, path: Any, *, overwrite: bool = False) -> Path:
         """Write a directory for `dflow.load`, with the current values of the variables; return its path.
@@ -62,19 +55,63 @@ class Exported:
         The directory appears complete or not at all. Raises CheckpointExists if `path` exists; but with
         `overwrite=True`, an existing export is replaced.
         """
+        values: dict[str, Any] = {}
+        for backend, here in by_backend(self.variables).items():
+            values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
         place = Path(path)
-        programs = {name: one.content for name, one in self._made.items()}
-        write(place, self._manifest, programs, values_now(self.variables), self._constants, overwrite=overwrite)
+        write(place, self._manifest, self._contents, values, self._constants, overwrite=overwrite)
         return place
+
+    def mlir_module(self, signature: str | None = None) -> str:
+        """Return the StableHLO text of a function. Raises ExportError for an unknown name, or None of several."""
+        return str(self._programs[self._chosen(signature)].mlir_module())
+
+    def _chosen(self, name: str | None) -> str:
+        """Return `name`, or the only function's name. Raises ExportError, listing the functions, for any other name."""
+        among = self.signatures
+        if name is None and len(among) == 1:
+            return among[0]
+        if name is None or name not in among:
+            wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
+            raise ExportError(wrong, f"name one of {', '.join(among)}")
+        return name
+
+    def __str__(self) -> str:
+        return listing(self._manifest)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {', '.join(self.signatures)}>"
+
+
+class Exported(SavableFunctions):
+    """Functions with their state, ready to be saved. Made by `export`; its `str` lists them."""
+
+    def __init__(self, made: Mapping[str, TracedExport]) -> None:
+        self._made = made
+        variables: dict[str, Variable] = {}
+        constants: dict[str, Any] = {}
+        signatures: dict[str, FunctionSignature] = {}
+        for name, one in made.items():
+            _add_variables(variables, name, one)
+            signatures[name] = msgspec.structs.replace(one.signature, constants=_add_constants(constants, name, one))
+        entries = {name: VariableEntry(str(held.type.strong), held.trainable) for name, held in variables.items()}
+        types = {name: str(array_type_of(value).strong) for name, value in constants.items()}
+        super().__init__(
+            ExportManifest(FORMAT, __version__, jax.__version__, entries, types, signatures),
+            {name: one.program for name, one in made.items()},
+            {name: one.content for name, one in made.items()},
+            variables,
+            constants,
+        )
 
     def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
         """Return the StableHLO text of a function, for all its platforms or for one of them.
 
         Raises ExportError for an unknown function or platform, or if there are several functions and none is named.
         """
-        one = self._made[chosen(signature, self.signatures)]
         if platform is None:
-            return str(one.program.mlir_module())
+            return super().mlir_module(signature)
+        one = self._made[self._chosen(signature)]
         if platform not in one.signature.platforms:
             raise ExportError(
                 f"{one.pure.name} was exported for {and_list(one.signature.platforms)}, not for {platform!r}",
@@ -83,28 +120,24 @@ class Exported:
         alone, _ = exported(one.pure, [platform], one.program.disabled_safety_checks, 0)
         return str(alone.mlir_module())
 
-    def __str__(self) -> str:
-        return listing(self._manifest)
 
-    def __repr__(self) -> str:
-        return f"<Exported {', '.join(self.signatures)}>"
+def _add_variables(variables: dict[str, Variable], signature: str, one: TracedExport) -> None:
+    for name, variable in one.variables.items():
+        if (other := variables.setdefault(name, variable)) is not variable:
+            raise ExportError(
+                f"{signature} uses another variable called {name!r} than the functions before it"
+                f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
+            )
 
-    def _add_variables(self, signature: str, variables: Mapping[str, Variable]) -> None:
-        for name, variable in variables.items():
-            if (other := self.variables.setdefault(name, variable)) is not variable:
-                raise ExportError(
-                    f"{signature} uses another variable called {name!r} than the functions before it"
-                    f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
-                )
 
-    def _add_constants(self, signature: str, one: TracedExport) -> dict[str, str]:
-        """Return the stored name of each constant of a program. An array used by several functions is stored once."""
-        stored = {}
-        for name, value in one.pure.constants.items():
-            known = next((kept for kept, other in self._constants.items() if other is value), None)
-            stored[name] = known or (name if name not in self._constants else f"{signature}/{name}")
-            self._constants[stored[name]] = value
-        return stored
+def _add_constants(constants: dict[str, Any], signature: str, one: TracedExport) -> dict[str, str]:
+    """Return the stored name of each constant of a program. An array used by several functions is stored once."""
+    stored = {}
+    for name, value in one.pure.constants.items():
+        known = next((kept for kept, other in constants.items() if other is value), None)
+        stored[name] = known or (name if name not in constants else f"{signature}/{name}")
+        constants[stored[name]] = value
+    return stored
 
 
 _OPTIONS = ("platforms", "vjp_order", "disabled_checks")
@@ -173,24 +206,6 @@ def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:
 _SCOPE = jax.export.SymbolicScope()
 
 
-def values_now(variables: Mapping[str, Variable]) -> dict[str, Any]:
-    """Return the values of variables by name; those of one process are from one moment between steps."""
-    values: dict[str, Any] = {}
-    for backend, here in by_backend(variables).items():
-        values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
-    return values
-
-
-def chosen(name: str | None, among: Sequence[str]) -> str:
-    """Return `name`, or the only function's name. Raises ExportError, listing the functions, if there is no match."""
-    if name is None and len(among) == 1:
-        return among[0]
-    if name is None or name not in among:
-        wrong = f"there is no function {name!r}" if name is not None else f"there are {len(among)} functions"
-        raise ExportError(wrong, f"name one of {', '.join(among)}")
-    return name
-
-
 def _check_platforms(platforms: Any) -> None:
     given = isinstance(platforms, tuple | list) and len(platforms) > 0
     if not given or not all(platform in LOWERED_PLATFORMS for platform in platforms):
@@ -211,6 +226,6 @@ def _checked_name(name: Any) -> str:
 
 def _given(name: str, given: Any, options: Options) -> TracedExport:
     if isinstance(given, Exported):
-        return given._made[chosen(None, given.signatures)]
+        return given._made[given._chosen(None)]
     fn, *specs = given if isinstance(given, tuple) and given else (given,)
     return make(name, fn, tuple(specs), {}, options)

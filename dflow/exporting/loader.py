@@ -26,22 +26,19 @@ from dflow.exporting.export_format import (
     read_content,
     read_manifest,
     read_values,
-    write,
 )
 from dflow.exporting.export_manifest import (
     ExportManifest,
     FunctionSignature,
     Parameter,
     and_list,
-    listing,
+    arguments_of,
     signature_text,
 )
-from dflow.exporting.exporter import chosen, values_now
+from dflow.exporting.exporter import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
-from dflow.lowering.programs.bytecode_reader import bytecode_reader
-from dflow.lowering.programs.export import Arguments
-from dflow.lowering.programs.foreign_program import RefusedCall, read_program
-from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, unplain
+from dflow.lowering.programs.foreign_program import RefusedCall, bytecode_reader, read_program
+from dflow.lowering.programs.portable_tree import MismatchError, build, flatten, leaves_of, parts_of_type, plain
 from dflow.lowering.values.devices import default_name
 from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
@@ -50,7 +47,8 @@ from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.state.resources import Variable, is_variable
 
 
-class Loaded:
+@dataclasses.dataclass(repr=False, eq=False)
+class Loaded(SavableFunctions):
     """Exported functions and their variables. Made by `load`; its `str` lists both.
 
     Each function is an attribute under its name, and `loaded["name"]`; if there is only one, `loaded(...)` calls it.
@@ -58,44 +56,18 @@ class Loaded:
     export. Calls raise SignatureError for arguments of other types, and ExportError on a platform not exported for.
     """
 
-    def __init__(
-        self,
-        manifest: ExportManifest,
-        variables: Mapping[str, Variable],
-        constants: Mapping[str, Any],
-        functions: Mapping[str, Function[..., Any]],
-        contents: Mapping[str, bytes],
-        programs: Mapping[str, export.Exported],
-    ) -> None:
-        self._manifest = manifest
-        self._constants = constants
-        self._contents = contents
-        #: The variables of all functions, by the names under which they were exported.
-        self.variables = dict(variables)
-        self._functions = dict(functions)
-        self._programs = programs
-
-    @property
-    def signatures(self) -> tuple[str, ...]:
-        """The names of the functions."""
-        return tuple(self._functions)
-
-    def save(self, path: Any, *, overwrite: bool = False) -> Path:
-        """Write the same functions with the current values of the variables, like `Exported.save`; return the path."""
-        place = Path(path)
-        write(place, self._manifest, self._contents, values_now(self.variables), self._constants, overwrite=overwrite)
-        return place
-
-    def mlir_module(self, signature: str | None = None) -> str:
-        """Return the StableHLO text of a function. Raises ExportError for an unknown name, or None of several."""
-        return str(self._programs[chosen(signature, self.signatures)].mlir_module())
+    def __post_init__(self) -> None:
+        self._functions = {
+            name: _function(name, signature, self._programs[name], dict(self.variables), self._constants)
+            for name, signature in self._manifest.signatures.items()
+        }
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Call the only function. Raises ExportError if there are several."""
-        return self._functions[chosen(None, self.signatures)](*args, **kwargs)
+        return self._functions[self._chosen(None)](*args, **kwargs)
 
     def __getitem__(self, name: str) -> Function[..., Any]:
-        return self._functions[chosen(name, self.signatures)]
+        return self._functions[self._chosen(name)]
 
     def __getattr__(self, name: str) -> Function[..., Any]:
         functions = self.__dict__.get("_functions", {})
@@ -108,12 +80,6 @@ class Loaded:
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *self._functions]
-
-    def __str__(self) -> str:
-        return listing(self._manifest)
-
-    def __repr__(self) -> str:
-        return f"<Loaded {', '.join(self.signatures)}>"
 
 
 @suggests_keywords
@@ -134,10 +100,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     allowed = {target for check in disabled_checks if (target := check.is_custom_call()) is not None}
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
-        programs = {
-            name: _told(name, manifest.signatures[name].vjp_order, _program(place, name, content, manifest, read))
-            for name, content in contents.items()
-        }
+        programs = {name: _program(place, name, content, manifest, read) for name, content in contents.items()}
     values = read_values(place, VARIABLES, manifest.variables)
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
@@ -150,11 +113,7 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
         for name, entry in manifest.variables.items()
     }
     use_beside_namesakes(variables.values())
-    functions = {
-        name: _function(name, signature, programs[name], variables, constants)
-        for name, signature in manifest.signatures.items()
-    }
-    return Loaded(manifest, variables, constants, functions, contents, programs)
+    return Loaded(manifest, programs, contents, variables, constants)
 
 
 def _check_precision(place: Path, manifest: ExportManifest) -> None:
@@ -188,7 +147,7 @@ def _program(
     try:
         program = read(content)
         check_program(manifest, signature, program)
-        return program
+        return _with_order(name, signature.vjp_order, program)
     except RefusedCall as error:
         raise ExportError(
             f"the program {name!r} of {place} calls {error.target!r}, which is no library routine of JAX and could "
@@ -207,7 +166,7 @@ def _program(
         raise damaged(place / PROGRAMS / name, str(error)) from error
 
 
-def _told(name: str, order: int, program: export.Exported) -> export.Exported:
+def _with_order(name: str, order: int, program: export.Exported) -> export.Exported:
     """Return the program, whose `vjp` raises a clear ExportError beyond the exported order."""
     often = "more often" if order else "once"
     fields = [field.name for field in dataclasses.fields(export.Exported)]
@@ -236,8 +195,7 @@ def _function(
 ) -> Function[..., Any]:
     parameters = signature.parameters
     positional = [parameter for parameter in parameters if parameter.by != "name"]
-    named = [parameter for parameter in parameters if parameter.by == "name"]
-    arguments = Arguments([p.tree for p in positional], {p.name: p.tree for p in named}, signature.result)
+    arguments, result = plain(arguments_of(parameters)), plain(signature.result)
     python = python_signature(parameters)
     given = {key: constants[stored] for key, stored in signature.constants.items()}
 
@@ -245,23 +203,24 @@ def _function(
         _check_platform(name, signature)
         values = _bound(name, signature, python, args, kwargs)
         leaves = [leaf for parameter in parameters for leaf in _leaves(name, parameter, values[parameter.name])]
-        plain_args, plain_kwargs = arguments.plain(iter(leaves))
+        plain_args, plain_kwargs = build(arguments, iter(leaves))
         state = {key: variables[key].read() for key in signature.variables}
-        with _told_by_name(name, positional):
+        with _naming_sizes(name, positional):
             results, after = program.call(state, given, *plain_args, **plain_kwargs)
         for key in signature.writes:
             variables[key].assign(after[key])
-        return build(signature.result, iter(unplain(signature.result, results)), variables.__getitem__)
+        return build(signature.result, iter(flatten(result, results, "result")), variables)
 
     run.__name__ = run.__qualname__ = name
     run.__doc__ = signature_text(name, signature)
     run.__signature__ = python  # type: ignore[attr-defined]
     donated = [index for index, parameter in enumerate(positional) if parameter.donated]
-    return jit(run, donate_argnums=donated, donate_argnames=[p.name for p in named if p.donated])
+    named = [parameter.name for parameter in parameters if parameter.by == "name" and parameter.donated]
+    return jit(run, donate_argnums=donated, donate_argnames=named)
 
 
 @contextmanager
-def _told_by_name(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
+def _naming_sizes(name: str, positional: Sequence[Parameter]) -> Iterator[None]:
     """Replace JAX's errors about inconsistent sizes by SignatureError, with the parameters' names."""
     try:
         yield

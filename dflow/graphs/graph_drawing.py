@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -128,9 +129,7 @@ class _Drawer:
         self._runs = runs
         self._first_reads = first_reads
         self._note = note
-        self._outputs = [value for value in graph.outputs if isinstance(value, Value)]
-        takers = [{*_taken(run)} for run in runs]
-        counts = {value: sum(value in taken for taken in takers) for value in set().union(*takers)}
+        counts = Counter(value for run in runs for value in _taken(run))
         self._aside = {value for value, count in counts.items() if count > MOST_TAKERS} | {*graph.refs}
 
     def drawing(self) -> Drawing:
@@ -143,10 +142,10 @@ class _Drawer:
             made.update((value, len(boxes)) for node in run.nodes for value in node.outputs)
             boxes.append(self._box(run))
         edges += _orders(self._runs, len(inputs))
-        for index, value in enumerate(self._outputs):
+        for index, value in enumerate(value for value in self._graph.outputs if isinstance(value, Value)):
             edges += self._edges([value], made, len(boxes))
             boxes.append(Box("output", f"return {index}", str(value.type), (repr(value),), takes=self._names([value])))
-        aside = [_where(value) for value in (*self._graph.inputs, *_made(self._runs)) if value in self._aside]
+        aside = [_where(value) for value in (*self._graph.inputs, *made) if value in self._aside]
         return Drawing(tuple(boxes), tuple(edges), tuple(aside), self._note)
 
     def _edges(self, taken: Sequence[Value], made: Mapping[Value, int], target: int) -> list[Edge]:
@@ -157,7 +156,6 @@ class _Drawer:
     def _box(self, run: _OpGroup) -> Box:
         told = [_told(node) for node in run.nodes[:_MOST_TOLD]]
         more = len(run.nodes) - len(told)
-        takes = self._names(_taken(run))
         devices = {_device(node) for node in run.nodes}
         return Box(
             "group" if run.name or _holds_body(run.nodes[0]) else "op",
@@ -166,7 +164,7 @@ class _Drawer:
             (*told, *([f"and {more} more"] if more else [])),
             devices.pop() if len(devices) == 1 else "several devices",
             any(node.must_run for node in run.nodes),
-            takes,
+            self._names(_taken(run)),
         )
 
     def _names(self, values: Sequence[Value]) -> tuple[str, ...]:
@@ -178,10 +176,6 @@ def _taken(run: _OpGroup) -> list[Value]:
     """Return the distinct values that a box takes from outside, in order."""
     own = {value for node in run.nodes for value in node.outputs}
     return list(dict.fromkeys(value for node in run.nodes for value in node.values if value not in own))
-
-
-def _made(runs: Sequence[_OpGroup]) -> list[Value]:
-    return [value for run in runs for node in run.nodes for value in node.outputs]
 
 
 def _orders(runs: Sequence[_OpGroup], first: int) -> list[Edge]:

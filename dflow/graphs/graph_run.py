@@ -20,7 +20,7 @@ from dflow.tracing.ir.graph import Graph, Node, Operand, Value
 from dflow.tracing.ir.types import ArrayType, RefType, TokenType, array_type_of
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.part import body_names, is_call, opened, part_of
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import caller
 from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable, read
 
@@ -110,24 +110,25 @@ def _with_calls_opened(bound: BoundGraph, names: Sequence[str], use: str) -> Bou
             holders = [node for node in bound.graph.nodes if name.removeprefix("%") in body_names(node)]
             call = next(filter(is_call, holders), None)
             if call is None:
-                raise GraphNameError(_not_found(bound, name, use, holders))
+                raise GraphNameError(*_not_found(bound, name, use, holders))
             graph, constants = opened(bound.graph, call)
             bound = replace(bound, graph=graph, arrays={**bound.arrays, **constants})
     return bound
 
 
-def _not_found(bound: BoundGraph, name: str, use: str, holders: Sequence[Node]) -> str:
+def _not_found(bound: BoundGraph, name: str, use: str, holders: Sequence[Node]) -> tuple[str, str]:
+    """Return the fact and the remedy of the error; the bodies of the nodes `holders` have a value of this name."""
     if holders:
         node = holders[0]
         return (
-            f"{name!r} is in the body of %{node.outputs[0].name} ({node.op.name}{_line(node)}), which runs as one"
-            f"{at(caller())}\n  fetch or feed what goes in or comes out, or give the value back from the body"
+            f"{name!r} is in the body of %{node.outputs[0].name} ({node.op.name}{_line(node)}), which runs as one",
+            "fetch or feed what goes in or comes out, or give the value back from the body",
         )
     known = _named(bound)
     near = difflib.get_close_matches(name.removeprefix("%"), known, cutoff=0.5)
     told = ", ".join(f"%{known[other].name}{_line(bound.graph.producers.get(known[other]))}" for other in near)
     remedy = f"near it are {told}" if near else "print the graph to see its values; dflow.name(x, 'hidden') names one"
-    return f"the graph has no value {name!r} to be {use}{at(caller())}\n  {remedy}"
+    return f"the graph has no value {name!r} to be {use}", remedy
 
 
 def _line(node: Node | None) -> str:
@@ -144,14 +145,11 @@ def _fitting(value: Value, given: Any) -> jax.Array:
     if type.weak and type.shape == wanted.shape and jnp.promote_types(type.dtype, wanted.dtype) == wanted.dtype:
         return jnp.asarray(array, wanted.dtype)
     if type.strong != wanted.strong:
-        raise GraphTypeError(f"%{value.name} is {wanted.strong} but was fed {type}", f"{_remedy(wanted, type)}")
+        remedy = f"convert it with .astype(jnp.{jnp.dtype(wanted.dtype).name})"
+        if wanted.shape != type.shape:
+            remedy = f"feed it an array of the shape {wanted.shape}"
+        raise GraphTypeError(f"%{value.name} is {wanted.strong} but was fed {type}", remedy)
     return array
-
-
-def _remedy(wanted: ArrayType, given: ArrayType) -> str:
-    if wanted.shape != given.shape:
-        return f"feed it an array of the shape {wanted.shape}"
-    return f"convert it with .astype(jnp.{jnp.dtype(wanted.dtype).name})"
 
 
 def _on_copies(bound: BoundGraph, fed: Mapping[Value, jax.Array]) -> tuple[BoundGraph, dict[Value, Variable]]:

@@ -74,8 +74,7 @@ class Placement:
     peak_bytes      by device: most memory that a step needs there, variables included
     transfers       number of values copied between devices in a step
     moved_bytes     their total size in bytes
-    late_bytes      by device: peak memory in bytes with every copy started as early as possible, and with copies
-                    delayed where possible; only devices where the second is less
+    late_bytes      for each device where delaying copies saves memory: its peak in bytes without and with delays
     pricing_s       time to estimate the ops' costs, and to measure the devices if that was needed, in s
     search_s        time of the search for the best placement, in s
     parts           the ops in program order; each op is in exactly one part

@@ -41,13 +41,14 @@ class Generator:
                 "create it before, and split it inside",
             )
         is_key = hasattr(seed, "dtype") and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
-        self._impl = str(jax.random.key_impl(seed if is_key else jax.random.key(0, impl=impl)))
+        #: The algorithm, as for `jax.random.key`.
+        self.impl = str(jax.random.key_impl(seed if is_key else jax.random.key(0, impl=impl)))
         self.key = Variable(
             lambda: jax.random.key_data(seed if is_key else jax.random.key(seed, impl=impl)),
             name=name,
         )
         # Not a bound method, which would keep this object alive.
-        self._advance = functools.partial(_advance, self.key, self._impl)
+        self._advance = functools.partial(_advance, self.key, self.impl)
         #: By shape: one compiled function each, because one function with many shapes would get a RetraceWarning.
         self._advance_now: dict[tuple[int, ...], Function[[], jax.Array]] = {}
         self._lock = threading.Lock()
@@ -56,11 +57,6 @@ class Generator:
     def name(self) -> str:
         """The name of the variable that holds the state."""
         return self.key.name
-
-    @property
-    def impl(self) -> str:
-        """The algorithm, as for `jax.random.key`."""
-        return self._impl
 
     def split(self, n: int | Sequence[int] | None = None) -> jax.Array:
         """Return a new key, or an array of new keys of shape `n`, of dtype `key<impl>`. No key is returned twice.
@@ -80,7 +76,7 @@ class Generator:
         return Generator(self.split(), name=name)
 
     def __repr__(self) -> str:
-        return f"<Generator {self.name!r}: {self._impl}>"
+        return f"<Generator {self.name!r}: {self.impl}>"
 
 
 def _advance(state: Variable, impl: str, shape: tuple[int, ...]) -> jax.Array:

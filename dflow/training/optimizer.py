@@ -136,7 +136,7 @@ class Optimizer:
     def apply_mean(self, given: Any) -> None:
         """Update the variables by the mean of the gradients and extra arguments that `apply` has handed to a strategy.
 
-        They have lost to the codec on their way to the mean what there is to lose, and lose no more on the way from it.
+        The codec is not used again: each worker's gradients went through it before they were averaged.
         """
         gradients, extra = given
         self._update(self._flat(gradients), extra)
@@ -149,7 +149,7 @@ class Optimizer:
 
     @jit
     def _update_compiled(self, given: list[Any]) -> None:
-        """Outside of traced code, update the rows alone too."""
+        """Update only the rows outside of traced code too."""
         self._update_in_order(given, {})
 
     def _update_in_order(self, given: list[Any], extra: dict[str, Any]) -> None:
@@ -173,9 +173,10 @@ class Optimizer:
                 slot.assign(jnp.where(touched[owner], value, slot.read()) if is_by_row else value)
 
     def _slots_of(self, state: Any) -> list[Variable]:
-        """The slots in the order of the arrays of a new state, which has their structure, or GraphTypeError."""
-        slots, tree = _flattened(self.slots)
-        given = jax.tree_util.tree_structure(state)
+        """Return the slots in the order of the arrays of a new state. Raises GraphTypeError for another structure."""
+        slots: list[Variable]
+        slots, tree = jax.tree_util.tree_flatten(self.slots, is_leaf=is_variable)
+        given: Any = jax.tree_util.tree_structure(state)
         if given != tree:
             raise GraphTypeError(
                 f"the transformation's state: expected the structure that init gave it, {structure_text(tree)}, got "
@@ -192,36 +193,38 @@ class Optimizer:
 
     @property
     def variables(self) -> Any:
-        """What it updates, as it was given."""
+        """The variables, structured as they were given."""
         return self._tree.unflatten(self._variables)
 
     @functools.cached_property
     def _takes_examples(self) -> bool:
         """Whether the transformation takes a gradient for each example and gives one update, as `contrib.dpsgd`."""
-        structs = [variable.type.struct for variable in self._variables]
-        examples = [jax.ShapeDtypeStruct((2, *struct.shape), struct.dtype) for struct in structs]
-        parameters = self._tree.unflatten(structs)
+        parameters = self._structs()
+        examples = jax.tree_util.tree_map(
+            lambda struct: jax.ShapeDtypeStruct((2, *struct.shape), struct.dtype), parameters
+        )
         try:
-            updates, _ = jax.eval_shape(
-                self._transformation.update, self._tree.unflatten(examples), self._state_structs(), parameters
-            )
+            updates, _ = jax.eval_shape(self._transformation.update, examples, self._state_structs(), parameters)
         except Exception:  # of any kind: each transformation has its own for shapes that it does not take
             return False
-        return [update.shape for update in self._tree.flatten_up_to(updates)] == [struct.shape for struct in structs]
+        return [update.shape for update in self._tree.flatten_up_to(updates)] == [v.shape for v in self._variables]
+
+    def _structs(self) -> Any:
+        return self._tree.unflatten([variable.type.struct for variable in self._variables])
 
     def _state_structs(self) -> Any:
         return jax.tree_util.tree_map(lambda slot: slot.type.struct, self.slots, is_leaf=is_variable)
 
     def _check_extra(self, extra: dict[str, Any]) -> None:
-        """Check the extra arguments of these names, once."""
+        """Check the extra arguments, once for each set of names."""
         names = frozenset(extra)
         if names not in self._checked:
-            structs = self._tree.unflatten([variable.type.struct for variable in self._variables])
+            structs = self._structs()
             check_extra(self._transformation.update, extra, (structs, self._state_structs(), structs))
             self._checked.add(names)
 
     def _flat(self, gradients: Any) -> list[Any]:
-        """The gradients, one for each variable."""
+        """Return the gradients in a list, one for each variable. Raises GraphTypeError."""
         refuse_uncalled("apply", gradients)
         given: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
         if held := list(filter(is_variable, jax.tree_util.tree_leaves(gradients))):
@@ -257,8 +260,7 @@ class Optimizer:
 
     @rare_collections
     def _make_slots(self) -> Any:
-        parameters = self._tree.unflatten([variable.type.struct for variable in self._variables])
-        state = jax.eval_shape(self._transformation.init, parameters)
+        state = jax.eval_shape(self._transformation.init, self._structs())
         owners = self._slot_owners = self._owners(state)
         initials = self._initials()
         flat, _ = jax.tree_util.tree_flatten_with_path(state)
@@ -274,27 +276,26 @@ class Optimizer:
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
 
     def _slot_name(self, path: _Path, owner: Variable | None) -> str:
-        """The path in the transformation's state, with the variable's name for its own path: `0/mu/dense/kernel`."""
+        """Return the path in the state, with the owner's name in place of the owner's path: `0/mu/dense/kernel`."""
         if owner is None:
             return path_name(path)
-        inner = next(end for end in _ends(path) if self._at.get(end) is owner)
+        inner = next(end for end in _suffixes(path) if self._at.get(end) is owner)
         return path_name((*path[: len(path) - len(inner)], jax.tree_util.DictKey(uncontained(owner.name))))
 
     def _owners(self, state: Any) -> list[Variable | None]:
-        """For each array of the state the variable it belongs to, as far as optax knows."""
+        """Return, for each array of the state, the variable that it belongs to, as far as optax knows.
+
+        That is the variable whose path in the parameters ends the array's path; the longest such path counts.
+        """
         flat, _ = jax.tree_util.tree_flatten_with_path(state)
+        owners = [next((self._at[end] for end in _suffixes(path) if end in self._at), None) for path, _ in flat]
         marks = _parameter_marks(self._transformation, state)
         if marks is None:
-            owners = [self._owner(path) for path, _ in flat]
-            return [
-                owner if owner is not None and leaf.shape[leaf.ndim - owner.ndim :] == owner.shape else None
+            marks = [
+                owner is not None and leaf.shape[leaf.ndim - owner.ndim :] == owner.shape
                 for owner, (_, leaf) in zip(owners, flat, strict=True)
             ]
-        return [self._owner(path) if marked else None for marked, (path, _) in zip(marks, flat, strict=True)]
-
-    def _owner(self, path: _Path) -> Variable | None:
-        """The variable whose own path ends `path`; the longest, where several do."""
-        return next((self._at[end] for end in _ends(path) if end in self._at), None)
+        return [owner if marked else None for owner, marked in zip(owners, marks, strict=True)]
 
     @functools.cached_property
     def _at(self) -> dict[_Path, Variable]:
@@ -303,7 +304,7 @@ class Optimizer:
         return dict(flat)
 
     def _initials(self) -> list[Initial]:
-        """How each array of the state begins.
+        """Return the initial value of each array of the state.
 
         One that does not depend on the parameters, such as a zero momentum, is made by ops; another is computed from
         their values, unless the slot exists.
@@ -335,9 +336,9 @@ def _is_transformation(value: Any) -> bool:
 
 
 def _parameter_marks(transformation: Any, state: Any) -> list[bool] | None:
-    """For each array of the state whether it is like a parameter; None where optax cannot tell.
+    """Return, for each array of the state, whether it is like a parameter; None where optax cannot tell.
 
-    optax tells by calling `init` with placeholders. `init` of `optax.lbfgs` and `optax.flatten` needs arrays.
+    optax calls `init` with placeholders to tell. `init` of `optax.lbfgs` and `optax.flatten` needs arrays.
     """
     try:
         marked = optax.tree_utils.tree_map_params(
@@ -349,18 +350,17 @@ def _parameter_marks(transformation: Any, state: Any) -> list[bool] | None:
     return marks
 
 
-def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    return jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
-
-
 def _touched_rows(variable: Variable, gradient: Any) -> Any:
-    """Which rows of a gradient, or of any of the gradients of examples, are not all zero; it broadcasts with them."""
+    """Return a mask of the rows that are not all zero, in a gradient or in any of the gradients of examples.
+
+    It has the variable's rank, with all dimensions but the first of size 1.
+    """
     is_moved = gradient != 0
     if is_moved.ndim > variable.ndim:
         is_moved = is_moved.any(axis=0)
     return jnp.any(is_moved, axis=tuple(range(1, variable.ndim)), keepdims=True)
 
 
-def _ends(path: _Path) -> Iterator[_Path]:
-    """All that a path ends with, the longest first."""
+def _suffixes(path: _Path) -> Iterator[_Path]:
+    """Yield every suffix of a path, the longest first."""
     return (path[first:] for first in range(len(path) + 1))

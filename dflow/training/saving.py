@@ -26,7 +26,7 @@ from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.container import Resource, resources_in
+from dflow.tracing.state.container import resources_in
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable, is_variable, path_name
 from dflow.training.generator import Generator
@@ -169,35 +169,31 @@ def _array_name(name: str, names: Names | None) -> str:
 
 
 def _entries(tree: Any, task: str) -> Iterator[_Entry]:
+    flat: list[tuple[_Path, Any]]
     if isinstance(tree, str):
-        for resource in resources_in(tree):
-            yield from _entry((), resource, task)
-        return
-    flat, _ = jax.tree_util.tree_flatten_with_path(
-        tree, is_leaf=lambda leaf: isinstance(leaf, Variable | Generator | HostResource)
-    )
-    for path, leaf in flat:
-        if isinstance(leaf, Optimizer):
-            yield from _slots(path, leaf, task)
-        else:
-            yield from _entry(path, leaf, task)
-
-
-def _entry(path: _Path, leaf: Resource | Any, task: str) -> Iterator[_Entry]:
-    if isinstance(leaf, Generator):
-        yield _Entry(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
-    elif isinstance(leaf, Variable):
-        yield _Entry(leaf, _name_of(path, leaf, "variable", task))
-    elif isinstance(leaf, HostResource):
-        raise CheckpointError(
-            f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",
-            "leave it out, or take its elements out into variables",
-        )
+        flat = [((), resource) for resource in resources_in(tree)]
     else:
-        raise CheckpointError(
-            f"{task} was given a {type(leaf).__name__} among its variables",
-            "give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays",
+        flat, _ = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda leaf: isinstance(leaf, Variable | Generator | HostResource)
         )
+    for path, leaf in flat:
+        match leaf:
+            case Optimizer():
+                yield from _slots(path, leaf, task)
+            case Generator():
+                yield _Entry(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
+            case Variable():
+                yield _Entry(leaf, _name_of(path, leaf, "variable", task))
+            case HostResource():
+                raise CheckpointError(
+                    f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",
+                    "leave it out, or take its elements out into variables",
+                )
+            case _:
+                raise CheckpointError(
+                    f"{task} was given a {type(leaf).__name__} among its variables",
+                    "give it variables, generators and optimizers; dflow.variables(tree) makes variables of arrays",
+                )
 
 
 def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[_Entry]:

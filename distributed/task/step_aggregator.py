@@ -34,8 +34,7 @@ from dflow.distributed.wire.messages.rounds import (
 )
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.mailbox import Mailbox
-from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_rules import Results
+from dflow.lowering.queues.pending_operations import Cancel, Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError

@@ -17,7 +17,6 @@ from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoi
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
-from dflow.lowering.state.state_files import read_variables, write_variables
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost
@@ -49,7 +48,7 @@ class TaskCheckpoints:
                 f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
                 "save where all tasks of the cluster read and write the same files",
             )
-        write_variables(self._store, folder, {one.name: one.key for one in message.variables}, places)
+        self._store.save(folder, {one.name: one.key for one in message.variables}, places)
         for place in places.values():
             flush(folder / place)
 
@@ -76,7 +75,7 @@ class TaskCheckpoints:
                 f"{self._name} finds another checkpoint at {message.path} than the task that restores it",
                 "save where all tasks of the cluster read and write the same files",
             )
-        return read_variables(self._store, files, message.variables)
+        return self._store.read_saved(files, message.variables)
 
     def end(self, message: EndRestore) -> None:
         """Set the variables to the values read for a restore, or free the values."""

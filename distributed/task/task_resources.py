@@ -21,9 +21,8 @@ from dflow.distributed.wire.messages.observing import ResourceDepth
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
-from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.queues.queues import HeldQueue
-from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Plan, UseResource
@@ -56,7 +55,7 @@ class TaskResources:
             known = self._made.get(message.name)
             if known is None:
                 self._made[message.name] = made
-                self._store.create_resource(message.name, made)
+                self._store.resources[message.name] = made
         if known is not None and known.description != made.description:
             error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
             raise error(

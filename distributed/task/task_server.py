@@ -363,7 +363,7 @@ class TaskServer:
 
     @REQUESTS.in_pool(ForgetState)
     def _forget(self, message: ForgetState, arrival: RequestArrival) -> None:
-        held = self.store if message.is_variable else self._resources
+        held = self.store.table if message.is_variable else self._resources
         held.forget(message.key, message.reason, message.remedy)
 
     @REQUESTS.in_pool(CreateResource)

@@ -74,7 +74,7 @@ class VariableCreation:
         if variable.layout is not None:
             return on_devices(variable.layout, variable.name)
         place = self._store.place(variable.near) if variable.near in self._store else None
-        is_alike = is_spread(place) and self._store.buffer(variable.near).shape == variable.shape
+        is_alike = is_spread(place) and self._store.table.buffer(variable.near).shape == variable.shape
         return place if is_alike else None
 
     def _first_value(self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[memoryview]) -> Any:

@@ -26,9 +26,8 @@ from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.queues.queue_producer import close_op, enqueue_op, failure_text
-from dflow.lowering.queues.resource_rules import OnResults
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name

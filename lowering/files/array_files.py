@@ -8,27 +8,26 @@ is its name, if that is a safe path; the manifest has all paths.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorstore
+import numpy.typing as npt
 from jax.sharding import SingleDeviceSharding
 
-from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, manifest_text, read_manifest
-from dflow.lowering.files.atomic_directory import is_of_an_attempt, present, write_file
+from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
+from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
@@ -47,8 +46,7 @@ _PART_LENGTH = 200
 #: Names of the files of zarr, Orbax and dflow.
 _RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "descriptor"}
 
-#: The position of a piece in its array.
-_Index = tuple[slice, ...]
+Transfer = TypeVar("Transfer")
 
 
 def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
@@ -83,41 +81,18 @@ def write_manifest(
     """Write the manifest of a folder, after all its arrays."""
     _write(folder / "_METADATA", _orbax_metadata(types, places))
     entries = {name: ArrayEntry(places[name], str(type)) for name, type in types.items()}
-    write_file(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
+    (folder / MANIFEST).write_text(manifest_text(secrets.token_hex(16), entries, metadata))
 
 
 def _write(path: Path, content: Any) -> None:
-    write_file(path, json.dumps(content, sort_keys=True))
+    path.write_text(json.dumps(content, sort_keys=True))
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """A read into memory allocated by NumPy, which takes less time to allocate than TensorStore's."""
-
-    array: Any
-    done: Any
-
-    @staticmethod
-    def of(store: Any) -> _Reading:
-        array = np.empty(store.shape, store.dtype.numpy_dtype)
-        here = store[tensorstore.d[:].translate_to[0]] if array.ndim else store
-        return _Reading(array, tensorstore.array(array, copy=False).write(here))
-
-    def result(self) -> Any:
-        self.done.result()
-        return self.array
-
-
-@dataclass(frozen=True)
-class ArrayFiles:
+class ArrayFiles(ArrayManifest):
     """A written folder of arrays: its manifest, and methods that read the arrays."""
 
     path: Path
-    #: Differs between any two folders that were ever written.
-    id: str
-    types: Mapping[str, ArrayType]
-    metadata: Mapping[str, Any]
-    _places: Mapping[str, str]
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
@@ -130,18 +105,12 @@ class ArrayFiles:
     def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield the arrays of `read` one by one. The next ones are read meanwhile, up to a limit in bytes."""
         opening = {name: self._open(name) for name in shardings}
-        started: deque[tuple[str, Any]] = deque()
-        in_flight = 0
-        for name, sharding in shardings.items():
-            started.append((name, self._started(name, opening.pop(name), sharding)))
-            in_flight += self.types[name].size_bytes
-            while in_flight > _IN_FLIGHT_BYTES:
-                first, reading = started.popleft()
-                in_flight -= self.types[first].size_bytes
-                yield first, self._finished(first, reading, shardings[first])
-        while started:
-            first, reading = started.popleft()
-            yield first, self._finished(first, reading, shardings[first])
+        started = (
+            (self.types[name].size_bytes, (name, self._started(name, opening.pop(name), sharding)))
+            for name, sharding in shardings.items()
+        )
+        for name, reading in _in_flight(started):
+            yield name, self._finished(name, reading, shardings[name])
 
     def is_replaced(self) -> bool:
         """Whether this folder has been replaced or removed since it was opened."""
@@ -156,20 +125,18 @@ class ArrayFiles:
                 f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}", at=caller()
             )
         with self._unless_damaged(name):
-            return open_array(self.path / self._places[name], *stored_type(self.types[name]))
+            return open_array(self.path / self.paths[name], *stored_type(self.types[name]))
 
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
         """Start to read an array: the whole, or the pieces that the devices need, by their bounds."""
         with self._unless_damaged(name):
             store = opening.result()
-            check_array(self.path / self._places[name], store)
+            check_array(self.path / self.paths[name], store)
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
-                return _Reading.of(store)
+                return store.read()
             indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
-            return {
-                _bounds(index): _Reading.of(store[index])
-                for index in {_bounds(index): index for index in indices}.values()
-            }
+            pieces = {_bounds(index): store[index] for index in indices}
+            return {bounds: piece.read() for bounds, piece in pieces.items()}
 
     def _finished(self, name: str, started: Any, sharding: Any) -> Any:
         type = self.types[name]
@@ -177,10 +144,13 @@ class ArrayFiles:
             if not isinstance(started, dict):
                 value = _restored(type, started.result())
                 return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
-            pieces = {bounds: _restored(type, piece.result()) for bounds, piece in started.items()}
+            pieces = {bounds: _restored(type, reading.result()) for bounds, reading in started.items()}
         places = sharding.addressable_devices_indices_map(type.shape)
         # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
-        parts = [own_copy(pieces[_bounds(index)], _on(sharding, device)) for device, index in places.items()]
+        parts = [
+            own_copy(pieces[_bounds(index)], SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+            for device, index in places.items()
+        ]
         return jax.make_array_from_single_device_arrays(type.shape, sharding, parts)
 
     @contextmanager
@@ -205,15 +175,23 @@ def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
         manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError):
         if not place.exists():
-            raise NoCheckpoint(f"there is no checkpoint {place}", f"{_neighbours(place)}") from None
-        raise NoCheckpoint(
-            f"{place} is no checkpoint of dflow: it holds no {MANIFEST}", f"{_neighbours(place)}"
-        ) from None
-    return ArrayFiles(place, manifest.id, manifest.types, manifest.metadata, manifest.paths)
+            raise NoCheckpoint(f"there is no checkpoint {place}", _neighbours(place)) from None
+        raise NoCheckpoint(f"{place} is no checkpoint of dflow: it holds no {MANIFEST}", _neighbours(place)) from None
+    return ArrayFiles(**vars(manifest), path=place)
 
 
-def _on(sharding: Any, device: Any) -> Any:
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+def _in_flight(started: Iterable[tuple[int, Transfer]]) -> Iterator[Transfer]:
+    """Yield reads or writes, each with its size in bytes, after the next ones are started, up to a limit in bytes."""
+    waiting: deque[tuple[int, Transfer]] = deque()
+    total = 0
+    for size_bytes, one in started:
+        waiting.append((size_bytes, one))
+        total += size_bytes
+        while total > _IN_FLIGHT_BYTES:
+            total -= waiting[0][0]
+            yield waiting.popleft()[1]
+    while waiting:
+        yield waiting.popleft()[1]
 
 
 def own_copy(value: Any, sharding: Any = None) -> jax.Array:
@@ -222,7 +200,7 @@ def own_copy(value: Any, sharding: Any = None) -> jax.Array:
     return jnp.array(value, copy=True, device=sharding)
 
 
-def _bounds(index: _Index | None) -> tuple[Any, ...]:
+def _bounds(index: tuple[slice, ...] | None) -> tuple[Any, ...]:
     return tuple((part.start, part.stop) for part in index or ())
 
 
@@ -245,7 +223,6 @@ def _folders_in(place: Path) -> list[str]:
 class _Stored:
     """An array to write, with its type; the value of PRNG keys is their data."""
 
-    name: str
     type: ArrayType
     value: Any
 
@@ -265,56 +242,33 @@ class _Stored:
             ) from error
         if jnp.issubdtype(type.dtype, jax.dtypes.extended):
             value = jax.random.key_data(value)
-        return _Stored(name, type, value)
+        return _Stored(type, value)
 
-    def pieces(self) -> Iterator[tuple[_Index, Any]]:
-        """Yield the parts that the devices of this process hold, each once."""
-        if isinstance(self.value, np.ndarray):
-            yield (slice(None),) * self.value.ndim, self.value
-            return
-        for shard in self.value.addressable_shards:
-            if shard.replica_id == 0:
-                yield shard.index, shard.data
-
-    def chunks(self) -> Iterator[tuple[_Index, Any]]:
-        """Yield the pieces cut into chunks, with the stored dtype."""
+    def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
+        """Yield the parts that the devices of this process hold, each once, with the stored dtype and their indices."""
+        parts = [(..., self.value)]
+        if isinstance(self.value, jax.Array):
+            parts = [(shard.index, shard.data) for shard in self.value.addressable_shards if shard.replica_id == 0]
         stored = stored_dtype(self.value.dtype)
-        for index, piece in self.pieces():
-            data = np.asarray(piece)
-            data = data if data.dtype == stored else np.asarray(data, order="C").view(stored)
-            first = [part.start or 0 for part in index]
-            sizes = [range(0, size, step) for size, step in zip(data.shape, self.chunk_shape(), strict=True)]
-            for starts in itertools.product(*sizes):
-                inner = tuple(
-                    slice(start, start + step) for start, step in zip(starts, self.chunk_shape(), strict=True)
-                )
-                outer = tuple(
-                    slice(begin + part.start, begin + min(part.stop, size))
-                    for begin, part, size in zip(first, inner, data.shape, strict=True)
-                )
-                yield outer, data[inner]
+        for index, part in parts:
+            data = np.asarray(part)
+            yield index, data if data.dtype == stored else np.asarray(data, order="C").view(stored)
 
     def chunk_shape(self) -> tuple[int, ...]:
         """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
-        shape = whole = self.value.shape
-        if isinstance(self.value, jax.Array):
-            shape = self.value.sharding.shard_shape(whole)
-        return _small(shape, whole, self.value.dtype.itemsize)
-
-
-def _small(shape: Sequence[int], whole: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Return the shape of chunks for parts of an array; `shape` is that of a part, `whole` that of the array."""
-    chunk = [max(1, size) for size in shape]
-    for axis, size in enumerate(chunk):
-        inner = itemsize * math.prod(chunk[axis + 1 :])
-        if inner * size <= _CHUNK_BYTES:
-            break
-        rows = max(1, _CHUNK_BYTES // inner)
-        # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
-        # divided among devices any number of rows will do, and the last chunk is short.
-        divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
-        chunk[axis] = rows if size == whole[axis] else divisor
-    return tuple(chunk)
+        whole, itemsize = self.value.shape, self.value.dtype.itemsize
+        part = self.value.sharding.shard_shape(whole) if isinstance(self.value, jax.Array) else whole
+        chunk = [max(1, size) for size in part]
+        for axis, size in enumerate(chunk):
+            inner = itemsize * math.prod(chunk[axis + 1 :])
+            if inner * size <= _CHUNK_BYTES:
+                break
+            rows = max(1, _CHUNK_BYTES // inner)
+            # A divisor keeps chunks within the devices' parts, so that each is written once. Along an axis that is not
+            # divided among devices any number of rows will do, and the last chunk is short.
+            divisor = next(count for count in range(rows, 0, -1) if size % count == 0)
+            chunk[axis] = rows if size == whole[axis] else divisor
+        return tuple(chunk)
 
 
 def _restored(type: ArrayType, data: Any) -> Any:
@@ -324,27 +278,26 @@ def _restored(type: ArrayType, data: Any) -> Any:
 
 
 def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
-    with ExitStack() as stack:
-        opening = {name: _create(folder, name, places[name], part) for name, part in parts.items()}
-        # After a failure no writes must be left running.
-        stack.callback(_await_all, opening.values())
-        started: deque[tuple[str, Any, int]] = deque()
-        stack.callback(lambda: _await_all(written for _, written, _ in started))
-        in_flight = 0
+    opening: dict[str, Any] = {}
+    writing: deque[Any] = deque()
+
+    def started() -> Iterator[tuple[int, tuple[str, Any]]]:
         for name, part in parts.items():
-            for index, data in part.chunks():
-                started.append((name, _started(name, opening[name], index, data, folder), data.nbytes))
-                in_flight += data.nbytes
-                while in_flight > _IN_FLIGHT_BYTES:
-                    in_flight -= _finished(started[0], folder)
-                    started.popleft()
-        for written in started:
-            _finished(written, folder)
+            for index, data in part.pieces():
+                writing.append(_started(name, opening[name], index, data, folder))
+                yield data.nbytes, (name, writing[-1])
 
-
-def _await_all(futures: Iterable[Any]) -> None:
-    for future in futures:
-        future.exception()
+    try:
+        for name, part in parts.items():
+            opening[name] = _create(folder, name, places[name], part)
+        for name, written in _in_flight(started()):
+            with _unless_refused(name, folder):
+                written.result()
+            writing.popleft()
+    finally:
+        # After a failure no writes must be left running.
+        for future in (*opening.values(), *writing):
+            future.exception()
 
 
 def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
@@ -354,16 +307,9 @@ def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
         return create_array(folder / place, dtype, part.value.shape, part.chunk_shape(), flushed=flushed)
 
 
-def _started(name: str, opening: Any, index: _Index, data: Any, folder: Path) -> Any:
+def _started(name: str, opening: Any, index: Any, data: Any, folder: Path) -> Any:
     with _unless_refused(name, folder):
         return opening.result()[index].write(data, can_reference_source_data_indefinitely=True)
-
-
-def _finished(started: tuple[str, Any, int], folder: Path) -> int:
-    name, written, size = started
-    with _unless_refused(name, folder):
-        written.result()
-    return size
 
 
 @contextmanager

@@ -21,7 +21,6 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,8 +32,9 @@ Part = TypeVar("Part")
 #: Number of tries to put a folder in place when another process puts one there meanwhile.
 _ATTEMPTS = 10
 
-#: Pattern of the names of an attempt, to be formatted with the name of the place.
-_ATTEMPT_NAME = r"\.{}\.([0-9a-f]{{16}})\.(?:lock|writing|replaced|ended)"
+#: How the names of an attempt end, and the pattern of the names, to be formatted with the name of the place.
+_KINDS = ("lock", "writing", "replaced", "ended")
+_ATTEMPT_NAME = rf"\.{{}}\.([0-9a-f]{{{{16}}}})\.(?:{'|'.join(_KINDS)})"
 
 #: Number of files that are flushed concurrently.
 _FLUSHES = 16
@@ -45,12 +45,19 @@ _AT_FDCWD = -100
 _EXCHANGE = 2
 
 
-@dataclass(frozen=True)
 class _Attempt:
-    """The names beside `place` that belong to one attempt to write it."""
+    """The names beside `place` that belong to one attempt to write it.
 
-    place: Path
-    token: str
+    staging  the folder being written; after an exchange, the old folder
+    aside    the old folder, on systems that cannot exchange names
+    ended    the folder about to be removed
+    """
+
+    def __init__(self, place: Path, token: str) -> None:
+        self.place = place
+        self.lock, self.staging, self.aside, self.ended = (
+            place.with_name(f".{place.name}.{token}.{kind}") for kind in _KINDS
+        )
 
     @staticmethod
     def all_of(place: Path) -> list[_Attempt]:
@@ -61,39 +68,22 @@ class _Attempt:
             return [_Attempt(place, token) for token in sorted(tokens)]
         return []
 
-    @property
-    def lock(self) -> Path:
-        return self._beside("lock")
-
-    @property
-    def staging(self) -> Path:
-        """The folder being written; after an exchange, the old folder."""
-        return self._beside("writing")
-
-    @property
-    def aside(self) -> Path:
-        """The old folder, on systems that cannot exchange names."""
-        return self._beside("replaced")
-
-    @property
-    def ended(self) -> Path:
-        """The folder about to be removed."""
-        return self._beside("ended")
-
-    def _beside(self, kind: str) -> Path:
-        return self.place.with_name(f".{self.place.name}.{self.token}.{kind}")
-
-    def settle(self) -> bool:
-        """Put the old folder back if nothing is in place, and remove the rest; return whether nothing is left."""
-        if not self.place.exists():
-            with suppress(OSError):
-                os.rename(self.aside, self.place)
-        _remove(self.ended)
-        for left in (self.staging, self.aside):
-            with suppress(OSError):
-                os.rename(left, self.ended)
+    def settle(self, lock: OwnerLock | None) -> None:
+        """Put the old folder back if nothing is in place, remove the rest, and release the lock."""
+        is_settled = False
+        try:
+            if not self.place.exists():
+                with suppress(OSError):
+                    os.rename(self.aside, self.place)
             _remove(self.ended)
-        return not any(map(os.path.lexists, (self.staging, self.aside, self.ended)))
+            for left in (self.staging, self.aside):
+                with suppress(OSError):
+                    os.rename(left, self.ended)
+                _remove(self.ended)
+            is_settled = not any(map(os.path.lexists, (self.staging, self.aside, self.ended)))
+        finally:
+            if lock is not None:
+                lock.release(remove=is_settled)
 
 
 @contextmanager
@@ -153,15 +143,10 @@ def _attempt(place: Path) -> Iterator[_Attempt]:
         with suppress(FileExistsError):
             lock = OwnerLock.make(attempt.lock)
             break
-    is_settled = False
     try:
-        try:
-            yield attempt
-        finally:
-            is_settled = attempt.settle()
+        yield attempt
     finally:
-        if lock is not None:
-            lock.release(remove=is_settled)
+        attempt.settle(lock)
 
 
 def is_of_an_attempt(name: str) -> bool:
@@ -176,11 +161,6 @@ def present(path: str | os.PathLike[str]) -> Path:
         return place
     asides = [attempt.aside for attempt in _Attempt.all_of(place) if attempt.aside.exists()]
     return max(asides, key=lambda aside: aside.stat().st_mtime_ns, default=place)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file of a folder that is not yet in place. It is flushed with the folder."""
-    path.write_text(text, encoding="utf-8")
 
 
 def _check_free(place: Path, marker: str, overwrite: bool) -> None:
@@ -227,11 +207,7 @@ def _tidy(place: Path) -> None:
     """Put back, or remove, the folders left by processes that ended while they wrote."""
     for attempt in _Attempt.all_of(place):
         if (lock := OwnerLock.take_over(attempt.lock)) is not None:
-            is_settled = False
-            try:
-                is_settled = attempt.settle()
-            finally:
-                lock.release(remove=is_settled)
+            attempt.settle(lock)
 
 
 def _exchange(one: Path, other: Path) -> bool:

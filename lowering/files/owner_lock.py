@@ -50,7 +50,7 @@ class OwnerLock:
         return None
 
     def release(self, *, remove: bool) -> None:
-        """Release the lock. A file that is not removed then means that its owner has ended."""
+        """Release the lock, and remove its file; a file that stays tells other processes that its owner has ended."""
         if remove:
             with suppress(OSError):
                 os.unlink(self._path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,49 +69,24 @@ def _value(operand: Operand, env: Mapping[Value, Any]) -> Any:
 def _step(node: Node, env: dict[Value, Any]) -> None:
     values = [_value(operand, env) for operand in node.inputs]
     if node.op.primitive is not None:
-        results = bind_node(node, values)
-        env.update(zip(node.outputs, results, strict=False))
-        return
-    rule = _RULES.get(node.op)
-    if rule is None:
+        env.update(zip(node.outputs, bind_node(node, values), strict=False))
+    elif node.op in _KINDS:
+        ref = node.inputs[0]
+        assert isinstance(ref, Value)
+        env[ref] = updated(_KINDS[node.op], *values)
+    elif node.op in _RULES:
+        env[node.outputs[0]] = _RULES[node.op](node.attributes, *values)
+    else:
         raise InternalError(f"{node.op.name} cannot run inside an XLA call")
-    rule(node, values, env)
 
 
-def _read(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    env[node.outputs[0]] = values[0]
+#: The kind of update of each op that writes a variable.
+_KINDS: Mapping[OpDef, str] = {op: kind for kind, op in ops.UPDATES.items()}
 
-
-def _gather(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    table, indices = values
-    env[node.outputs[0]] = looked_up(table, prefetched(table, indices))
-
-
-def _encode(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    env[node.outputs[0]] = encoded(node.attributes["codec"], values[0])
-
-
-def _decode(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-    env[node.outputs[0]] = decoded(node.attributes["codec"], values[0], node.attributes["type"])
-
-
-def _update(kind: str) -> Callable[[Node, Sequence[Any], dict[Value, Any]], None]:
-    def rule(node: Node, values: Sequence[Any], env: dict[Value, Any]) -> None:
-        env[_ref(node)] = updated(kind, *values)
-
-    return rule
-
-
-def _ref(node: Node) -> Value:
-    ref = node.inputs[0]
-    assert isinstance(ref, Value)
-    return ref
-
-
-_RULES: Mapping[OpDef, Callable[[Node, Sequence[Any], dict[Value, Any]], None]] = {
-    ops.var_read: _read,
-    ops.var_gather: _gather,
-    ops.net_encode: _encode,
-    ops.net_decode: _decode,
-    **{op: _update(kind) for kind, op in ops.UPDATES.items()},
+#: The result of each other op, of its attributes and the values of its operands.
+_RULES: Mapping[OpDef, Callable[..., Any]] = {
+    ops.var_read: lambda _, value: value,
+    ops.var_gather: lambda _, table, indices: looked_up(table, prefetched(table, indices)),
+    ops.net_encode: lambda attributes, value: encoded(attributes["codec"], value),
+    ops.net_decode: lambda attributes, value: decoded(attributes["codec"], value, attributes["type"]),
 }

@@ -18,7 +18,7 @@ import jax
 from jax import export
 from jax import jit as jax_jit
 
-from dflow.lowering.programs.portable_tree import Tree, plain, unplain
+from dflow.lowering.programs.portable_tree import Tree, build, flatten, plain
 from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.devices.device import WITH_CALLER, WITH_STATE
 from dflow.tracing.devices.device_name import short_device_name
@@ -36,30 +36,8 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.rows.lookups import CALLS
-from dflow.tracing.source import Loc, at
+from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The structure of a program's arguments after state and constants, and of its results."""
-
-    positional: Sequence[Tree]
-    named: Mapping[str, Tree]
-    result: Tree
-
-    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves of plain arguments, in the order of JAX's trace."""
-        parts = [
-            *zip(self.positional, args, strict=True),
-            *((self.named[name], kwargs[name]) for name in sorted(kwargs)),
-        ]
-        return [leaf for tree, value in parts for leaf in unplain(tree, value)]
-
-    def plain(self, leaves: Iterator[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the plain arguments that have these leaves."""
-        args = [plain(tree, leaves) for tree in self.positional]
-        return args, {name: plain(self.named[name], leaves) for name in sorted(self.named)}
 
 
 @dataclass(frozen=True)
@@ -73,23 +51,25 @@ class PureProgram:
     constants: Mapping[str, Any]
     variables: Sequence[Variable]
     written: Sequence[Variable]
-    arguments: Arguments
+    #: The structure of the arguments after variables and constants, positional and named, and the types of its leaves.
+    arguments: Tree
     types: Sequence[ArrayType]
+    result: Tree
 
     def __call__(self, variables: Mapping[str, Any], constants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the results, and the new values of the variables, by name."""
         given = {id(value): constants[name] for name, value in self.constants.items()}
         state = State({variable: variables[variable.name] for variable in self.variables}, given=given)
-        results = evaluate(self.jaxpr, self.consts, self.arguments.leaves(args, kwargs), state)
+        results = evaluate(self.jaxpr, self.consts, flatten(plain(self.arguments), (args, kwargs), "arguments"), state)
         after = {variable.name: state[variable] for variable in self.variables}
-        return plain(self.arguments.result, iter(results)), after
+        return build(plain(self.result), iter(results)), after
 
     @property
     def structs(self) -> tuple[list[Any], dict[str, Any]]:
         """The types of its arguments, positional and named, as `jax.ShapeDtypeStruct`s."""
         state = {variable.name: variable.type.strong.struct for variable in self.variables}
         constants = {name: array_type_of(value).strong.struct for name, value in self.constants.items()}
-        args, kwargs = self.arguments.plain(type.strong.struct for type in self.types)
+        args, kwargs = build(plain(self.arguments), (type.strong.struct for type in self.types))
         return [state, constants, *args], kwargs
 
     def jitted(self) -> Any:
@@ -107,20 +87,17 @@ def pure_program(
     jaxpr: Jaxpr,
     consts: Sequence[Any],
     constants: Mapping[str, Any],
-    arguments: Arguments,
+    arguments: Tree,
     types: Sequence[ArrayType],
+    result: Tree,
 ) -> PureProgram:
-    """Return the pure form of a traced function. Raises ExportError for ops and types that no file can hold.
-
-    constants  the constants, of the jaxpr or inside it, that are stored outside the code, by name
-    types      the types of the leaves of the arguments
-    """
+    """Return the pure form of a traced function. Raises ExportError for ops and types that no file can hold."""
     _refuse_types(name, jaxpr)
     _refuse_ops(name, jaxpr)
     reads, written = accesses(jaxpr.effects)
     variables = sorted({*reads, *written}, key=lambda variable: int(variable.serial))
     _refuse_variables(name, variables)
-    return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types)
+    return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types, result)
 
 
 def exported(
@@ -208,10 +185,9 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 
 def _refuse_ops(name: str, jaxpr: Jaxpr) -> None:
     for equation in _ops_within(jaxpr):
-        found = _refusal(equation)
-        if found is not None:
+        if found := _refusal(equation):
             fact, remedy = found
-            raise ExportError(f"{name} cannot be exported: {fact}", remedy, at=_line(equation))
+            raise ExportError(f"{name} cannot be exported: {fact}", remedy, at=origin_of(equation).loc)
 
 
 def _refusal(equation: Equation) -> tuple[str, str] | None:
@@ -234,15 +210,12 @@ def _refusal(equation: Equation) -> tuple[str, str] | None:
     sharding = params.get("sharding") or params.get("dst_sharding")
     mesh = params.get("mesh") if primitive == "shard_map" else getattr(sharding, "mesh", None)
     if mesh is not None and mesh.size > 1:
+        axes = ", ".join(f"{axis}: {size}" for axis, size in mesh.shape.items())
         return (
-            f"{primitive} spreads over {mesh.size} devices ({_axes(mesh)}), and an export is for one",
+            f"{primitive} spreads over {mesh.size} devices ({axes}), and an export is for one",
             "export what runs on each of them, or use a mesh of one device",
         )
     return None
-
-
-def _axes(mesh: Any) -> str:
-    return ", ".join(f"{axis}: {size}" for axis, size in mesh.shape.items())
 
 
 def _ops_within(jaxpr: Jaxpr) -> Iterator[Equation]:
@@ -261,10 +234,6 @@ _HOLDING = frozenset(
 
 def _bodies(equation: Equation) -> list[Jaxpr]:
     return [inner for inner, _ in inner_parts(equation.params)] if equation.primitive.name in _HOLDING else []
-
-
-def _line(equation: Equation) -> Loc | None:
-    return origin_of(equation).loc
 
 
 def _blamed(
@@ -307,7 +276,7 @@ def _blamed(
     return ExportError(
         f"{program.name} cannot be exported for {', '.join(failing or platforms)}: {name} is in the way",
         f"JAX says: {said}\n  {remedy}",
-        at=_line(culprit),
+        at=origin_of(culprit).loc,
     )
 
 

@@ -17,7 +17,12 @@ elsewhere may use this machine's processors and memory and, if XLA has a fault, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from jax import export
 
@@ -31,6 +36,8 @@ MAX_TREE_DEPTH = 64
 DIALECTS = frozenset({"builtin", "chlo", "func", "sdy", "stablehlo"})
 #: Ops that exchange data with the host or with other programs; here they would never be answered.
 REFUSED_OPS = frozenset(f"stablehlo.{name}" for name in ("infeed", "outfeed", "send", "recv"))
+
+_SCRIPT = Path(__file__).with_name("read_bytecode.py")
 
 
 def write_program(exported: export.Exported) -> bytes:
@@ -101,3 +108,42 @@ def _check_ops(program: str, ops: Iterable[tuple[str, str]], allowed: Collection
             raise RefusedCall(program, target)
         if name in REFUSED_OPS or name.partition(".")[0] not in DIALECTS:
             raise WireError(f"program {program!r} does {name!r}, which a program from another process may not")
+
+
+@contextmanager
+def bytecode_reader() -> Iterator[Callable[[bytes], str]]:
+    """Yield a function that converts the bytecode of a module to text, in a separate process.
+
+    It raises ValueError for bytecode that cannot be read. Entering the block raises OSError if no process can start.
+    """
+    # The process must import the same JAX, and no modules from the script's folder.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-S", str(_SCRIPT)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        try:
+            yield lambda module: _text(process, module)
+        finally:
+            process.kill()
+
+
+def _text(process: subprocess.Popen[bytes], module: bytes) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(len(module).to_bytes(8, "little") + module)
+        process.stdin.flush()
+    except BrokenPipeError:
+        head = b""
+    else:
+        head = process.stdout.read(9)
+    if len(head) < 9:
+        raise ValueError(f"its bytecode is damaged: it ended the process that read it with status {process.wait()}")
+    said = process.stdout.read(int.from_bytes(head[1:], "little")).decode()
+    if not head[0]:
+        raise ValueError(said)
+    return said

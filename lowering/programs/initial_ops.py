@@ -9,7 +9,7 @@ Invariant: values that the initialiser closes over are read when the ops are rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.lowering.programs.program import export_program
+from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import (
     Equation,
@@ -53,13 +54,16 @@ class Exports:
 
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
-        self._numbers: dict[Any, tuple[int, Equation]] = {}
+        self._numbers: dict[Hashable, tuple[int, Equation]] = {}
 
     def number(self, equation: Equation) -> int:
         """Return the index in `blobs` of the program of an equation, exporting it if it is new."""
         types = [_type_of(atom) for atom in equation.invars]
-        # The equation is kept alive, since some of its parameters are compared by `id`.
-        key = (equation.primitive, *map(_identity, sorted(equation.params.items())), *types)
+        key: Hashable = equation.primitive, exact_attributes(equation.params), *types
+        try:
+            hash(key)
+        except TypeError:  # a parameter without a hash; the equation is kept alive
+            key = id(equation)
         if key not in self._numbers:
             self._numbers[key] = len(self.blobs), equation
             self.blobs.append(export_program(_program(equation, types), list(map(_plain_type, types))))
@@ -104,7 +108,7 @@ class InitialOps(TypedInitial):
         """Return the ops for another process, and add their programs to `exports`."""
         arrays = [_plain(const, var) for var, const in zip(self._jaxpr.constvars, self._consts, strict=True)]
         numbers: dict[Any, int] = {var: number for number, var in enumerate(self._jaxpr.constvars)}
-        for literal in self._literals():
+        for literal in (atom for equation in self._jaxpr.eqns for atom in equation.invars if is_literal(atom)):
             numbers[id(literal)] = len(arrays)
             arrays.append(_plain(literal.val, literal))
         calls, following = [], len(arrays)
@@ -115,9 +119,6 @@ class InitialOps(TypedInitial):
             following += len(equation.outvars)
         return Recipe(arrays, calls, numbers[self._jaxpr.outvars[0]])
 
-    def _literals(self) -> list[Any]:
-        return [atom for equation in self._jaxpr.eqns for atom in equation.invars if is_literal(atom)]
-
 
 def _value(atom: Any, env: dict[Any, Any]) -> Any:
     return atom.val if is_literal(atom) else env[atom]
@@ -125,14 +126,6 @@ def _value(atom: Any, env: dict[Any, Any]) -> Any:
 
 def _type_of(atom: Any) -> ArrayType:
     return ArrayType(atom.aval.dtype, tuple(atom.aval.shape))
-
-
-def _identity(parameter: tuple[str, Any]) -> Any:
-    try:
-        hash(parameter)
-    except TypeError:
-        return parameter[0], id(parameter[1])
-    return parameter
 
 
 def _program(equation: Equation, types: Sequence[ArrayType]) -> Callable[..., list[Any]]:

@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
+
+from dflow.tracing.jax_frontend import Handle, is_resource
 
 #: The supported types of a dict's keys.
 Key = str | int | bool
@@ -78,40 +81,29 @@ class MismatchError(Exception):
     """A value does not have the expected structure."""
 
 
-def tree_of(treedef: Any, leaves: Sequence[str], path: str) -> Tree:
-    """Return the structure of a JAX treedef; `leaves` are the types of its leaves. Raises UnknownNodeError."""
-    return _tree_of(treedef, iter(leaves), path)
-
-
-def _tree_of(treedef: Any, leaves: Iterator[str], path: str) -> Tree:
+def tree_of(treedef: Any, types: Iterator[str], path: str) -> Tree:
+    """Return the structure of a JAX treedef; `types` are those of its leaves. Raises UnknownNodeError."""
     node = treedef.node_data()
     if node is None:
-        return Leaf(next(leaves))
+        return Leaf(next(types))
     kind, data = node
     children = treedef.children()
     if kind is type(None):
         return Nothing()
     if kind is tuple or kind is list:
-        items = [_tree_of(child, leaves, f"{path}[{index}]") for index, child in enumerate(children)]
+        items = [tree_of(child, types, f"{path}[{index}]") for index, child in enumerate(children)]
         return Tuple(items) if kind is tuple else List(items)
     if kind is dict or kind is OrderedDict:
         if not all(isinstance(key, Key) for key in data) or len({str(key) for key in data}) != len(data):
             raise UnknownNodeError(next((type(key) for key in data if not isinstance(key, Key)), dict), path)
-        pairs = [(key, _tree_of(child, leaves, f"{path}[{key!r}]")) for key, child in zip(data, children, strict=True)]
+        pairs = [(key, tree_of(child, types, f"{path}[{key!r}]")) for key, child in zip(data, children, strict=True)]
         return Dict(pairs, ordered=kind is OrderedDict)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         fields = zip(kind._fields, children, strict=True)
-        return NamedTuple(
-            kind.__name__, [(field, _tree_of(child, leaves, f"{path}.{field}")) for field, child in fields]
-        )
-    if _is_handle(data):
+        return NamedTuple(kind.__name__, [(field, tree_of(child, types, f"{path}.{field}")) for field, child in fields])
+    if isinstance(data, Handle):
         return Held(data.name)
     raise UnknownNodeError(kind, path)
-
-
-def _is_handle(data: Any) -> bool:
-    """Whether a node is a variable. The class is not imported, so that trees can be read without JAX."""
-    return all(hasattr(data, name) for name in ("name", "serial", "variable"))
 
 
 def leaves_of(tree: Tree, path: str) -> list[tuple[str, str]]:
@@ -136,33 +128,31 @@ def parts_of(tree: Tree) -> list[tuple[str, Tree]]:
 
 def flatten(tree: Tree, value: Any, path: str) -> list[Any]:
     """Return the leaves of a value, which must have this structure. Raises MismatchError."""
+    if not _fits(tree, value):
+        raise MismatchError(f"{path}: expected {text(tree)}, got {_described(value)}")
     if isinstance(tree, Leaf):
-        _expect(value is not None and not isinstance(value, Mapping | tuple | list), tree, value, path)
         return [value]
-    if isinstance(tree, Nothing):
-        _expect(value is None, tree, value, path)
-        return []
-    if isinstance(tree, Held):
-        _expect(value is None or _is_handle(getattr(value, "handle", None)), tree, value, path)
-        return []
-    if isinstance(tree, Dict):
-        keys = [key for key, _ in tree.of]
-        _expect(isinstance(value, Mapping) and set(value) == set(keys), tree, value, path)
-        parts = [value[key] for key in keys]
-    elif isinstance(tree, NamedTuple):
-        _expect(getattr(value, "_fields", None) == tuple(field for field, _ in tree.of), tree, value, path)
-        parts = list(value)
-    else:
-        wanted = tuple if isinstance(tree, Tuple) else list
-        _expect(type(value) is wanted and len(value) == len(tree.of), tree, value, path)
-        parts = list(value)
-    inner = zip(parts_of(tree), parts, strict=True)
+    children = parts_of(tree)
+    parts = [value[key] for key, _ in tree.of] if isinstance(tree, Dict) else value if children else ()
+    inner = zip(children, parts, strict=True)
     return [leaf for (suffix, child), part in inner for leaf in flatten(child, part, path + suffix)]
 
 
-def _expect(holds: bool, tree: Tree, value: Any, path: str) -> None:
-    if not holds:
-        raise MismatchError(f"{path}: expected {text(tree)}, got {_described(value)}")
+def _fits(tree: Tree, value: Any) -> bool:
+    """Whether the root of a value is as in the structure, with as many children."""
+    match tree:
+        case Leaf():
+            return value is not None and not isinstance(value, Mapping | tuple | list)
+        case Nothing():
+            return value is None
+        case Held():
+            return value is None or is_resource(value)
+        case Dict(of):
+            return isinstance(value, Mapping) and set(value) == {key for key, _ in of}
+        case NamedTuple(_, of):
+            return bool(getattr(value, "_fields", None) == tuple(field for field, _ in of))
+        case Tuple(of) | List(of):
+            return type(value) is (tuple if isinstance(tree, Tuple) else list) and len(value) == len(of)
 
 
 def _described(value: Any) -> str:
@@ -173,56 +163,39 @@ def _described(value: Any) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def build(tree: Tree, leaves: Iterator[Any], variable: Callable[[str], Any]) -> Any:
-    """Return the value of this structure with these leaves; `variable` returns the variable of a name."""
+def build(tree: Tree, leaves: Iterator[Any], variables: Mapping[str, Any] = MappingProxyType({})) -> Any:
+    """Return the value of this structure with these leaves and these variables."""
+    parts = [build(child, leaves, variables) for _, child in parts_of(tree)]
     match tree:
         case Leaf():
             return next(leaves)
         case Nothing():
             return None
         case Held(name):
-            return variable(name)
+            return variables[name]
+        case Tuple():
+            return tuple(parts)
+        case List():
+            return parts
         case Dict(of, ordered):
-            pairs = [(key, build(child, leaves, variable)) for key, child in of]
-            return OrderedDict(pairs) if ordered else dict(pairs)
+            return (OrderedDict if ordered else dict)(zip((key for key, _ in of), parts, strict=True))
         case NamedTuple(name, of):
-            made = _named_tuple(name, tuple(field for field, _ in of))
-            return made(*(build(child, leaves, variable) for _, child in of))
-        case Tuple(of):
-            return tuple(build(child, leaves, variable) for child in of)
-        case List(of):
-            return [build(child, leaves, variable) for child in of]
+            return _named_tuple(name, tuple(field for field, _ in of))(*parts)
 
 
-def plain(tree: Tree, leaves: Iterator[Any]) -> Any:
-    """Return the value with these leaves in the form that JAX's files hold."""
+def plain(tree: Tree) -> Tree:
+    """Return the structure in the form that JAX's files hold, with the same leaves in the same order."""
+    parts = [plain(child) for _, child in parts_of(tree)]
     match tree:
-        case Leaf():
-            return next(leaves)
-        case Nothing() | Held():
-            return None
+        case Held():
+            return Nothing()
+        case List():
+            return List(parts)
+        case Tuple() | NamedTuple():
+            return Tuple(parts)
         case Dict(of):
-            return {str(key): plain(child, leaves) for key, child in of}
-        case NamedTuple(_, of):
-            return tuple(plain(child, leaves) for _, child in of)
-        case Tuple(of):
-            return tuple(plain(child, leaves) for child in of)
-        case List(of):
-            return [plain(child, leaves) for child in of]
-
-
-def unplain(tree: Tree, value: Any) -> list[Any]:
-    """Return the leaves of a value returned by `plain`, in the order of the tree."""
-    match tree:
-        case Leaf():
-            return [value]
-        case Nothing() | Held():
-            return []
-        case Dict(of):
-            return [leaf for key, child in of for leaf in unplain(child, value[str(key)])]
-        case _:
-            inner = zip(parts_of(tree), value, strict=True)
-            return [leaf for (_, child), part in inner for leaf in unplain(child, part)]
+            return Dict([(str(key), part) for (key, _), part in zip(of, parts, strict=True)])
+    return tree
 
 
 def text(tree: Tree) -> str:
@@ -250,9 +223,8 @@ def parts_of_type(type: str) -> tuple[str, list[str]]:
     return dtype, [dim.strip() for dim in re.split(r",(?![^(]*\))", rest)] if rest else []
 
 
-@cache
-def _named_tuple(name: str, fields: tuple[str, ...]) -> Any:
-    return namedtuple(name, fields)
+#: The same class each time, so that two results have the same pytree structure.
+_named_tuple = cache(namedtuple)
 
 
 def is_bound(treedef: Any) -> bool:

@@ -55,7 +55,7 @@ class Program:
         return results
 
     def run(self, do: Callable[[Callable[..., Any]], Any], values: Callable[[], Sequence[Any]]) -> Any:
-        """Return `do(call)` with the compiled function, or with another one if JAX refuses where the arguments are.
+        """Return `do(call)` for the compiled function; for another one if JAX refuses the arguments' shardings.
 
         `values` returns the arguments, flat; only their shardings are used.
         """
@@ -141,7 +141,8 @@ def lower_program(
     meshes   the device meshes for the abstract meshes in `types`
     """
     stepped = _in_lists(kept_shardings(fn, dict(islice(places.items(), writes))), writes, name)
-    donated = (*(() if keeps else (0,)), *(_OURS + index for index in donated))
+    # Before the operands a program has two arguments, the lists of the values written and of those read.
+    donated = (*(() if keeps else (0,)), *(2 + index for index in donated))
     options: dict[str, Any] = {"compiler_options": compiler_options}
     if device is not None:
         options["in_shardings" if types else "out_shardings"] = SingleDeviceSharding(device)
@@ -151,12 +152,9 @@ def lower_program(
     for number, place in enumerate(places.values()):
         if is_spread(place):
             structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
-    stage = jitted.trace(*_split(structs, writes, reads)).lower(lowering_platforms=platforms)
-    return LoweredProgram(stage, jitted, device, keeps)
-
-
-#: Number of arguments of a program before its operands: values written, values read.
-_OURS = 2
+    operands = structs[writes + reads :]
+    stage = jitted.trace(structs[:writes], structs[writes : writes + reads], *operands)
+    return LoweredProgram(stage.lower(lowering_platforms=platforms), jitted, device, keeps)
 
 
 def _in_lists(fn: Callable[..., Any], writes: int, name: str) -> Callable[..., Any]:
@@ -168,11 +166,6 @@ def _in_lists(fn: Callable[..., Any], writes: int, name: str) -> Callable[..., A
 
     stepped.__name__ = name
     return stepped
-
-
-def _split(flat: Sequence[Any], writes: int, reads: int) -> tuple[Any, ...]:
-    state = writes + reads
-    return [*flat[:writes]], [*flat[writes:state]], *flat[state:]
 
 
 def export_program(fn: Callable[..., Any], types: Sequence[ArrayType], name: str = "program") -> bytes:
@@ -190,15 +183,15 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int =
     Raises WireError if the bytes are no program, or one that may not run here, and the errors of the compilation.
     """
     exported = read_program(blob)
-    structs = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    types = [ArrayType(aval.dtype, aval.shape) for aval in exported.in_avals]
 
     @cache
-    def jitted(places: tuple[Sharding | None, ...]) -> Any:
-        kept = kept_shardings(exported.call, {str(number): place for number, place in enumerate(places)})
-        return jax_jit(_in_lists(kept, writes, exported.fun_name), donate_argnums=0, keep_unused=True)
+    def lowered(places: tuple[Sharding | None, ...]) -> LoweredProgram:
+        by_number = {str(number): place for number, place in enumerate(places)}
+        return lower_program(exported.call, types, writes, reads, name=exported.fun_name, places=by_number)
 
     def by_placement(written: Sequence[jax.Array], *others: Any) -> Any:
-        return jitted(tuple(value.sharding if value.committed else None for value in written))(written, *others)
+        places = tuple(value.sharding if value.committed else None for value in written)
+        return lowered(places).jitted(written, *others)
 
-    compiled = jitted((None,) * writes).lower(*_split(structs, writes, reads)).compile()
-    return Program(compiled, by_placement)
+    return Program(lowered((None,) * writes).stage.compile(), by_placement)

@@ -6,26 +6,16 @@ Dense components are summed on their device. Rows are summed by index in host me
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.lowering.queues.accumulator_machine import (
-    AccumulatorEvent,
-    AccumulatorMachine,
-    EnoughSet,
-    Give,
-    GradientApplied,
-    StepSet,
-    TakeAsked,
-    TakeGivenUp,
-    WarnOfStepBack,
-)
-from dflow.lowering.queues.pending_operations import Cancel, Found, Shared, Waiter
-from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate, property_of
+from dflow.lowering.queues.accumulator_machine import AccumulatorMachine, Give
+from dflow.lowering.queues.pending_operations import Cancel, Found, OnResults, Rule, SharedResource, Waiter
+from dflow.lowering.queues.resource_rules import copied, giving, immediate, property_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import AccumulatorError
 from dflow.tracing.ir import ops
@@ -39,9 +29,10 @@ Sum = list[tuple[Any, ...]]
 _add = jax.jit(jnp.add)
 
 
-class HeldAccumulator(Shared[AccumulatorEvent]):
+class HeldAccumulator(SharedResource):
     """An accumulator of gradients. Every method may be called from any thread."""
 
+    kind = "accumulator"
     error = AccumulatorError
     machine: AccumulatorMachine
 
@@ -51,22 +42,16 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
         self._settings, self._type = settings, type
         self.machine = AccumulatorMachine(settings.limit)
         self._sum: Sum | None = None
-        #: The old and the new step, if the last event set the step back.
-        self._set_back: tuple[int, int] | None = None
-
-    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
-        return _RULES[op.name](self, op, operands, on_results)
 
     def take(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Give the reduction of `op.count` gradients or more, as soon as they are there; see `start`."""
         what = f"give {op.count} gradient{'s' if op.count != 1 else ''}"
         waiter = Waiter(what, giving(on_results, self._reduced), op.timeout_s, op.line)
-        return self._ask(waiter, lambda ticket: TakeAsked(ticket, op.count))
+        return self._ask(waiter, lambda ticket: self.machine.take(ticket, op.count))
 
     def set_enough(self, count: int) -> None:
         """Let `count` gradients suffice for takes that want more, including pending ones."""
-        self._do(EnoughSet(count), "")
+        self._do(lambda: self.machine.set_enough(count), "")
 
     def depth(self) -> tuple[int, int]:
         """Return the number of gradients in the sum, and the limit of that number, or 0 without a limit."""
@@ -84,14 +69,15 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
         *parts, number = operands
         gradient, step, fresh = list(map(copied, parts)), int(number), False
 
-        def add() -> None:
-            # Before the event, which may hand the sum to a take. If this fails, nothing has changed.
+        def add() -> list[Give]:
             nonlocal fresh
             fresh = self.machine.is_fresh(step)
             if fresh:
+                # Before the machine hands the sum to a take. If this fails, nothing has changed.
                 self._sum = self._with(gradient, op.line)
+            return self.machine.apply(step)
 
-        self._do(GradientApplied(step), op.line, add)
+        self._do(add, op.line)
         return (jnp.asarray(fresh),)
 
     def _with(self, gradient: Sequence[Any], where: str) -> Sum:
@@ -122,16 +108,11 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
 
     def set_step(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
         """Set the step; warn if it is set back."""
-        back: tuple[int, int] | None = None
-
-        def note() -> None:
-            nonlocal back
-            back, self._set_back = self._set_back, None
-
-        self._do(StepSet(int(operands[0])), op.line, after=note)
-        if back is not None:
+        step = int(operands[0])
+        before = self.with_machine(lambda machine: machine.set_step(step), op.line)
+        if step < before:
             warnings.warn(
-                f"accumulator {self.name!r} goes back from step {back[0]} to {back[1]}: gradients that were stale "
+                f"accumulator {self.name!r} goes back from step {before} to {step}: gradients that were stale "
                 f"are taken again{op.line}",
                 stacklevel=2,
             )
@@ -150,17 +131,9 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
             results.append(values if divisor is None else (values / divisor).astype(values.dtype))
         return results
 
-    def _decide(self, event: AccumulatorEvent) -> Iterable[tuple[int, Outcome[Found]]]:
-        for command in self.machine.handle(event):
-            match command:
-                case Give(ticket, count):
-                    total, self._sum = self._sum, None
-                    yield ticket, (total, count)
-                case WarnOfStepBack(before, now):
-                    self._set_back = before, now
-
-    def _give_up(self, ticket: int) -> AccumulatorEvent:
-        return TakeGivenUp(ticket)
+    def _answer(self, command: Give) -> tuple[int, Outcome[Found]]:
+        total, self._sum = self._sum, None
+        return command.ticket, (total, command.count)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
         machine = self.machine
@@ -173,6 +146,15 @@ class HeldAccumulator(Shared[AccumulatorEvent]):
     def _clear(self) -> None:
         self.machine, self._sum = AccumulatorMachine(self._settings.limit), None
 
+    rules: ClassVar[Mapping[str, Rule]] = {
+        ops.accumulator_apply.name: immediate(apply),
+        ops.accumulator_take.name: take,
+        ops.accumulator_set_step.name: immediate(set_step),
+        ops.accumulator_step.name: property_of(lambda machine: machine.step, jnp.int32),
+        ops.accumulator_count.name: property_of(lambda machine: machine.count, jnp.int32),
+        ops.accumulator_dropped.name: property_of(lambda machine: machine.dropped, jnp.int32),
+    }
+
 
 def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
     return jnp.asarray(new) if old is None else _add(old[0], new)
@@ -180,16 +162,3 @@ def _added(old: tuple[Any, ...] | None, new: Any) -> Any:
 
 def _padded(rows: Any, count: int) -> Any:
     return np.concatenate([rows, np.zeros((count - len(rows), *rows.shape[1:]), rows.dtype)])
-
-
-_RULES = Rules(
-    "accumulator",
-    {
-        ops.accumulator_apply: immediate(HeldAccumulator.apply),
-        ops.accumulator_take: HeldAccumulator.take,
-        ops.accumulator_set_step: immediate(HeldAccumulator.set_step),
-        ops.accumulator_step: property_of(lambda machine: machine.step, jnp.int32),
-        ops.accumulator_count: property_of(lambda machine: machine.count, jnp.int32),
-        ops.accumulator_dropped: property_of(lambda machine: machine.dropped, jnp.int32),
-    },
-)

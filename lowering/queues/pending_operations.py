@@ -1,4 +1,4 @@
-"""A resource shared by threads: a state machine behind a lock, with a callback and a deadline for each waiter.
+"""A queue or an accumulator: a state machine behind a lock, with a callback and a deadline for each waiter.
 
 A waiter is a pending operation, not a blocked thread. The thread whose operation completes it calls its callback,
 outside the lock, so a callback may use the resource again. Callbacks should be short, since they run on the threads of
@@ -16,14 +16,17 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Protocol
 
+from dflow.lowering.queues.channel import Sent
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import DeadlineExceeded, DflowError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError
+from dflow.tracing.ir.resource_op import ResourceOp
 
 LOGGER = logging.getLogger("dflow")
 
@@ -36,7 +39,11 @@ Cancel = Callable[[BaseException], None]
 #: The answers to deliver, by ticket.
 Answers = deque[tuple[int, Outcome[Found]]]
 
-Event = TypeVar("Event")
+#: Results of an op.
+Results = tuple[Sent, ...]
+OnResults = Callable[[Outcome[Results]], None]
+#: Starts an op on a resource, which comes first. `on_results` is called once, from any thread.
+Rule = Callable[[Any, ResourceOp, Sequence[Any], OnResults], Cancel]
 
 
 @dataclass
@@ -54,19 +61,30 @@ class Waiter:
     answer: Outcome[Found] | None = None
 
 
-@dataclass(frozen=True)
-class Gone:
-    """Why the contents were freed, and the remedy."""
+class HeldResource(Protocol):
+    """A queue or an accumulator, as its store uses it."""
 
-    reason: str
-    remedy: str
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
+        ...
+
+    def forget(self, reason: str, remedy: str) -> None:
+        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
+        ...
 
 
-class Shared(ABC, Generic[Event]):
-    """A resource that calls each waiter's callback exactly once. Every method may be called from any thread."""
+class SharedResource(ABC):
+    """A queue or an accumulator that this process holds. Every method may be called from any thread.
 
+    A subclass has a state machine, whose methods return commands: each completes a waiter, whose callback is then
+    called exactly once.
+    """
+
+    kind: ClassVar[str]
     #: The error of each use after `forget`.
-    error: type[DflowError]
+    error: ClassVar[type[DflowError]]
+    #: How each op runs, by its name.
+    rules: ClassVar[Mapping[str, Rule]]
     #: The state machine. Its methods are called with the lock held.
     machine: Any
 
@@ -74,15 +92,12 @@ class Shared(ABC, Generic[Event]):
         self._lock = threading.Lock()
         self._tickets = itertools.count()
         self._waiters: dict[int, Waiter] = {}
-        self._gone: Gone | None = None
+        #: After `forget`: makes the error of a use at a line of the user.
+        self._gone: Callable[[str], DflowError] | None = None
 
     @abstractmethod
-    def _decide(self, event: Event) -> Iterable[tuple[int, Outcome[Found]]]:
-        """Apply an event; return the tickets of the operations that it completes, with answers. The lock is held."""
-
-    @abstractmethod
-    def _give_up(self, ticket: int) -> Event:
-        """Return the event that abandons the operation with this ticket."""
+    def _answer(self, command: Any) -> tuple[int, Outcome[Found]]:
+        """Return the ticket of the waiter that a command of the machine completes, and its answer. The lock is held."""
 
     @abstractmethod
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
@@ -92,27 +107,33 @@ class Shared(ABC, Generic[Event]):
     def _clear(self) -> None:
         """Free the contents. The lock is held."""
 
+    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        """See `HeldResource`."""
+        if op.name not in self.rules:
+            raise InternalError(f"no {self.kind} does {op.name!r}")
+        return self.rules[op.name](self, op, operands, on_results)
+
     def forget(self, reason: str, remedy: str) -> None:
-        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
+        """See `HeldResource`."""
 
         def decide(answers: Answers) -> None:
-            self._gone = Gone(reason, remedy)
+            self._gone = lambda where: self.error(f"{reason}{where}", remedy)
             self._clear()
             for ticket, waiter in list(self._waiters.items()):
                 if waiter.answer is None:
-                    waiter.answer = self._gone_error(self._gone, waiter.where)
+                    waiter.answer = self._gone(waiter.where)
                 answers.append((ticket, waiter.answer))
 
         self._answering(decide)
 
-    def _ask(self, waiter: Waiter, event: Callable[[int], Event]) -> Cancel:
-        """Register a pending operation and apply its event; return the function that cancels it."""
+    def _ask(self, waiter: Waiter, ask: Callable[[int], Iterable[Any]]) -> Cancel:
+        """Register a pending operation and ask the machine for it; return the function that cancels it."""
         ticket = next(self._tickets)
 
         def decide(answers: Answers) -> None:
             self._check_there(waiter.where)
             self._waiters[ticket] = waiter
-            self._decided(event(ticket), answers)
+            self._decided(partial(ask, ticket), answers)
             if waiter.timeout_s > 0 and waiter.answer is None:
                 waiter.timer = start_timer(waiter.timeout_s, lambda: self._end(ticket, None))
 
@@ -126,40 +147,24 @@ class Shared(ABC, Generic[Event]):
             raise
         return lambda error: self._end(ticket, error)
 
-    def _do(
-        self,
-        event: Event,
-        where: str,
-        before: Callable[[], None] | None = None,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        """Apply an event that no caller waits for, between `before` and `after`; answer the waiters it completes."""
+    def _do(self, act: Callable[[], Iterable[Any]], where: str) -> None:
+        """Have the machine act; answer the waiters that this completes."""
 
         def decide(answers: Answers) -> None:
             self._check_there(where)
-            if before is not None:
-                before()
-            self._decided(event, answers)
-            if after is not None:
-                after()
+            self._decided(act, answers)
 
         self._answering(decide)
 
-    def inspected(self, read: Callable[[Any], Any], where: str) -> Any:
-        """Return `read(machine)`, as it is now. Raises the resource's error after `forget`."""
+    def with_machine(self, use: Callable[[Any], Any], where: str) -> Any:
+        """Return `use(machine)`, with the lock held. Raises the error of the resource after `forget`."""
         with self._lock:
             self._check_there(where)
-            return read(self.machine)
+            return use(self.machine)
 
     def _check_there(self, where: str) -> None:
         if self._gone is not None:
-            raise self._gone_error(self._gone, where)
-
-    def _gone_error(self, gone: Gone, where: str) -> DflowError:
-        return self.error(
-            f"{gone.reason}{where}",
-            gone.remedy,
-        )
+            raise self._gone(where)
 
     def _end(self, ticket: int, error: BaseException | None) -> None:
         """End a pending operation with an error, by default that of its deadline."""
@@ -170,16 +175,16 @@ class Shared(ABC, Generic[Event]):
                 return
             if waiter.answer is None:
                 answer = error or DeadlineExceeded(self._too_late(ticket, waiter))
-                self._decided(self._give_up(ticket), answers)
+                self._decided(partial(self.machine.abandon, ticket), answers)
                 waiter.answer = answer
             answers.appendleft((ticket, waiter.answer))
 
         self._answering(decide)
 
-    def _decided(self, event: Event, answers: Answers) -> None:
-        """Apply an event; record the answers, in `answers` and in the waiters. The lock is held."""
-        # A single call, so that an interrupt here drops no answer.
-        answers.extend(self._decide(event))
+    def _decided(self, act: Callable[[], Iterable[Any]], answers: Answers) -> None:
+        """Have the machine act; record the answers in `answers` and in the waiters. The lock is held."""
+        # A single line, so that an interrupt here drops no answer.
+        answers.extend(map(self._answer, act()))
         for ticket, answer in answers:
             self._waiters[ticket].answer = answer
 

@@ -1,13 +1,13 @@
 """The state machine of a queue, without I/O, clock or threads.
 
-Events go in (an enqueue or a dequeue was requested, the queue was closed, a wait has ended), commands come out (a
-waiter is served, or fails). A waiter is a pending enqueue or dequeue. The semantics are TensorFlow's. Invariants:
+Each method returns commands: which waiters are served, and which fail. A waiter is a pending enqueue or dequeue, known
+by its ticket. The semantics are TensorFlow's. Invariants:
 
 - waiters of one kind are served in the order of their requests; the first of them holds up those behind it;
 - an element is in the queue, still with its enqueue, or was given to one dequeue, never two of these;
 - a dequeue of several elements takes all of them together, or none; while the first pending dequeue wants more than the
   capacity, the queue may hold the number that it wants;
-- every ticket gets exactly one command;
+- every ticket gets exactly one command, or none once it is abandoned;
 - a closed queue refuses new enqueues, but accepts pending ones unless they are cancelled; it holds nothing back, and a
   dequeue that cannot be served fails. Before that is decided, pending enqueues fill the free room.
 """
@@ -18,54 +18,12 @@ import heapq
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 Element = Any
-
-
-@dataclass(frozen=True)
-class EnqueueAsked:
-    """A request to put elements in. Those already in stay in, if the wait for the rest ends early."""
-
-    ticket: int
-    elements: tuple[Element, ...]
-
-
-@dataclass(frozen=True)
-class DequeueAsked:
-    """A request for `count` elements; with `or_fewer`, for fewer if the queue is closed and not empty."""
-
-    ticket: int
-    count: int
-    or_fewer: bool = False
-
-
-@dataclass(frozen=True)
-class CloseAsked:
-    """A request to close the queue: enqueues are refused; with `cancel_pending`, pending ones fail."""
-
-    cancel_pending: bool = False
-
-
-@dataclass(frozen=True)
-class WaitEnded:
-    """The operation with this ticket was abandoned: its deadline has passed, or it was cancelled."""
-
-    ticket: int
-
-
-QueueEvent = EnqueueAsked | DequeueAsked | CloseAsked | WaitEnded
-
-
-class Why(Enum):
-    """The reason why a waiter fails."""
-
-    CLOSED = "closed"
-    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -78,10 +36,9 @@ class Serve:
 
 @dataclass(frozen=True)
 class Fail:
-    """The waiter fails, without elements."""
+    """The queue is closed, and the waiter fails without elements."""
 
     ticket: int
-    why: Why
     #: Number of elements of an enqueue that are not in, for messages alone.
     left: int = field(default=0, compare=False)
 
@@ -159,12 +116,6 @@ class PriorityOrder(ElementOrder):
         return [element for _, _, element in sorted(self._elements, key=lambda entry: entry[1])]
 
 
-@dataclass
-class _Enqueuing:
-    ticket: int
-    rest: deque[Element]
-
-
 class QueueMachine:
     """One queue of at most `capacity` elements."""
 
@@ -172,41 +123,42 @@ class QueueMachine:
         self.capacity = capacity
         self.order = order
         self.is_closed = False
-        self._enqueuing: deque[_Enqueuing] = deque()
-        self._dequeuing: deque[DequeueAsked] = deque()
+        #: By ticket, in the order of requests: the elements of each pending enqueue that are not in.
+        self._enqueuing: OrderedDict[int, deque[Element]] = OrderedDict()
+        #: By ticket, in the order of requests: the number of elements that each pending dequeue wants, and `or_fewer`.
+        self._dequeuing: OrderedDict[int, tuple[int, bool]] = OrderedDict()
 
-    def handle(self, event: QueueEvent) -> list[QueueCommand]:
-        """Apply an event and return the commands to execute, in order."""
-        match event:
-            case EnqueueAsked(ticket, elements) if self.is_closed:
-                return [Fail(ticket, Why.CLOSED, len(elements))]
-            case EnqueueAsked(ticket, elements):
-                self._enqueuing.append(_Enqueuing(ticket, deque(elements)))
-                return self._advance()
-            case DequeueAsked():
-                self._dequeuing.append(event)
-                return self._advance()
-            case CloseAsked(cancel_pending):
-                self.is_closed = True
-                return [*(self._fail_enqueues() if cancel_pending else ()), *self._advance()]
-            case WaitEnded(ticket):
-                return [*self._drop(ticket), *self._advance()]
+    def enqueue(self, ticket: int, elements: Iterable[Element]) -> list[QueueCommand]:
+        """Put elements in. Those already in stay in, if the wait for the rest ends early."""
+        rest = deque(elements)
+        if self.is_closed:
+            return [Fail(ticket, len(rest))]
+        self._enqueuing[ticket] = rest
+        return self._advance()
+
+    def dequeue(self, ticket: int, count: int, or_fewer: bool = False) -> list[QueueCommand]:
+        """Take `count` elements; with `or_fewer`, take fewer if the queue is closed and not empty."""
+        self._dequeuing[ticket] = count, or_fewer
+        return self._advance()
+
+    def close(self, cancel_pending: bool = False) -> list[QueueCommand]:
+        """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
+        self.is_closed = True
+        failed: list[QueueCommand] = []
+        if cancel_pending:
+            failed += [Fail(ticket, len(rest)) for ticket, rest in self._enqueuing.items()]
+            self._enqueuing.clear()
+        return failed + self._advance()
+
+    def abandon(self, ticket: int) -> list[QueueCommand]:
+        """Forget a pending operation: its deadline has passed, or it was cancelled."""
+        self._enqueuing.pop(ticket, None)
+        self._dequeuing.pop(ticket, None)
+        return self._advance()
 
     def left(self, ticket: int) -> int:
         """Return the number of elements of a pending enqueue that are not in."""
-        return sum(len(waiter.rest) for waiter in self._enqueuing if waiter.ticket == ticket)
-
-    def _fail_enqueues(self) -> Iterable[QueueCommand]:
-        failed = [Fail(waiter.ticket, Why.CLOSED, len(waiter.rest)) for waiter in self._enqueuing]
-        self._enqueuing.clear()
-        return failed
-
-    def _drop(self, ticket: int) -> list[QueueCommand]:
-        waiting = len(self._enqueuing) + len(self._dequeuing)
-        self._enqueuing = deque(waiter for waiter in self._enqueuing if waiter.ticket != ticket)
-        self._dequeuing = deque(waiter for waiter in self._dequeuing if waiter.ticket != ticket)
-        is_dropped = len(self._enqueuing) + len(self._dequeuing) < waiting
-        return [Fail(ticket, Why.ENDED)] if is_dropped else []
+        return len(self._enqueuing.get(ticket, ()))
 
     def _advance(self) -> list[QueueCommand]:
         """Serve waiters until the first one of each kind has to wait."""
@@ -218,24 +170,27 @@ class QueueMachine:
     def _let_in(self) -> QueueCommand | None:
         if not self._enqueuing:
             return None
-        first = self._enqueuing[0]
-        while first.rest and len(self.order) < self._room():
-            self.order.push(first.rest.popleft())
-        return Serve(self._enqueuing.popleft().ticket) if not first.rest else None
+        ticket, rest = next(iter(self._enqueuing.items()))
+        while rest and len(self.order) < self._room():
+            self.order.push(rest.popleft())
+        if rest:
+            return None
+        del self._enqueuing[ticket]
+        return Serve(ticket)
 
     def _room(self) -> int:
-        wanted = self._dequeuing[0].count + self.order.held_back if self._dequeuing else 0
+        wanted = next(iter(self._dequeuing.values()))[0] + self.order.held_back if self._dequeuing else 0
         return max(self.capacity, wanted)
 
     def _give_out(self) -> QueueCommand | None:
         if not self._dequeuing:
             return None
-        first = self._dequeuing[0]
+        ticket, (wanted, or_fewer) = next(iter(self._dequeuing.items()))
         available = max(0, len(self.order) - (0 if self.is_closed else self.order.held_back))
-        count = min(first.count, available) if first.or_fewer and self.is_closed and available else first.count
+        count = min(wanted, available) if or_fewer and self.is_closed and available else wanted
         if count > available and not self.is_closed:
             return None
-        self._dequeuing.popleft()
+        del self._dequeuing[ticket]
         if count > available:
-            return Fail(first.ticket, Why.CLOSED)
-        return Serve(first.ticket, tuple(self.order.pop() for _ in range(count)))
+            return Fail(ticket)
+        return Serve(ticket, tuple(self.order.pop() for _ in range(count)))

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.queues.queues import HeldQueue
-from dflow.lowering.queues.resource_rules import OnResults
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.source import at, raised_at

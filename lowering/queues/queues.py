@@ -5,38 +5,34 @@ The elements in a queue are copies of the arrays that they were made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues.channel import Sent
-from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone, Shared, Waiter
-from dflow.lowering.queues.queue_elements import batch_of, given, rows_of
+from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone, OnResults, Rule, SharedResource, Waiter
 from dflow.lowering.queues.queue_machine import (
-    CloseAsked,
-    DequeueAsked,
     Element,
     ElementOrder,
-    EnqueueAsked,
-    Fail,
     FifoOrder,
     PriorityOrder,
-    QueueEvent,
+    QueueCommand,
     QueueMachine,
     Serve,
     ShuffleOrder,
-    WaitEnded,
-    Why,
 )
-from dflow.lowering.queues.resource_rules import OnResults, Rules, copied, giving, immediate, property_of
+from dflow.lowering.queues.resource_rules import copied, giving, immediate, property_of
+from dflow.lowering.values.computed import wait_until_computed
+from dflow.lowering.values.host_values import stays_on_host
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
-from dflow.tracing.ir.types import QueueType
+from dflow.tracing.ir.types import ArrayType, QueueType
 
 #: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
 _LATE = {
@@ -49,9 +45,10 @@ _CLOSED = {
 }
 
 
-class HeldQueue(Shared[QueueEvent]):
+class HeldQueue(SharedResource):
     """A queue of elements, each a tuple of arrays. Every method may be called from any thread."""
 
+    kind = "queue"
     error = QueueError
     machine: QueueMachine
 
@@ -62,10 +59,6 @@ class HeldQueue(Shared[QueueEvent]):
         self.machine = QueueMachine(settings.capacity, order_of(settings))
         #: What `fail` was given: the text of the error, the line where the queue is fed, and the error.
         self._failure: tuple[str, str, BaseException | None] | None = None
-
-    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
-        return _RULES[op.name](self, op, operands, on_results)
 
     def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:
         """Put the elements in, in order; return the function that cancels this.
@@ -78,33 +71,31 @@ class HeldQueue(Shared[QueueEvent]):
             # Computed here, so that no thread waits for a device with the lock held.
             elements = [(np.asarray(element[0]), *element[1:]) for element in elements]
         waiter = Waiter(f"take {_elements(len(elements))}", on_done, timeout_s, where, count=len(elements))
-        return self._ask(waiter, lambda ticket: EnqueueAsked(ticket, tuple(elements)))
+        return self._ask(waiter, lambda ticket: self.machine.enqueue(ticket, elements))
 
     def dequeue(
         self, count: int, on_done: OnDone, timeout_s: float, where: str = "", *, or_fewer: bool = False
     ) -> Cancel:
         """Take `count` elements, like `enqueue`; with `or_fewer`, take the rest of a closed queue that is not empty."""
         waiter = Waiter(f"give {_elements(count)}", on_done, timeout_s, where)
-        return self._ask(waiter, lambda ticket: DequeueAsked(ticket, count, or_fewer))
+        return self._ask(waiter, lambda ticket: self.machine.dequeue(ticket, count, or_fewer))
 
     def close(self, *, cancel_pending: bool = False, where: str = "") -> None:
         """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
-        self._do(CloseAsked(cancel_pending), where)
+        self._do(lambda: self.machine.close(cancel_pending), where)
 
     def fail(self, failure: str, fed: str, cause: BaseException | None = None) -> None:
-        """Close the queue because its feed, at the line `fed`, failed with an error of the text `failure`.
+        """Close the queue because the feed that fills it failed.
 
-        A later enqueue, and a dequeue of more elements than it holds, raise FeedError with this text and cause.
+        A later enqueue, and a dequeue of more elements than it holds, raise FeedError with `failure` (the text of the
+        error), `fed` (the line that feeds the queue) and `cause`.
         """
-        self._do(CloseAsked(cancel_pending=True), fed, before=lambda: self._note(failure, fed, cause))
 
-    def _note(self, failure: str, fed: str, cause: BaseException | None) -> None:
-        self._failure = self._failure or (failure, fed, cause)
+        def close() -> list[QueueCommand]:
+            self._failure = self._failure or (failure, fed, cause)
+            return self.machine.close(cancel_pending=True)
 
-    def stacked(self, elements: Sequence[Element], count: int) -> list[Sent]:
-        """Return the elements row by row; of fewer than `count`, the missing rows are zeros."""
-        components = list(zip(*elements, strict=True)) or [()] * len(self._type.components)
-        return [batch_of(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
+        self._do(close, fed)
 
     def depth(self) -> tuple[int, int]:
         """Return the number of elements and the capacity; for a queue that was forgotten, 0 and the capacity."""
@@ -116,23 +107,16 @@ class HeldQueue(Shared[QueueEvent]):
         with self._lock:
             return self.machine.order.contents()
 
-    def _decide(self, event: QueueEvent) -> Iterable[tuple[int, Outcome[Found]]]:
-        for command in self.machine.handle(event):
-            match command:
-                case Serve(ticket, elements):
-                    yield ticket, elements
-                case Fail(ticket, Why.CLOSED, left):
-                    waiter = self._waiters[ticket]
-                    yield ticket, self._closed(waiter, left)
+    def _answer(self, command: QueueCommand) -> tuple[int, Outcome[Found]]:
+        if isinstance(command, Serve):
+            return command.ticket, command.elements
+        return command.ticket, self._closed(self._waiters[command.ticket], command.left)
 
     def _closed(self, waiter: Waiter, left: int) -> DflowError:
         if self._failure is None:
             what = f"{waiter.what}{_part(waiter, left)}"
             fact = f"queue {self.name!r} is closed and cannot {what}; {self._held()}{waiter.where}"
-            return QueueClosed(
-                f"{fact}",
-                f"{_CLOSED[waiter.what.split()[0]]}",
-            )
+            return QueueClosed(fact, _CLOSED[waiter.what.split()[0]])
         failure, fed, cause = self._failure
         error = FeedError(
             f"queue {self.name!r} cannot {waiter.what}, because what feeds it failed; {self._held()}{waiter.where}",
@@ -140,9 +124,6 @@ class HeldQueue(Shared[QueueEvent]):
         )
         error.__cause__ = cause
         return error
-
-    def _give_up(self, ticket: int) -> QueueEvent:
-        return WaitEnded(ticket)
 
     def _too_late(self, ticket: int, waiter: Waiter) -> str:
         part = _part(waiter, self.machine.left(ticket))
@@ -154,6 +135,45 @@ class HeldQueue(Shared[QueueEvent]):
 
     def _held(self) -> str:
         return f"it holds {len(self.machine.order)} of at most {self.machine.capacity}"
+
+    def _enqueue_one(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        return self.enqueue([tuple(map(copied, operands))], on_results, op.timeout_s, op.line)
+
+    def _enqueue_many(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        return self.enqueue(_rows_of(operands), on_results, op.timeout_s, op.line)
+
+    def _dequeue_one(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        give = giving(on_results, lambda elements: [*map(_given, elements[0])])
+        return self.dequeue(1, give, op.timeout_s, op.line)
+
+    def _dequeue_many(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        give = giving(on_results, lambda elements: self._stacked(elements, op.count))
+        return self.dequeue(op.count, give, op.timeout_s, op.line)
+
+    def _dequeue_up_to(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
+        def made(elements: Sequence[Element]) -> list[Sent]:
+            return [*self._stacked(elements, op.count), jnp.asarray(len(elements), jnp.int32)]
+
+        return self.dequeue(op.count, giving(on_results, made), op.timeout_s, op.line, or_fewer=True)
+
+    def _close(self, op: ResourceOp, operands: Sequence[Any]) -> tuple[()]:
+        self.close(cancel_pending=op.cancel_pending, where=op.line)
+        return ()
+
+    def _stacked(self, elements: Sequence[Element], count: int) -> list[Sent]:
+        components = list(zip(*elements, strict=True)) or [()] * len(self._type.components)
+        return [_batch_of(rows, type, count) for rows, type in zip(components, self._type.components, strict=True)]
+
+    rules: ClassVar[Mapping[str, Rule]] = {
+        ops.queue_enqueue.name: _enqueue_one,
+        ops.queue_enqueue_many.name: _enqueue_many,
+        ops.queue_dequeue.name: _dequeue_one,
+        ops.queue_dequeue_many.name: _dequeue_many,
+        ops.queue_dequeue_up_to.name: _dequeue_up_to,
+        ops.queue_size.name: property_of(lambda machine: len(machine.order), jnp.int32),
+        ops.queue_is_closed.name: property_of(lambda machine: machine.is_closed, bool),
+        ops.queue_close.name: immediate(_close),
+    }
 
 
 def _part(waiter: Waiter, left: int) -> str:
@@ -176,46 +196,31 @@ def order_of(settings: QueueSettings) -> ElementOrder:
             return PriorityOrder(lambda element: int(np.asarray(element[0])))
 
 
-def _enqueue(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-    return queue.enqueue([tuple(map(copied, operands))], on_results, op.timeout_s, op.line)
+def _rows_of(operands: Sequence[Any]) -> list[Element]:
+    """Return the elements that an `enqueue_many` of these arrays puts in."""
+    wait_until_computed(operands)
+    on_host = [np.array(operand) for operand in operands]
+    # With the dots a row of a vector is an array of no dimensions, not a NumPy scalar.
+    return [tuple(array[row, ...] for array in on_host) for row in range(len(on_host[0]))]
 
 
-def _enqueue_many(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-    return queue.enqueue(rows_of(operands), on_results, op.timeout_s, op.line)
+def _batch_of(rows: Sequence[Any], type: ArrayType, count: int) -> Sent:
+    """Return `count` rows, padded to the largest size in each dimension; missing rows are zeros.
+
+    They are stacked in host memory, since the elements of a batch may come from several producers.
+    """
+    arrays = [np.asarray(row) for row in rows]
+    shapes = [array.shape for array in arrays] or [tuple(dim or 0 for dim in type.shape)]
+    largest = tuple(max(dims) for dims in zip(*shapes, strict=True))
+    if len(arrays) == count and all(shape == largest for shape in shapes) and arrays:
+        return _given(np.stack(arrays))
+    batch = np.zeros((count, *largest), type.dtype)
+    for number, array in enumerate(arrays):
+        place: Any = (number, *(slice(size) for size in array.shape))
+        batch[place] = array
+    return _given(batch)
 
 
-def _dequeue(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-    give = giving(on_results, lambda elements: [given(array) for array in elements[0]])
-    return queue.dequeue(1, give, op.timeout_s, op.line)
-
-
-def _dequeue_many(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-    give = giving(on_results, lambda elements: queue.stacked(elements, op.count))
-    return queue.dequeue(op.count, give, op.timeout_s, op.line)
-
-
-def _dequeue_up_to(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-    def made(elements: Sequence[tuple[Any, ...]]) -> list[Sent]:
-        return [*queue.stacked(elements, op.count), jnp.asarray(len(elements), jnp.int32)]
-
-    return queue.dequeue(op.count, giving(on_results, made), op.timeout_s, op.line, or_fewer=True)
-
-
-def _close(queue: HeldQueue, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
-    queue.close(cancel_pending=op.cancel_pending, where=op.line)
-    return ()
-
-
-_RULES = Rules(
-    "queue",
-    {
-        ops.queue_enqueue: _enqueue,
-        ops.queue_enqueue_many: _enqueue_many,
-        ops.queue_dequeue: _dequeue,
-        ops.queue_dequeue_many: _dequeue_many,
-        ops.queue_dequeue_up_to: _dequeue_up_to,
-        ops.queue_size: property_of(lambda machine: len(machine.order), jnp.int32),
-        ops.queue_is_closed: property_of(lambda machine: machine.is_closed, bool),
-        ops.queue_close: immediate(_close),
-    },
-)
+def _given(array: Any) -> Sent:
+    """Return an array of an element as a dequeue gives it."""
+    return array if isinstance(array, jax.Array) or stays_on_host(array) else jnp.asarray(array)

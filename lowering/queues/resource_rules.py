@@ -1,12 +1,9 @@
-"""How ops on queues and accumulators run: a rule starts an op, and a callback ends it.
-
-Each kind of resource has a table of rules by op.
-"""
+"""Parts of the rules that run the ops on queues and accumulators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,43 +11,10 @@ import numpy as np
 from jax import jit as jax_jit
 
 from dflow.lowering.queues.channel import Sent
-from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone
+from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone, OnResults, Results, Rule
 from dflow.lowering.values.host_values import stays_on_host
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import InternalError
-from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.resource_op import ResourceOp
-
-#: Results of an op.
-Results = tuple[Sent, ...]
-OnResults = Callable[[Outcome[Results]], None]
-
-
-class HeldResource(Protocol):
-    """A queue or an accumulator, as its store uses it."""
-
-    def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
-        ...
-
-    def forget(self, reason: str, remedy: str) -> None:
-        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
-        ...
-
-
-#: Starts an op on a resource, which comes first. `on_results` is called once, from any thread.
-Rule = Callable[[Any, ResourceOp, Sequence[Any], OnResults], Cancel]
-
-
-class Rules(dict[str, Rule]):
-    """The rules of the ops on one kind of resource, by name; looking up another op raises InternalError."""
-
-    def __init__(self, kind: str, rules: Mapping[OpDef, Rule]) -> None:
-        super().__init__({definition.name: rule for definition, rule in rules.items()})
-        self._kind = kind
-
-    def __missing__(self, name: str) -> Rule:
-        raise InternalError(f"no {self._kind} does {name!r}")
 
 
 def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) -> Rule:
@@ -58,7 +22,7 @@ def immediate(act: Callable[[Any, ResourceOp, Sequence[Any]], Sequence[Any]]) ->
 
     def start(resource: Any, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         on_results(tuple(act(resource, op, operands)))
-        return _nothing_to_cancel
+        return lambda error: None  # the op has ended, so that there is nothing to cancel
 
     return start
 
@@ -67,7 +31,7 @@ def property_of(read: Callable[[Any], Any], dtype: Any) -> Rule:
     """Return the rule of an op that gives a number of the resource's state machine, as it is now."""
 
     def act(resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Any]:
-        return (jnp.asarray(resource.inspected(read, op.line), dtype),)
+        return (jnp.asarray(resource.with_machine(read, op.line), dtype),)
 
     return immediate(act)
 
@@ -105,7 +69,3 @@ def copied(array: Any) -> Sent:
 
 #: For a small array it takes a quarter of the time of `jnp.array`.
 _copy = jax_jit(jnp.copy)
-
-
-def _nothing_to_cancel(error: BaseException) -> None:
-    """Do nothing: the op has ended already."""

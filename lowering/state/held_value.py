@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
 
@@ -129,12 +128,4 @@ def within_the_step() -> VariableError:
     return VariableError(
         "a variable is asked for within the very step that uses it, by a callback or a handler of a signal",
         "pass the callback what it is to see; have the handler set a flag, and look at the flag between steps",
-    )
-
-
-def lost_value(key: str) -> VariableError:
-    """Error for the use of a variable whose buffer was donated to a step that failed."""
-    return VariableError(
-        f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran",
-        "assign it a new value, such as the last one saved",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,8 +19,9 @@ import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from dflow.lowering.files.array_files import ArrayFiles, own_copy, write_parts
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_rules import HeldResource
+from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.held_value import READ, HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
@@ -32,9 +34,6 @@ from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
 #: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
 MOST_LOOKS = 5
 
-#: Longest wait of a finalizer for the lock of the store, in s: the thread that holds the lock may wait for it.
-FINALIZER_S = 1.0
-
 
 class Store:
     """Named values. Every method may be called from any thread."""
@@ -43,7 +42,8 @@ class Store:
         self.table = VariableTable()
         #: The values being created, each by one thread.
         self._making: dict[str, Making] = {}
-        self._resources: dict[str, HeldResource] = {}
+        #: The queues and accumulators, by key. One that was removed may still serve its waiters.
+        self.resources: dict[str, HeldResource] = {}
 
     def create(self, key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None = None) -> bool:
         """Create the value `make()` under `key`, with sharding `place` if given. Return False if `key` exists.
@@ -80,25 +80,13 @@ class Store:
     def __contains__(self, key: str) -> bool:
         return key in self.table.entries
 
-    def drop(self, key: str) -> None:
-        """Free a value, if there is one. A finalizer may call this on any thread."""
-        self.table.drop(key)
-
-    def forget(self, key: str, reason: str, remedy: str) -> None:
-        """Free a value that may still be used: a later use raises VariableError with this reason and remedy."""
-        self.table.forget(key, reason, remedy)
-
-    def types(self) -> dict[str, ArrayType]:
-        """Return the type of each variable, by key."""
-        return {key: held.type for key, held in dict(self.table.entries).items()}
-
     def place(self, key: str) -> Sharding | None:
         """Return the sharding of the value; None for one that JAX may put anywhere. Raises VariableError."""
         return self.shardings([key])[key]
 
     def shardings(self, keys: Iterable[str]) -> dict[str, Sharding | None]:
         """Return the shardings of the values; None for one that JAX may put anywhere. Raises VariableError."""
-        values = {key: self.buffer(key) for key in keys}
+        values = {key: self.table.buffer(key) for key in keys}
         return {key: value.sharding if value.committed else None for key, value in values.items()}
 
     def read(self, key: str) -> jax.Array:
@@ -175,11 +163,34 @@ class Store:
         """
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
+    def save(self, folder: Path, keys: Mapping[str, str], places: Mapping[str, str]) -> None:
+        """Write the values at one moment into a folder from `make_places`; `keys` are by array name.
+
+        Raises VariableError for a variable that is not held, and as `write_parts`.
+        """
+        values = self.snapshot(keys.values())
+        write_parts(folder, {name: values[key] for name, key in keys.items()}, places)
+
+    def read_saved(self, files: ArrayFiles, keys: Mapping[str, str]) -> dict[str, jax.Array]:
+        """Return arrays for `replace`, each as its variable is sharded now; `keys` are by array name.
+
+        Raises CheckpointError, which names the array, for one that is missing or damaged.
+        """
+        shardings = self.shardings(keys.values())
+        read = files.each({name: shardings[key] for name, key in keys.items()})
+        # Those without a sharding may be in the memory that was read into.
+        return {keys[name]: own_copy(value) if shardings[keys[name]] is None else value for name, value in read}
+
     def write(self, key: str, value: Any) -> None:
         """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""
         held = self.table.entry(key)
         _check_type(key, held.type, value)
-        self.replace({key: _placed(key, jnp.array(value, copy=True), self.buffer(key))})
+        own, before = jnp.array(value, copy=True), self.table.buffer(key)
+        if before.committed:
+            own = jax.device_put(own, before.sharding)
+        else:
+            refuse_divided(key, own)
+        self.replace({key: own})
 
     def update(self, key: str, kind: str, *operands: Any) -> None:
         """Change the value in place; `kind` is a key of `updates.KINDS`. Raises VariableShapeError."""
@@ -190,7 +201,7 @@ class Store:
         given = [array_type_of(operand) for operand in operands]
         for wanted, operand in zip(operand_types(kind, held.type, given), operands, strict=True):
             _check_type(key, wanted.strong, operand)
-        value = self.buffer(key)
+        value = self.table.buffer(key)
         place = value.sharding if value.committed and is_spread(value.sharding) else None
         if not value.committed:
             for operand in operands:
@@ -209,32 +220,16 @@ class Store:
         step = StepState(writes, reads, "part of a function", program.keeps)
         results: Sequence[jax.Array] = program.run(
             lambda call: self.table.run(step, call, operands),
-            lambda: [*map(self.buffer, (*writes, *reads)), *operands],
+            lambda: [*map(self.table.buffer, (*writes, *reads)), *operands],
         )
         return results
 
-    def create_resource(self, key: str, resource: HeldResource) -> None:
-        """Hold a queue or an accumulator under `key`."""
-        with self.table.lock:
-            self._resources[key] = resource
-
-    def drop_resource(self, key: str) -> None:
-        """Remove a queue or an accumulator, which may still serve its waiters."""
-        self._resources.pop(key, None)  # without the lock: finalizers call this
-
     def resource(self, key: str) -> HeldResource:
         """Return the queue or accumulator under `key`. Raises DflowError when there is none."""
-        held = self._resources.get(key)
+        held = self.resources.get(key)
         if held is None:
-            raise DflowError(f"no resource {key!r} is held here; there are {sorted(self._resources) or 'none'}")
+            raise DflowError(f"no resource {key!r} is held here; there are {sorted(self.resources) or 'none'}")
         return held
-
-    def buffer(self, key: str) -> jax.Array:
-        """Return the array of the value, which a call being dispatched may delete: use only its sharding.
-
-        Raises VariableError.
-        """
-        return self.table.buffer(key)
 
 
 def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
@@ -243,15 +238,6 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
             f"variable {key!r} exists and holds {held.type}, but is created again with {type}; "
             "give one of them another name"
         )
-
-
-def _placed(key: str, value: jax.Array, before: jax.Array) -> jax.Array:
-    """Return the value with the sharding of the previous one. Raises like `refuse_divided`."""
-    if not before.committed:
-        refuse_divided(key, value)
-        return value
-    placed: jax.Array = jax.device_put(value, before.sharding)
-    return placed
 
 
 def _beside(operand: Any, value: jax.Array) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from dflow.lowering.state.held_value import READ, HeldValue, StepState, lost_value, within_the_step
+from dflow.lowering.state.held_value import READ, HeldValue, StepState, within_the_step
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
@@ -85,7 +85,7 @@ class VariableTable:
         return results[0][1]
 
     def values_of(self, step: StepState) -> tuple[list[Any], list[Any]]:
-        """Return the values that a call of the step would take, for their types and shardings."""
+        """Return the values that the next call of the step takes, to trace it; that call may delete them."""
 
         def values() -> tuple[list[Any], list[Any]]:
             self._acquire(step)
@@ -315,7 +315,7 @@ class VariableTable:
         entry = self.entries.get(key)
         if entry is None and key in self._gone:
             reason, remedy = self._gone[key]
-            raise VariableError(f"{reason}", f"{remedy}")
+            raise VariableError(reason, remedy)
         if entry is None:
             there = sorted(map(shown, self.entries)) or "none"
             raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")
@@ -326,4 +326,7 @@ def _check_intact(keys: Iterable[str], values: Iterable[jax.Array]) -> None:
     """Raise VariableError if a buffer was donated to a step that failed."""
     for key, value in zip(keys, values, strict=True):
         if value.is_deleted():
-            raise lost_value(key)
+            raise VariableError(
+                f"the value of variable {shown(key)!r} was lost, since a step that writes it failed as it ran",
+                "assign it a new value, such as the last one saved",
+            )

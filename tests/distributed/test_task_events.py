@@ -111,7 +111,7 @@ def test_an_error_is_noted_where_it_came_up_and_where_the_step_was_started(
 ) -> None:
     step = make_step(worker)
     step(jnp.ones(3))
-    memory.tasks["ps:0"].server.store.forget("w", "it was dropped", "make it again")
+    memory.tasks["ps:0"].server.store.table.forget("w", "it was dropped", "make it again")
     with pytest.raises(VariableError, match="it was dropped"):
         step(jnp.ones(3))
     own, ps = events_of_last_step(memory, worker)

@@ -85,7 +85,7 @@ def arguments(path: Path) -> dict[str, np.ndarray]:
     random = np.random.default_rng(0)
     given: dict[str, np.ndarray] = {}
     for name, signature in read_manifest(path).signatures.items():
-        tree = [build(p.tree, iter([0] * len(leaves_of(p.tree, ""))), str) for p in signature.parameters]
+        tree = [build(p.tree, iter([0] * len(leaves_of(p.tree, "")))) for p in signature.parameters]
         given[f"tree/{name}"] = np.array(json.dumps(tree))
         types = [type for p in signature.parameters for _, type in leaves_of(p.tree, p.name)]
         for step in range(STEPS):

@@ -173,7 +173,7 @@ def test_a_stated_device_is_refused_where_there_is_no_cluster(here: LocalHome) -
 def test_an_error_in_a_step_is_raised_to_who_called_it(here: LocalHome) -> None:
     w = Variable(jnp.zeros(3), name="w")
     run = lower(here, lambda x: (w.read() + x, x), jnp.ones(3))
-    here.store.drop(w.key)
+    here.store.table.drop(w.key)
     with pytest.raises(VariableError, match=r"no variable 'w' is held here; there are none"):
         run(jnp.ones(3))
 
@@ -238,19 +238,19 @@ def test_an_initial_array_stays_the_users(here: LocalHome) -> None:
 def test_the_value_goes_with_the_variable(here: LocalHome) -> None:
     w, v = Variable(jnp.ones(3), name="w"), Variable(jnp.ones(3), name="v")
     run = lower(here, functools.partial(plus_one, w))
-    assert len(here.store.types()) == 2
+    assert len(here.store.table.entries) == 2
     del v
     gc.collect()
-    assert list(here.store.types()) == [w.key]
+    assert list(here.store.table.entries) == [w.key]
     # Variables that a function keeps alive.
     key = w.key
     del w
     gc.collect()
-    assert list(here.store.types()) == [key]
+    assert list(here.store.table.entries) == [key]
     assert run().tolist() == [2.0] * 3
     del run
     gc.collect()
-    assert here.store.types() == {}
+    assert not here.store.table.entries
 
 
 @pytest.mark.filterwarnings("ignore::dflow.DuplicateNameWarning")
@@ -279,7 +279,7 @@ def test_a_name_taken_with_another_type_is_refused_with_both_lines(here: LocalHo
     with pytest.raises(VariableError, match=message):
         Variable(jnp.ones(2, jnp.int32), name="w")
     assert first.read().tolist() == [1.0] * 3
-    assert list(here.store.types()) == [first.key]
+    assert list(here.store.table.entries) == [first.key]
 
 
 def test_a_name_is_free_again_when_its_variable_is_gone(here: LocalHome) -> None:

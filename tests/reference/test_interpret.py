@@ -48,7 +48,7 @@ def run_discharged(program: Program) -> tuple[list[Any], dict[str, Any]]:
     jaxpr, consts, _ = make_jaxpr(lambda x, y: program(machine, x, y), *ARGUMENTS)
 
     def pure(values: list[Any], *args: Any) -> Any:
-        state = State(dict(zip(variables, values, strict=True)))
+        state = State(zip(variables, values, strict=True))
         return evaluate(jaxpr, consts, args, state), state.of(variables)
 
     outputs, after = jax.jit(pure)([variable.read() for variable in variables], *ARGUMENTS)

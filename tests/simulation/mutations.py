@@ -23,7 +23,6 @@ from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
-from dflow.lowering.queues.accumulator_machine import EnoughSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
 from tests.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
@@ -202,30 +201,30 @@ def _the_last(original: Any) -> Any:
 def _served(original: Any) -> Any:
     def let_in(queue: Any) -> Any:
         if queue._enqueuing and len(queue.order) >= queue._room():
-            return queue_machine.Serve(queue._enqueuing.popleft().ticket)
+            return queue_machine.Serve(queue._enqueuing.popitem(last=False)[0])
         return original(queue)
 
     return let_in
 
 
 def _let_all_in(original: Any) -> Any:
-    def fail_enqueues(queue: Any) -> Any:
-        for waiter in queue._enqueuing:
-            for element in waiter.rest:
+    def close(queue: Any, cancel_pending: bool = False) -> Any:
+        for rest in queue._enqueuing.values() if cancel_pending else ():
+            for element in rest:
                 queue.order.push(element)
-        return original(queue)
+        return original(queue, cancel_pending)
 
-    return fail_enqueues
+    return close
 
 
 def _keeping(original: Any) -> Any:
-    def decide(accumulator: Any, event: Any) -> Any:
+    def answer(accumulator: Any, command: Any) -> Any:
         before = accumulator._sum
-        answers = list(original(accumulator, event))
+        answered = original(accumulator, command)
         accumulator._sum = accumulator._sum or before
-        return answers
+        return answered
 
-    return decide
+    return answer
 
 
 def _the_old(original: Any) -> Any:
@@ -335,17 +334,17 @@ MUTATIONS = (
     Mutation("nothing is acknowledged in itself", _LINK, "ack_due", _property_giving(False), "bounded"),
     Mutation("an element is given to two", queue_machine.FifoOrder, "pop", _peeking, "taken once", program=QUEUE),
     Mutation("the last in is the first out", queue_machine.FifoOrder, "pop", _the_last, "in order", program=QUEUE),
-    Mutation("who gave up waiting is served", _QUEUE, "_drop", _doing_nothing, "refused", program=QUEUE),
+    Mutation("who gave up waiting is served", _QUEUE, "abandon", _doing_nothing, "refused", program=QUEUE),
     Mutation("what finds no room counts as in", _QUEUE, "_let_in", _served, "none lost", program=QUEUE),
-    Mutation("what was refused goes in", _QUEUE, "_fail_enqueues", _let_all_in, "refused", program=QUEUE),
+    Mutation("what was refused goes in", _QUEUE, "close", _let_all_in, "refused", program=QUEUE),
     Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", _giving(True), "counted once", program=ROUNDS),
     Mutation(
-        "a sum is not begun anew", accumulators.HeldAccumulator, "_decide", _keeping, "counted once", program=ROUNDS
+        "a sum is not begun anew", accumulators.HeldAccumulator, "_answer", _keeping, "counted once", program=ROUNDS
     ),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
     Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
     Mutation("who died is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
-    Mutation("fewer are not enough", _ACCUMULATOR, "handle", _deaf_to(EnoughSet), "the dead", _DIES, ROUNDS),
+    Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),
     Mutation("no process is recorded", membership.Membership, "process", _giving(""), "one life", program=VARIABLES),

@@ -15,7 +15,7 @@ import numpy as np
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
-from dflow.lowering.queues.resource_rules import HeldResource, Results
+from dflow.lowering.queues.pending_operations import HeldResource, Results
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed
 from dflow.tracing.ir import ops

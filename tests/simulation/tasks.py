@@ -18,7 +18,7 @@ from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.resource_rules import HeldResource
+from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.steps.plan import Plan
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, TaskLost

@@ -73,19 +73,18 @@ def _value_and_grad(
 ) -> Callable[..., Any]:
     """`value_and_grad`, as errors of `function`."""
     _check_function(function, fun)
-    if variables is None and argnums is None:
-        argnums = 0
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
-        wrt, wrt_tree = _flat_variables(function, variables)
-        picked, picked_tree, rebuild = _pick(function, args, argnums)
-        _check_any(function, wrt, picked)
-        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), has_aux), wrt, picked, by_rows=True)
-        warn_of_unread(function, wrt, pure.effects)
-        (value, aux), grads = pure.value_and_grad(rows)
-        by_variable = jax.tree_util.tree_unflatten(wrt_tree, grads[0])
-        by_argument = jax.tree_util.tree_unflatten(picked_tree, grads[1])
-        gradient = _chosen(variables, argnums, by_variable, by_argument)
+        wrt = _Wrt(function, variables, argnums, args)
+        pure = _Pure(
+            lambda *leaves: _loss(fun(*wrt.arguments(leaves), **kwargs), has_aux),
+            wrt.variables,
+            wrt.leaves,
+            by_rows=True,
+        )
+        warn_of_unread(function, wrt.variables, pure.effects)
+        (value, aux), gradients = pure.value_and_grad(rows)
+        gradient = wrt.gradient(*gradients)
         return ((value, aux), gradient) if has_aux else (value, gradient)
 
     return Derivative(function, fun, differentiated)
@@ -100,7 +99,7 @@ def grad(
     has_aux: bool = False,
     rows: bool = False,
 ) -> Callable[..., Any]:
-    """As `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
+    """Like `value_and_grad`, without the value: the gradient, or `(gradient, aux)` when `has_aux` is set."""
     both = _value_and_grad("grad", fun, variables, argnums, has_aux, rows)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -137,8 +136,8 @@ def jvp(
         _check_fits(f"the direction of variable {variable.name!r}", direction, variable.type)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
     primal, out, after = jax.jvp(pure.values_first, (pure.start, leaves), (along, moved), has_aux=True)
-    pure.write_back(after)
-    return pure.result(primal), pure.result(out)
+    pure.border.write_back(after)
+    return jax.tree_util.tree_unflatten(pure.tree, primal), jax.tree_util.tree_unflatten(pure.tree, out)
 
 
 @hides_frames
@@ -154,17 +153,17 @@ def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[
     leaves, in_tree = _flat_arguments(primals)
     pure = _Pure(lambda *new: (fun(*jax.tree_util.tree_unflatten(in_tree, new)), None), wrt, leaves)
     value, pull, after = jax.vjp(pure.values_first, pure.start, leaves, has_aux=True)
-    pure.write_back(after)
+    pure.border.write_back(after)
 
     def pulled(cotangent: Any) -> Any:
-        by_variable, by_argument = pull(pure.flat_result(cotangent))
+        by_variable, by_argument = pull(_flat_like("the cotangent", cotangent, pure.tree))
         by_argument = jax.tree_util.tree_unflatten(in_tree, by_argument)
         if variables is None:
             return by_argument
         named = [_finished(variable, gradient) for variable, gradient in zip(wrt, by_variable, strict=True)]
         return jax.tree_util.tree_unflatten(tree, named), by_argument
 
-    return pure.result(value), pulled
+    return jax.tree_util.tree_unflatten(pure.tree, value), pulled
 
 
 @suggests_keywords
@@ -178,28 +177,48 @@ def hvp(
     written once.
     """
     _check_function("hvp", fun)
-    if variables is None and argnums is None:
-        argnums = 0
 
     @hides_frames
     @functools.wraps(fun)
     def product(direction: Any, *args: Any, **kwargs: Any) -> Any:
-        wrt, tree = _flat_variables("hvp", variables)
-        picked, picked_tree, rebuild = _pick("hvp", args, argnums)
-        _check_any("hvp", wrt, picked)
-        given = _split(variables, argnums, direction)
-        along = [_flat_like("the direction", part, of) for part, of in zip(given, (tree, picked_tree), strict=True)]
-        for leaf, step in zip([*wrt, *picked], [*along[0], *along[1]], strict=True):
-            _check_fits("the direction", step, leaf.type if is_variable(leaf) else array_type_of(leaf))
-        pure = _Pure(lambda *leaves: _loss(fun(*rebuild(leaves), **kwargs), False), wrt, picked)
+        wrt = _Wrt("hvp", variables, argnums, args)
+        along = wrt.flat(direction)
+        pure = _Pure(lambda *leaves: _loss(fun(*wrt.arguments(leaves), **kwargs), False), wrt.variables, wrt.leaves)
         gradient = jax.grad(pure.scalar_first, argnums=(0, 1), has_aux=True)
-        _, moved, after = jax.jvp(gradient, (pure.start, picked), tuple(along), has_aux=True)
-        pure.write_back(after)
-        by_variable = jax.tree_util.tree_unflatten(tree, moved[0])
-        by_argument = jax.tree_util.tree_unflatten(picked_tree, moved[1])
-        return _chosen(variables, argnums, by_variable, by_argument)
+        _, moved, after = jax.jvp(gradient, (pure.start, wrt.leaves), along, has_aux=True)
+        pure.border.write_back(after)
+        return wrt.gradient(*moved)
 
     return product
+
+
+class _Wrt:
+    """The `variables`, and the `leaves` of the arguments, to differentiate a function with respect to."""
+
+    def __init__(self, function: str, variables: Any, argnums: int | Sequence[int] | None, args: Any) -> None:
+        if variables is None and argnums is None:
+            argnums = 0
+        self._by_variable, self._by_argument = variables is not None, argnums is not None
+        self.variables, tree = _flat_variables(function, variables)
+        #: `arguments` puts new leaves in their places among the arguments.
+        self.leaves, picked_tree, self.arguments = _pick(function, args, argnums)
+        self._trees = (tree, picked_tree)
+        if not self.variables and not self.leaves:
+            raise _nothing(function, "there is no variable and no array")
+
+    def gradient(self, by_variable: Sequence[Any], by_argument: Sequence[Any]) -> Any:
+        """Values for the variables and leaves in the structure of the gradient that the user gets."""
+        both = tuple(map(jax.tree_util.tree_unflatten, self._trees, (by_variable, by_argument)))
+        return both[1] if not self._by_variable else both[0] if not self._by_argument else both
+
+    def flat(self, direction: Any) -> tuple[list[Any], list[Any]]:
+        """The values of a direction, which has that structure, for the variables and for the leaves."""
+        is_pair = self._by_variable and self._by_argument
+        parts = tuple(direction) if is_pair else (direction, ()) if self._by_variable else (None, direction)
+        first, second = (_flat_like("the direction", part, tree) for part, tree in zip(parts, self._trees, strict=True))
+        for leaf, step in zip([*self.variables, *self.leaves], [*first, *second], strict=True):
+            _check_fits("the direction", step, leaf.type if is_variable(leaf) else array_type_of(leaf))
+        return first, second
 
 
 class _Pure:
@@ -222,19 +241,19 @@ class _Pure:
 
         self._jaxpr, self._consts, _ = make_jaxpr(flat, *picked)
         self.effects = self._jaxpr.effects
-        self._tree, self._aux_tree = trees
+        #: The structure of the results.
+        self.tree, self._aux_tree = trees
         self._wrt, self._picked = wrt, picked
         kept = {id(variable) for variable in wrt}
         at_once = not is_tracing()
-        self._border = Border(
+        self.border = Border(
             self._jaxpr.effects, lambda variable: id(variable) not in kept and (at_once or is_on_task(variable.device))
         )
-        self._writes = self._border.writes
         self._sites = lookup_sites(self._jaxpr, wrt if by_rows else [])
         tables = {site.variable for site in self._sites}
-        touched = dict.fromkeys([*self._border.touched, *wrt])
+        touched = dict.fromkeys([*self.border.touched, *wrt])
         held = [variable for variable in touched if variable not in tables]
-        self._before = dict(zip(held, on_one_device([self._border.value(variable) for variable in held]), strict=True))
+        self._before = dict(zip(held, on_one_device([self.border.value(variable) for variable in held]), strict=True))
         self._whole = [variable for variable in wrt if variable not in tables]
         #: The values of those of `wrt` that are read whole: all, unless `by_rows`.
         self.start = [self._before[variable] for variable in self._whole]
@@ -245,7 +264,7 @@ class _Pure:
         return results, after
 
     def scalar_first(self, values: list[Any], leaves: list[Any]) -> tuple[Any, list[Any]]:
-        """As `values_first`, of a function with one result."""
+        """Like `values_first`, for a function with one result."""
         (value,), after = self.values_first(values, leaves)
         return value, after
 
@@ -263,7 +282,7 @@ class _Pure:
         except ValueError as error:
             _advise(error)
             raise
-        self.write_back(after)
+        self.border.write_back(after)
         whole = dict(zip(self._whole, grads[0], strict=True))
         by_variable = [
             _finished(variable, whole[variable])
@@ -277,20 +296,8 @@ class _Pure:
         lookups = TappedLookups(self._sites, taps)
         state = State({**self._before, **dict(zip(self._whole, values, strict=True))}, lookups)
         flat = evaluate(self._jaxpr, self._consts, leaves, state)
-        count = self._tree.num_leaves
-        return flat[:count], flat[count:], state.of(self._writes), lookups.indices
-
-    def write_back(self, after: list[Any]) -> None:
-        """Write what the function wrote."""
-        self._border.write_back(after)
-
-    def result(self, flat: Sequence[Any]) -> Any:
-        """The results in the structure that the function gave."""
-        return jax.tree_util.tree_unflatten(self._tree, flat)
-
-    def flat_result(self, tree: Any) -> list[Any]:
-        """The leaves of something that has the structure of the results."""
-        return _flat_like("the cotangent", tree, self._tree)
+        count = self.tree.num_leaves
+        return flat[:count], flat[count:], state.of(self.border.writes), lookups.indices
 
 
 def _advise(error: ValueError) -> None:
@@ -305,37 +312,30 @@ def _finished(variable: Variable, gradient: Any) -> Any:
         changed = variable.gradient(gradient)
         _check_fits(f"what the gradient function of variable {variable.name!r} gives", changed, variable.type)
         gradient = changed
-    return name(gradient, _label(variable))
+    return name(gradient, f"grad/{variable.name}")
 
 
 def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
-    """As `_finished`, of a gradient that is known by rows."""
+    """Like `_finished`, for a gradient that is known by rows."""
     if as_rows and variable.gradient is None:
-        return RowGradient(indices, name(rows, _label(variable)), variable.shape)
+        return RowGradient(indices, name(rows, f"grad/{variable.name}"), variable.shape)
     return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
-
-
-def _label(variable: Variable) -> str:
-    return f"grad/{variable.name}"
-
-
-def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
-    value, aux = result if has_aux else (result, None)
-    return _scalar(value), aux
-
-
-def _chosen(variables: Any, argnums: Any, by_variable: Any, by_argument: Any) -> Any:
-    return by_argument if variables is None else by_variable if argnums is None else (by_variable, by_argument)
-
-
-def _split(variables: Any, argnums: Any, both: Any) -> tuple[Any, Any]:
-    """The parts by variable and by argument of something that `_chosen` would have given."""
-    return (None, both) if variables is None else (both, ()) if argnums is None else tuple(both)
 
 
 def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:
     wrt, tree = jax.tree_util.tree_flatten(variables, is_leaf=is_variable)
-    _check_variables(function, wrt)
+    for leaf in wrt:
+        if not isinstance(leaf, Variable):
+            raise VariableError(
+                f"{function} was given {type(leaf).__name__} among its variables",
+                "to differentiate with respect to arguments, give argnums",
+            )
+        _check_floating(f"variable {leaf.name!r}", leaf.dtype)
+        if not leaf.trainable:
+            raise VariableError(
+                f"variable {leaf.name!r} is not trainable",
+                "leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True",
+            )
     return wrt, tree
 
 
@@ -357,11 +357,6 @@ def _check_fits(what: str, value: Any, type: Any) -> None:
         raise GraphTypeError(f"{what}: expected {type}, got {given}", at=caller())
 
 
-def _check_any(function: str, wrt: Sequence[Any], picked: Sequence[Any]) -> None:
-    if not wrt and not picked:
-        raise _nothing(function, "there is no variable and no array")
-
-
 def _nothing(function: str, why: str) -> GraphTypeError:
     return GraphTypeError(
         f"nothing to differentiate: {why}",
@@ -375,21 +370,6 @@ def _check_function(function: str, fun: Any) -> None:
             f"{function} was given {type(fun).__name__} to differentiate, which is no function",
             f"the function comes first: dflow.{function}(loss, [w])",
         )
-
-
-def _check_variables(function: str, wrt: Sequence[Any]) -> None:
-    for leaf in wrt:
-        if not isinstance(leaf, Variable):
-            raise VariableError(
-                f"{function} was given {type(leaf).__name__} among its variables",
-                "to differentiate with respect to arguments, give argnums",
-            )
-        _check_floating(f"variable {leaf.name!r}", leaf.dtype)
-        if not leaf.trainable:
-            raise VariableError(
-                f"variable {leaf.name!r} is not trainable",
-                "leave it out, for instance by dflow.trainable_variables(tree), or make it with trainable=True",
-            )
 
 
 def _check_floating(what: str, dtype: Any) -> None:
@@ -423,7 +403,9 @@ def _pick(
     return leaves, tree, rebuild
 
 
-def _scalar(value: Any) -> Any:
+def _loss(result: Any, has_aux: bool) -> tuple[Any, Any]:
+    """The real scalar that the function to differentiate returned, as an array, and the aux beside it."""
+    value, aux = result if has_aux else (result, None)
     if not hasattr(value, "dtype") and not isinstance(value, (int, float)):
         raise GraphTypeError(
             f"the function to differentiate returned {type(value).__name__}, not a scalar",
@@ -435,4 +417,4 @@ def _scalar(value: Any) -> Any:
             f"the function to differentiate returned {array_type_of(array)}, not a real scalar",
             "reduce it, for instance with .mean() or .sum()",
         )
-    return array
+    return array, aux

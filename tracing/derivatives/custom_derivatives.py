@@ -17,8 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.jax_frontend import Jaxpr, is_literal, line_bound, make_jaxpr, touches_state
@@ -67,14 +66,13 @@ class CustomCall:
             return [*out, *out_along, *rest]
 
         results = self.body(values, operands)[0]
+        along = zero_from_primal(results)
         floating = _Participants([_is_floating(result) for result in results])
         if directions:
             flat = self.run(tangents, [*operands, *directions], values)
             count = len(floating.places)
-            results = floating.fill(floating.others(flat[2 * count :], results), flat[:count])
-            along = floating.fill([_float0(result) for result in results], flat[count : 2 * count])
-        else:
-            along = [_zero_tangent(result) for result in results]
+            results = floating.joined(flat[:count], flat[2 * count :])
+            along = floating.fill(along, flat[count : 2 * count])
         written, written_along = self._written_along(values, operands, moved_values, moved)
         return (results, written), (along, written_along)
 
@@ -95,8 +93,9 @@ class CustomCall:
         return [r for r in results if _is_floating(r)], [r for r in results if not _is_floating(r)]
 
     def _forward(self, values: Any, operands: Any) -> Any:
-        self._refuse_moved(_plain(values), _plain(operands), [v.perturbed and _is_floating(v.value) for v in values])
-        values, operands = _plain(values), _plain(operands)
+        is_moved = [value.perturbed and _is_floating(value.value) for value in values]
+        values, operands = ([primal.value for primal in primals] for primals in (values, operands))
+        self._refuse_moved(values, operands, is_moved)
         live, trees = _Participants([_is_floating(operand) for operand in operands]), list[Any]()
 
         def with_pull(*given: Any) -> _Values:
@@ -107,9 +106,8 @@ class CustomCall:
 
         flat = self.run(with_pull, operands, values)
         count, others, tree = trees[-1]
-        results = self.body(values, operands)[0]
-        floating = _Participants([_is_floating(result) for result in results])
-        results = floating.fill(floating.others(flat[count : count + others], results), flat[:count])
+        floating = _Participants([_is_floating(result) for result in self.body(values, operands)[0]])
+        results = floating.joined(flat[:count], flat[count : count + others])
         pull = jax.tree_util.tree_unflatten(tree, flat[count + others :])
         written, written_pull = self._written_pull(values, operands)
         return (results, written), (pull, written_pull, values, operands)
@@ -160,7 +158,7 @@ class CustomCall:
 
 
 class _Participants:
-    """Which places of a list take part."""
+    """The places of a list whose values take part in a derivative."""
 
     def __init__(self, is_live: Sequence[bool]) -> None:
         self.places = [place for place, live in enumerate(is_live) if live]
@@ -174,10 +172,10 @@ class _Participants:
         by_place = dict(zip(self.places, given, strict=True))
         return [by_place.get(place, value) for place, value in enumerate(values)]
 
-    def others(self, given: Sequence[Any], values: Sequence[Any]) -> _Values:
-        """All values, with the given ones at every other place."""
-        rest: Iterator[Any] = iter(given)
-        return [value if place in self.places else next(rest) for place, value in enumerate(values)]
+    def joined(self, given: Sequence[Any], others: Sequence[Any]) -> _Values:
+        """All values: the given ones at the places, the others between them."""
+        at_places, between = iter(given), iter(others)
+        return [next(at_places if place in self.places else between) for place in range(len(given) + len(others))]
 
 
 def _needed(jaxpr: Jaxpr) -> Iterator[Any]:
@@ -208,27 +206,10 @@ def _moves(tangent: Any, value: Any) -> bool:
     return not isinstance(tangent, SymbolicZero) and _is_floating(value)
 
 
-def _plain(primals: Sequence[Any]) -> _Values:
-    return [primal.value for primal in primals]
-
-
 def _is_floating(value: Any) -> bool:
-    return bool(jnp.issubdtype(_aval(value).dtype, jnp.inexact))
-
-
-def _aval(value: Any) -> Any:
-    return value.aval if isinstance(value, SymbolicZero) else jax.typeof(value)
+    dtype = value.dtype if isinstance(value, SymbolicZero) else jax.typeof(value).dtype
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _instantiated(cotangent: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(_aval(cotangent).shape, _aval(cotangent).dtype)
-    return cotangent
-
-
-def _float0(value: Any) -> Any:
-    return np.zeros(jnp.shape(value), jax.dtypes.float0)
-
-
-def _zero_tangent(value: Any) -> Any:
-    return jnp.zeros_like(value) if _is_floating(value) else _float0(value)
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if isinstance(cotangent, SymbolicZero) else cotangent

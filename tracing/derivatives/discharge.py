@@ -31,17 +31,27 @@ from dflow.tracing.jax_frontend import (
     only_added,
     only_summed,
     origin_of,
-    primitives_by_name,
     scan_counts,
     touches_state,
 )
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.state_primitives import gather_p, read_p, update_p
-from dflow.tracing.rows.lookups import BODIES, CALLS, BodyLookups, Found, Lookups, Site, Table, sites_inside, sites_of
+from dflow.tracing.rows.lookups import (
+    BODIES,
+    CALLS,
+    RULED,
+    BodyLookups,
+    Found,
+    Lookups,
+    Site,
+    Table,
+    sites_inside,
+    sites_of,
+)
 
 
 class Border:
-    """How the variables of a region of a program pass its border: a value in, and what it is left with out.
+    """The values of variables that enter a region of a program, and the values that leave it.
 
     With `adds`, a variable that the region only adds to comes in as zero, and what it is left with is added to it as
     one update: so nothing is lost that others add meanwhile.
@@ -54,12 +64,8 @@ class Border:
         self.added = frozenset(variable for variable in only_added(effects) if variable in summed or adds(variable))
         self._summed = self.added.intersection(summed)
 
-    def values(self) -> list[Any]:
-        """What each variable touched comes in as."""
-        return [self.value(variable) for variable in self.touched]
-
     def value(self, variable: Any) -> Any:
-        """What one variable comes in as."""
+        """The value of a variable that enters."""
         return jnp.zeros(variable.shape, variable.dtype) if variable in self.added else variable.read()
 
     def write_back(self, after: Sequence[Any]) -> None:
@@ -71,63 +77,56 @@ class Border:
                 variable.assign(value)
 
 
-class State:
-    """The values of variables at one point of a program, and which of them have been written."""
+class State(dict[Any, Any]):
+    """The values at one point of a program, by variable."""
 
     def __init__(
-        self, values: Mapping[Any, Any], lookups: Lookups | None = None, given: Mapping[int, Any] | None = None
+        self,
+        values: Mapping[Any, Any] | Iterable[tuple[Any, Any]] = (),
+        lookups: Lookups | None = None,
+        given: Mapping[int, Any] | None = None,
     ) -> None:
-        self._values = dict(values)
+        super().__init__(values)
         #: Serves the variables that are only looked up in and have no value here.
-        self.lookups = lookups
+        self.lookups = lookups or BodyLookups((), ())
         #: Replacements for constants of the program and of programs inside it, by the identity of the constant.
         self.given = given or {}
 
-    def __getitem__(self, variable: Any) -> Any:
-        return self._values[variable]
-
     def read(self, variable: Any) -> Any:
         """The value, or what stands for it where the variable is only looked up in."""
-        return Table(variable) if self.is_table(variable) else self._values[variable]
+        return Table(variable) if variable in self.lookups.tables else self[variable]
 
     def rows(self, variable: Any, indices: Any) -> Any:
         """The rows at `indices`."""
-        if self.lookups is not None and variable in self.lookups.tables:
+        if variable in self.lookups.tables:
             return self.lookups.rows(variable, indices)
-        return looked_up(self._values[variable], indices)
-
-    def __setitem__(self, variable: Any, value: Any) -> None:
-        self._values[variable] = value
+        return looked_up(self[variable], indices)
 
     def of(self, variables: Iterable[Any]) -> list[Any]:
         """The values of these variables, in order."""
-        return [self._values[variable] for variable in variables]
+        return [self[variable] for variable in variables]
 
-    def within(self, values: Mapping[Any, Any], lookups: Lookups | None = None) -> State:
+    def within(self, values: Mapping[Any, Any] | Iterable[tuple[Any, Any]], lookups: Lookups | None = None) -> State:
         """The state of a body, of these variables."""
         return State(values, lookups, self.given)
 
     def copy(self) -> State:
         """The same values, which may be set without setting these."""
-        return State(self._values, self.lookups, self.given)
-
-    def is_table(self, variable: Any) -> bool:
-        """Whether a variable is only looked up in, and has no value."""
-        return self.lookups is not None and variable in self.lookups.tables
+        return State(self, self.lookups, self.given)
 
     def constants(self, consts: Iterable[Any]) -> list[Any]:
-        """What stands for these constants."""
+        """These constants, or their replacements."""
         return [self.given.get(id(const), const) for const in consts]
 
     def gives(self, equation: Equation) -> bool:
-        """Whether something stands for a constant inside an equation."""
+        """Whether a constant inside an equation is replaced."""
         return bool(self.given) and any(
             id(const) in self.given for part in _open_parts(equation) for const in constants_within(*part)
         )
 
-    def update(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
-        """Set the values of these variables."""
-        self._values.update(zip(variables, values, strict=True))
+
+#: Runs an equation on operands, and changes the state.
+_Rule = Callable[[Equation, list[Any], State], list[Any]]
 
 
 def constants_within(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[Any]:
@@ -144,7 +143,7 @@ def _open_parts(equation: Equation) -> list[tuple[Jaxpr, list[Any]]]:
     derivative along a constant.
     """
     rule = _RULES.get(equation.primitive.name)
-    return [] if rule is None or isinstance(rule, _Custom) else inner_parts(equation.params)
+    return [] if rule is None or equation.primitive.name in RULED else inner_parts(equation.params)
 
 
 def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: State) -> list[Any]:
@@ -163,14 +162,16 @@ def evaluate(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], state: St
 
 def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
     """Run one equation on values. Raises DflowError for a primitive that cannot hold state."""
-    if state.lookups is not None and state.lookups.tables and equation.primitive.name in BODIES:
+    has_table = any(isinstance(operand, Table) for operand in operands)
+    if state.lookups.tables and equation.primitive.name in BODIES:
         sites = sites_inside(equation, operands, state.lookups.tables)
-        if sites or any(isinstance(operand, Table) for operand in operands):
+        if sites or has_table:
             return state.lookups.inside(sites, lambda state, found: run_bodies(equation, operands, state, found), state)
-    if any(isinstance(operand, Table) for operand in operands):
-        return _apply_to_table(equation, operands, state)
+    if has_table and equation.primitive.name not in CALLS:
+        with origin_of(equation).restored():
+            return [state.lookups.gather(equation, operands[0].variable, operands[1])]
     rule = _RULES.get(equation.primitive.name)
-    if not touches_state(equation.effects) and (rule is None or not state.gives(equation)):
+    if not has_table and not touches_state(equation.effects) and (rule is None or not state.gives(equation)):
         return bind(equation.primitive, equation.params, operands, origin_of(equation))
     if rule is None:
         reads, writes = accesses(equation.effects)
@@ -182,49 +183,49 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
             at=origin_of(equation).loc,
         )
     with origin_of(equation).restored():
-        return rule(equation.params, list(operands), state)
+        return rule(equation, list(operands), state)
 
 
 def run_bodies(
     equation: Equation, operands: Sequence[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     """Run an equation of `BODIES` as `RunBody` says."""
+    written = accesses(equation.effects)[1]
     with origin_of(equation).restored():
-        return _LOOKING[equation.primitive.name](equation.params, list(operands), state, found)
+        run = _LOOKING[equation.primitive.name]
+        results, values, places = run(equation.params, list(operands), state, written, found)
+    state.update(zip(written, values, strict=True))
+    return list(results), places
 
 
-def _apply_to_table(equation: Equation, operands: Sequence[Any], state: State) -> list[Any]:
-    """Run a gather from a variable that is only looked up in, or a call of a function that contains one."""
-    with origin_of(equation).restored():
-        if equation.primitive.name in CALLS:
-            return evaluate(*closed_parts(equation.params[CALLS[equation.primitive.name]]), operands, state)
-        assert state.lookups is not None
-        return [state.lookups.gather(equation, operands[0].variable, operands[1])]
+def _read(equation: Equation, operands: list[Any], state: State) -> list[Any]:
+    return [state.read(equation.params["handle"].variable)]
 
 
-def _read(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    return [state.read(params["handle"].variable)]
+def _gather(equation: Equation, operands: list[Any], state: State) -> list[Any]:
+    return [state.rows(equation.params["handle"].variable, operands[0])]
 
 
-def _gather(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    return [state.rows(params["handle"].variable, operands[0])]
-
-
-def _update(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-    variable = params["handle"].variable
+def _update(equation: Equation, operands: list[Any], state: State) -> list[Any]:
+    variable, kind = equation.params["handle"].variable, equation.params["kind"]
     # Of a variable that is only assigned there is no old value.
-    old = state[variable] if KINDS[params["kind"]].reads else None
-    state[variable] = operands[0] if old is None else updated(params["kind"], old, *operands)
+    state[variable] = updated(kind, state[variable], *operands) if KINDS[kind].reads else operands[0]
     return []
 
 
-def _use_resource(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+def _use_resource(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     # An element that is taken out of a queue carries no gradient to the value that was put in.
-    return list(host_p.bind(*map(jax.lax.stop_gradient, operands), **params))
+    return list(host_p.bind(*map(jax.lax.stop_gradient, operands), **equation.params))
 
 
-def _call(key: str) -> Callable[[Mapping[str, Any], list[Any], State], list[Any]]:
-    return lambda params, operands, state: evaluate(*closed_parts(params[key]), operands, state)
+def _call(key: str) -> _Rule:
+    return lambda equation, operands, state: evaluate(*closed_parts(equation.params[key]), operands, state)
+
+
+#: The rows of lookups that were done before a body; None where the body computes their places.
+_Given = Sequence[Found] | None
+#: Results, values of the variables written, and places of the lookups.
+_Looked = tuple[list[Any], list[Any], list[Any]]
 
 
 class _Body:
@@ -236,37 +237,22 @@ class _Body:
     def __init__(self, closed: Any, state: State, written: list[Any]) -> None:
         self._jaxpr, self._consts = closed_parts(closed)
         reads, _ = accesses(self._jaxpr.effects)
-        self._fixed = {v: state[v] for v in reads if v not in written and not state.is_table(v)}
+        self._tables = state.lookups.tables
+        self._fixed = {v: state[v] for v in reads if v not in written and v not in self._tables}
         self._written = written
         self._within = state.within
-        self._tables = state.lookups.tables if state.lookups is not None else ()
 
-    def __call__(self, operands: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        results, after, _ = self.looking(operands, values, ())
-        return results, after
-
-    def looking(
-        self, operands: Sequence[Any], values: Sequence[Any], found: Sequence[Found] | None
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """The results, the values written, and the places of the lookups if what these `found` is None."""
+    def __call__(self, operands: Sequence[Any], values: Sequence[Any], found: _Given = ()) -> _Looked:
+        """Run the body on operands, the values of the variables written, and rows."""
         lookups = BodyLookups(self._tables, found)
         inner = self._within(self._fixed, lookups)
-        inner.update(self._written, values)
+        inner.update(zip(self._written, values, strict=True))
         results = evaluate(self._jaxpr, self._consts, operands, inner)
         return results, inner.of(self._written), lookups.places
 
-    def sites(self, operands: Sequence[Any]) -> list[Site]:
-        """The lookups in tables."""
-        return sites_of(self._jaxpr, operands, self._tables)
 
-
-def _written(*closed: Any) -> list[Any]:
-    effects = set().union(*(closed_parts(body)[0].effects for body in closed))
-    return accesses(effects)[1]
-
-
-def _without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """The operands that are arrays, and a function from these to all operands."""
+def without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """The operands that are not tables, and a function from as many arrays to all operands."""
 
     def all_of(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
@@ -275,34 +261,26 @@ def _without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Seque
     return [operand for operand in operands if not isinstance(operand, Table)], all_of
 
 
-def _scan(
-    params: Mapping[str, Any], operands: list[Any], state: State, found: Sequence[Found] | None
-) -> tuple[list[Any], list[Any]]:
+def _scan(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:
     consts_count, carry_count = scan_counts(params)
     consts, rest = operands[:consts_count], operands[consts_count:]
     init, xs = rest[:carry_count], rest[carry_count:]
-    written = _written(params["jaxpr"])
     body = _Body(params["jaxpr"], state, written)
 
     def step(carry: Any, x: Any) -> Any:
-        results, values, places = body.looking([*consts, *carry[0], *x[0]], carry[1], x[1])
+        results, values, places = body([*consts, *carry[0], *x[0]], carry[1], x[1])
         return (results[: len(init)], values), (results[len(init) :], places)
 
     kept = {key: params[key] for key in ("length", "reverse", "unroll", "_split_transpose") if key in params}
     (carry, values), (ys, places) = jax.lax.scan(step, (init, state.of(written)), (xs, found), **kept)
-    state.update(written, values)
-    return [*carry, *ys], places
+    return [*carry, *ys], values, places
 
 
-def _cond(
-    params: Mapping[str, Any], operands: list[Any], state: State, found: Sequence[Found] | None
-) -> tuple[list[Any], list[Any]]:
+def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:
     index, *rest = operands
-    arrays, all_of = _without_tables(rest)
-    branches, written = params["branches"], _written(*params["branches"])
-    bodies = [_Body(branch, state, written) for branch in branches]
-    before = state.of(written)
-    by_branch = [body.sites(rest) for body in bodies]
+    arrays, all_of = without_tables(rest)
+    bodies = [_Body(branch, state, written) for branch in params["branches"]]
+    by_branch = [sites_of(closed_parts(branch)[0], rest, state.lookups.tables) for branch in params["branches"]]
     ends, sites = [0, *itertools.accumulate(map(len, by_branch))], [*itertools.chain(*by_branch)]
 
     def run(number: int) -> Callable[..., Any]:
@@ -310,7 +288,7 @@ def _cond(
 
         def branch(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
             own = None if found is None else found[first:last]
-            results, after, places = bodies[number].looking(all_of(arrays), values, own)
+            results, after, places = bodies[number](all_of(arrays), values, own)
             if found is None:
                 # The rows of all branches are looked up, whichever runs, but only that one computes places: another's
                 # computation may not end, or may call back. The first row stands in, and its gradient gets zeros.
@@ -319,9 +297,8 @@ def _cond(
 
         return branch
 
-    results, values, places = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, before, found)
-    state.update(written, values)
-    return list(results), places
+    looked: _Looked = jax.lax.switch(index, [*map(run, range(len(bodies)))], arrays, state.of(written), found)
+    return looked
 
 
 def _first_places(sites: Iterable[Site]) -> list[Any]:
@@ -329,47 +306,47 @@ def _first_places(sites: Iterable[Site]) -> list[Any]:
     return [jnp.zeros(site.places.shape, site.places.dtype) for site in sites]
 
 
-def _remat(
-    params: Mapping[str, Any], operands: list[Any], state: State, found: Sequence[Found] | None
-) -> tuple[list[Any], list[Any]]:
-    arrays, all_of = _without_tables(operands)
-    written = _written(params["jaxpr"])
+def _remat(params: Mapping[str, Any], operands: list[Any], state: State, written: list[Any], found: _Given) -> _Looked:
+    arrays, all_of = without_tables(operands)
     body = _Body(params["jaxpr"], state, written)
 
     def run(arrays: list[Any], values: list[Any], found: list[Found] | None) -> Any:
-        return body.looking(all_of(arrays), values, found)
+        return body(all_of(arrays), values, found)
 
-    run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    results, values, places = run(arrays, state.of(written), found)
-    state.update(written, values)
-    return list(results), places
+    checkpointed = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    looked: _Looked = checkpointed(arrays, state.of(written), found)
+    return looked
 
 
-def _while(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+def _while(equation: Equation, operands: list[Any], state: State) -> list[Any]:
+    params, written = equation.params, accesses(equation.effects)[1]
     cond_end = params["cond_nconsts"]
     body_end = cond_end + params["body_nconsts"]
     cond_consts, body_consts, init = operands[:cond_end], operands[cond_end:body_end], operands[body_end:]
-    written = _written(params["cond_jaxpr"], params["body_jaxpr"])
+    refuse_writes(accesses(closed_parts(params["cond_jaxpr"])[0].effects)[1])
     test = _Body(params["cond_jaxpr"], state, written)
     body = _Body(params["body_jaxpr"], state, written)
-    if _written(params["cond_jaxpr"]):
-        names = ", ".join(variable.name for variable in _written(params["cond_jaxpr"]))
-        raise DflowError(
-            f"the condition of a while_loop writes variables ({names})",
-            "write them in its body, which runs once for each time that the condition holds",
-            at=line_bound(),
-        )
 
     def live(carry: Any) -> Any:
         return test([*cond_consts, *carry[0]], carry[1])[0][0]
 
     def step(carry: Any) -> Any:
-        after, values = body([*body_consts, *carry[0]], carry[1])
+        after, values, _ = body([*body_consts, *carry[0]], carry[1])
         return still_live(params["cond_jaxpr"], lambda: live(carry), after, carry[0]), values
 
     results, values = jax.lax.while_loop(lambda carry: live(carry).any(), step, (init, state.of(written)))
-    state.update(written, values)
+    state.update(zip(written, values, strict=True))
     return list(results)
+
+
+def refuse_writes(written: Sequence[Any]) -> None:
+    """Raise DflowError if the condition of a `while_loop` writes variables."""
+    if written:
+        raise DflowError(
+            f"the condition of a while_loop writes variables ({', '.join(variable.name for variable in written)})",
+            "write them in its body, which runs once for each time that the condition holds",
+            at=line_bound(),
+        )
 
 
 def still_live(cond: Any, live: Callable[[], Any], after: Sequence[Any], before: Sequence[Any]) -> list[Any]:
@@ -383,10 +360,11 @@ def still_live(cond: Any, live: Callable[[], Any], after: Sequence[Any], before:
     ]
 
 
-def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
+def _shard_map(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     """The variables go in whole to each shard; what is written must be the same in all."""
+    params = equation.params
     jaxpr, consts = closed_parts(params["jaxpr"])
-    reads, written = accesses(jaxpr.effects)
+    reads, written = accesses(equation.effects)
     touched = [*dict.fromkeys([*reads, *written])]
     if written and not params["check_vma"]:
         raise DflowError(
@@ -397,7 +375,7 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
         )
 
     def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
-        inner = state.within(dict(zip(touched, values, strict=True)))
+        inner = state.within(zip(touched, values, strict=True))
         results = evaluate(jaxpr, consts, operands, inner)
         _refuse_unlike_shards(written, inner)
         return results, inner.of(written)
@@ -412,7 +390,7 @@ def _shard_map(params: Mapping[str, Any], operands: list[Any], state: State) -> 
         check_vma=params["check_vma"],
     )
     results, values = mapped(state.of(touched), operands)
-    state.update(written, values)
+    state.update(zip(written, values, strict=True))
     return list(results)
 
 
@@ -427,34 +405,32 @@ def _refuse_unlike_shards(written: list[Any], state: State) -> None:
             )
 
 
-class _Custom:
-    """A call of a function with a custom derivative rule."""
+def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
+    """The rule of a call of a function with a custom derivative rule."""
 
-    def __init__(self, primitive: str, method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> None:
-        self._primitive = primitive
-        self._method = method
-
-    def __call__(self, params: Mapping[str, Any], operands: list[Any], state: State) -> list[Any]:
-        closed = params["call_jaxpr"]
-        reads, writes = accesses(closed_parts(closed)[0].effects)
+    def rule(equation: Equation, operands: list[Any], state: State) -> list[Any]:
+        closed = closed_parts(equation.params["call_jaxpr"])
+        reads, writes = accesses(equation.effects)
         touched = [*dict.fromkeys([*reads, *writes])]
 
         def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
-            inner = State(dict(zip(touched, values, strict=True)))
-            return evaluate(*closed_parts(closed), operands, inner), inner.of(writes)
+            inner = State(zip(touched, values, strict=True))
+            return evaluate(*closed, operands, inner), inner.of(writes)
 
         def original(operands: list[Any]) -> list[Any]:
-            return bind(primitives_by_name()[self._primitive], params, operands, None)
+            return bind(equation.primitive, equation.params, operands, None)
 
         def run(fn: Callable[..., list[Any]], operands: list[Any], values: list[Any]) -> list[Any]:
             jaxpr, consts, _ = make_jaxpr(fn, *operands)
             _refuse_others(jaxpr, touched, writes)
-            return evaluate(jaxpr, consts, operands, State(dict(zip(touched, values, strict=True))))
+            return evaluate(jaxpr, consts, operands, State(zip(touched, values, strict=True)))
 
         call = CustomCall([variable.name for variable in touched], body, original, run)
-        results, values = self._method(call, state.of(touched), operands)
-        state.update(writes, values)
+        results, values = method(call, state.of(touched), operands)
+        state.update(zip(writes, values, strict=True))
         return list(results)
+
+    return rule
 
 
 def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None:
@@ -470,30 +446,22 @@ def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None
         )
 
 
-#: Rules of equations whose lookups are done before them, as `RunBody` says.
-_LOOKING: Mapping[
-    str, Callable[[Mapping[str, Any], list[Any], State, Sequence[Found] | None], tuple[list[Any], list[Any]]]
-] = {
+#: Rules of equations whose lookups are done before them. They leave writing the variables `written` to the caller.
+_LOOKING: Mapping[str, Callable[[Mapping[str, Any], list[Any], State, list[Any], _Given], _Looked]] = {
     "scan": _scan,
     "cond": _cond,
     "remat2": _remat,
     "checkpoint": _remat,
 }
-
-
-def _without_lookups(name: str) -> Callable[[Mapping[str, Any], list[Any], State], list[Any]]:
-    return lambda params, operands, state: list(_LOOKING[name](params, operands, state, ())[0])
-
-
-_RULES: Mapping[str, Callable[[Mapping[str, Any], list[Any], State], list[Any]]] = {
+_RULES: Mapping[str, _Rule] = {
     read_p.name: _read,
     gather_p.name: _gather,
     update_p.name: _update,
     host_p.name: _use_resource,
     **{name: _call(key) for name, key in CALLS.items()},
-    **{name: _without_lookups(name) for name in _LOOKING},
+    **dict.fromkeys(_LOOKING, lambda equation, operands, state: run_bodies(equation, operands, state, ())[0]),
     "shard_map": _shard_map,
     "while": _while,
-    "custom_jvp_call": _Custom("custom_jvp_call", CustomCall.with_jvp),
-    "custom_vjp_call": _Custom("custom_vjp_call", CustomCall.with_vjp),
+    "custom_jvp_call": _custom(CustomCall.with_jvp),
+    "custom_vjp_call": _custom(CustomCall.with_vjp),
 }

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
 
 from dflow.tracing.derivatives.discharge import still_live
-from dflow.tracing.jax_frontend import closed_parts, jit_disabled, scan_counts, touches_state
+from dflow.tracing.jax_frontend import inner_parts, jit_disabled, scan_counts, touches_state
 
 
 def _scan(*operands: Any, jaxpr: Any, length: int, reverse: bool, **params: Any) -> list[Any]:
@@ -52,19 +52,18 @@ def _while(
     return list(jax.lax.while_loop(lambda carry: live(carry).any(), step, list(init)))
 
 
-def _run_eagerly(primitive: Any, rule: Callable[..., list[Any]], bodies_of: Callable[..., list[Any]]) -> None:
+def _run_eagerly(primitive: Any, rule: Callable[..., list[Any]]) -> None:
     """Make a control-flow primitive with state run by `rule` under `jax.disable_jit`."""
     compiled = primitive.impl
 
     def run(*operands: Any, **params: Any) -> Any:
-        effects = set().union(*(closed_parts(body)[0].effects for body in bodies_of(params)))
-        if jit_disabled() and touches_state(effects):
+        if jit_disabled() and any(touches_state(body.effects) for body, _ in inner_parts(params)):
             return rule(*operands, **params)
         return compiled(*operands, **params)
 
     primitive.def_impl(run)
 
 
-_run_eagerly(jax_primitives.scan_p, _scan, lambda params: [params["jaxpr"]])
-_run_eagerly(jax_primitives.cond_p, _cond, lambda params: list(params["branches"]))
-_run_eagerly(jax_primitives.while_p, _while, lambda params: [params["cond_jaxpr"], params["body_jaxpr"]])
+_run_eagerly(jax_primitives.scan_p, _scan)
+_run_eagerly(jax_primitives.cond_p, _cond)
+_run_eagerly(jax_primitives.while_p, _while)

@@ -15,9 +15,9 @@ import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from dflow.tracing.derivatives.discharge import State, run_bodies
-from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, inner_parts, live_part, make_jaxpr, origin_of
-from dflow.tracing.rows.lookups import BodyLookups, BodyUse, Search, Site, Table, later_p, sites_inside
+from dflow.tracing.derivatives.discharge import State, run_bodies, without_tables
+from dflow.tracing.jax_frontend import Equation, Jaxpr, accesses, equations_within, live_part, make_jaxpr, origin_of
+from dflow.tracing.rows.lookups import BodyLookups, BodyUse, Search, Site, Table, later_p
 from dflow.tracing.rows.rows_to_dense import LARGE_BYTES, LARGE_RATIO, DenseGradientWarning
 from dflow.tracing.source import at
 
@@ -31,7 +31,7 @@ def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
     search.walk(jaxpr, {})
     wanted = {variable for variable in variables if variable.type.sharding is None}
     tables = wanted.intersection(site.variable for site in search.sites) - search.used_whole - search.inside.keys()
-    late = _late(search.bodies, tables)
+    late = {table: use.equation for use in search.bodies for table in _late_in(use, tables)}
     for variable in variables:
         if variable in wanted and variable not in search.used_whole and variable in (inside := search.inside | late):
             _warn_of_lookups_inside(variable, inside[variable])
@@ -48,44 +48,27 @@ def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
 
     The rows of all branches of a `cond` count, since all are looked up, whichever branch runs.
     """
-    inside = set().union(*(_tables_of(use, tables) for use in search.bodies))
+    inside = {site.variable for use in search.bodies for site in use.sites if site.variable in tables}
     found = {
         table: sum(math.prod(site.places.shape) for site in search.sites if site.variable is table) for table in inside
     }
     return {table: count for table, count in found.items() if count >= table.shape[0]}
 
 
-def _operands(use: BodyUse) -> list[Any]:
-    """The operands of an equation: their types, but for tables."""
-    atoms = enumerate(use.equation.invars)
-    return [Table(use.tables[number]) if number in use.tables else atom.aval for number, atom in atoms]
-
-
-def _tables_of(use: BodyUse, tables: Collection[Any]) -> set[Any]:
-    return {site.variable for site in sites_inside(use.equation, _operands(use), tables)}
-
-
-def _late(bodies: Sequence[BodyUse], tables: Collection[Any]) -> dict[Any, Equation]:
-    """The tables with a lookup in a body whose places cannot be computed before it, each with the equation."""
-    return {table: use.equation for use in bodies for table in _late_in(use, tables)}
-
-
 def _late_in(use: BodyUse, tables: Collection[Any]) -> set[Any]:
-    equation, operands = use.equation, _operands(use)
-    sites = sites_inside(equation, operands, tables)
+    """The tables with a lookup in the bodies of an equation whose places cannot be computed before it."""
+    equation, sites = use.equation, [site for site in use.sites if site.variable in tables]
     if not sites:
         return set()
     read = [variable for variable in {v: 0 for vs in accesses(equation.effects) for v in vs} if variable not in tables]
     # A table that is no candidate is an array like any other.
-    is_table = [isinstance(operand, Table) and operand.variable in tables for operand in operands]
+    held = {number: Table(variable) for number, variable in use.tables.items() if variable in tables}
+    arrays, all_of = without_tables([held.get(number, atom.aval) for number, atom in enumerate(equation.invars)])
 
     def places(values: list[Any], arrays: list[Any]) -> list[Any]:
-        rest = iter(arrays)
-        given = [operand if table else next(rest) for operand, table in zip(operands, is_table, strict=True)]
-        state = State(dict(zip(read, values, strict=True)), BodyLookups(tables, None))
-        return run_bodies(equation, given, state, None)[1]
+        state = State(zip(read, values, strict=True), BodyLookups(tables, None))
+        return run_bodies(equation, all_of(arrays), state, None)[1]
 
-    arrays = [atom.aval for atom, table in zip(equation.invars, is_table, strict=True) if not table]
     jaxpr, _, _ = make_jaxpr(places, [variable.type.struct for variable in read], arrays)
     return {
         site.variable
@@ -96,10 +79,7 @@ def _late_in(use: BodyUse, tables: Collection[Any]) -> set[Any]:
 
 def _is_early(jaxpr: Jaxpr) -> bool:
     """Whether a program has no effects, and needs no rows that are looked up later."""
-    return not jaxpr.effects and not any(
-        equation.primitive is later_p or not all(_is_early(inner) for inner, _ in inner_parts(equation.params))
-        for equation in jaxpr.eqns
-    )
+    return not jaxpr.effects and all(equation.primitive is not later_p for equation in equations_within(jaxpr))
 
 
 def _warn_of_lookups_inside(variable: Any, equation: Equation) -> None:

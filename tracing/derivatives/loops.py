@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.errors import DflowError, GraphTypeError
+from dflow.tracing.derivatives.discharge import refuse_writes
+from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.jax_frontend import accesses, make_jaxpr
 from dflow.tracing.source import caller
 
@@ -38,7 +39,7 @@ def while_loop(cond: Callable[[Any], Any], body: Callable[[Any], Any], init: Any
     """
     if type(max_iters) is not int or max_iters < 1:
         raise GraphTypeError(f"while_loop was given max_iters={max_iters!r}, not a positive integer", at=caller())
-    _refuse_writes(cond, init)
+    refuse_writes(accesses(make_jaxpr(cond, init)[0].effects)[1])
     inner = math.isqrt(max_iters - 1) + 1
     outer = -(-max_iters // inner)
 
@@ -63,14 +64,3 @@ def _while_live(is_live: Callable[[Any], Any], step: Callable[[Any], Any], lengt
         return jax.lax.cond(is_live(state), step, lambda same: same, state), None
 
     return lambda state: jax.lax.scan(one, state, None, length=length)[0]
-
-
-def _refuse_writes(cond: Callable[[Any], Any], init: Any) -> None:
-    jaxpr, _, _ = make_jaxpr(cond, init)
-    _, writes = accesses(jaxpr.effects)
-    if writes:
-        names = ", ".join(variable.name for variable in writes)
-        raise DflowError(
-            f"the condition of a while_loop writes variables ({names})",
-            "write them in its body, which runs once for each time that the condition holds",
-        )

@@ -54,24 +54,18 @@ def refuse_uncalled(use: str, value: Any) -> None:
         value.refuse(use)
 
 
-def _refusing(use: str) -> Callable[..., Any]:
-    return lambda self, *_: self.refuse(use)
-
-
 _ON_ARRAYS = "an operation on arrays"
+_BINARY = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow")
 _USES = {
     **dict.fromkeys(("__jax_array__", "__array__"), _ON_ARRAYS),
     **dict.fromkeys(("__float__", "__int__"), "a conversion"),
     **dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), "a comparison"),
+    **dict.fromkeys(("__neg__", "__abs__"), "arithmetic"),
+    **dict.fromkeys((f"__{side}{name}__" for name in _BINARY for side in ("", "r")), "arithmetic"),
     "__iter__": "unpacking",
     "__getitem__": "indexing",
 }
 for _name, _use in _USES.items():
-    setattr(Derivative, _name, _refusing(_use))
-for _name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Derivative, f"__{_name}__", _refusing("arithmetic"))
-    setattr(Derivative, f"__r{_name}__", _refusing("arithmetic"))
-for _name in ("neg", "abs"):
-    setattr(Derivative, f"__{_name}__", _refusing("arithmetic"))
+    setattr(Derivative, _name, lambda self, *_, use=_use: self.refuse(use))
 # JAX catches every TypeError here, and says something else.
 register_refused(Derivative, lambda derivative: derivative.refuse(_ON_ARRAYS, DflowError))

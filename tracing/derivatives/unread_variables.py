@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from dflow.tracing.jax_frontend import accesses, only_added
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at, caller, warn_at
 
 
 class UnreadVariableWarning(UserWarning):
@@ -26,7 +25,4 @@ def warn_of_unread(function: str, variables: Sequence[Any], effects: Any) -> Non
         f"{function} differentiates by {len(unread)} variables that the function never reads, {names}: their gradients "
         f"are zero{at(line)}\n  read them in the function, or leave them out of the variables"
     )
-    if line is None:
-        warnings.warn(text, UnreadVariableWarning, stacklevel=2)
-    else:
-        warnings.warn_explicit(text, UnreadVariableWarning, line.file, line.line)
+    warn_at(line, text, UnreadVariableWarning)

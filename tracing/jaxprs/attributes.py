@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 from weakref import WeakKeyDictionary
 
 import jax
@@ -26,16 +27,7 @@ from jax.extend.core import Primitive
 
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.graph import Graph, Literal, Node, Value
-from dflow.tracing.ir.types import (
-    DTYPES,
-    AccumulatorType,
-    ArrayType,
-    QueueType,
-    RefType,
-    TokenType,
-    dtype_name,
-    parse_dtype,
-)
+from dflow.tracing.ir.types import DTYPES, ArrayType, Type, dtype_name, parse_dtype
 from dflow.tracing.jax_frontend import (
     bind,
     closed_parts,
@@ -57,7 +49,7 @@ LARGEST_PRINTED = 16
 
 @dataclass(frozen=True, slots=True)
 class Opaque:
-    """What the text form cannot carry; `text` is all that it prints. A node that has one can be read, not run."""
+    """An object without a text form, which prints as `text`. A node that has one can be read, not run."""
 
     text: str
 
@@ -98,23 +90,7 @@ _CLASSES: Mapping[str, Any] = {
     if isinstance(member, type) and (issubclass(member, Enum) or hasattr(member, "_fields") or is_dataclass(member))
 } | {jax.memory.Space.__name__: jax.memory.Space}
 
-_PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    ArrayType,
-    RefType,
-    QueueType,
-    AccumulatorType,
-    TokenType,
-    Opaque,
-    Symbol,
-    Record,
-    Body,
-)
+_PLAIN = (NoneType, bool, int, float, complex, str, *get_args(Type), Opaque, Symbol, Record, Body)
 
 
 def normal(value: Any) -> Any:
@@ -243,7 +219,7 @@ def _jit_defaults(inputs: int, outputs: int) -> Mapping[str, Any]:
 
 
 def restored(value: Any) -> Any:
-    """What `normal` was given; what cannot be had again stays an Opaque, a Record or a Body."""
+    """The inverse of `normal`; a value that cannot be made again stays an Opaque, a Record or a Body."""
     if isinstance(value, Symbol):
         return _restored_symbol(value.name)
     if isinstance(value, Record):
@@ -301,8 +277,6 @@ def bind_node(node: Node, operands: Sequence[Any]) -> list[Any]:
 
     Raises DflowError when the node was read from text that could not carry one of its attributes.
     """
-    if all(_is_jax_param(value) for value in node.attributes.values()):
-        return bind(node.op.primitive, dict(node.attributes), operands, node.origin)
     if has_body_rule(node):
         return _BOUND_BY_BODY[node.op.name](node, list(operands))
     found = opaque_attribute(node)
@@ -326,12 +300,6 @@ def _cannot_run(node: Node, found: tuple[str, Opaque | Record] | None) -> str:
         f"{first}its attribute {key!r} is {value}, which the text of a graph does not carry{at(node.loc)}\n"
         "  trace the function again instead of reading its text"
     )
-
-
-def _is_jax_param(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(_is_jax_param(item) for item in value)
-    return not isinstance(value, (Body, Opaque, Record))
 
 
 def _jax_param(value: Any) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflow.tracing.ir.graph import Graph
-from dflow.tracing.jax_frontend import Jaxpr, inner_parts
+from dflow.tracing.jax_frontend import equations_within, inner_parts
 from dflow.tracing.jaxprs.attributes import Body
 
 #: Not those of `jax.debug`: what it prints is not worth a copy of the state.
@@ -24,12 +24,6 @@ def calls_python(graph: Graph) -> bool:
 
 
 def _within(params: Mapping[str, Any]) -> bool:
-    bodies = any(calls_python(value.graph) for value in params.values() if isinstance(value, Body))
-    return bodies or any(_calls_python(jaxpr) for jaxpr, _ in inner_parts(params))
-
-
-def _calls_python(jaxpr: Jaxpr) -> bool:
-    return any(
-        equation.primitive.name in _PRIMITIVES or any(_calls_python(inner) for inner, _ in inner_parts(equation.params))
-        for equation in jaxpr.eqns
-    )
+    bodies = (value.graph for value in params.values() if isinstance(value, Body))
+    inner = (equation for jaxpr, _ in inner_parts(params) for equation in equations_within(jaxpr))
+    return any(map(calls_python, bodies)) or any(equation.primitive.name in _PRIMITIVES for equation in inner)

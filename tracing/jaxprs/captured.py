@@ -25,7 +25,7 @@ _held: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary
 
 
 def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[Any]:
-    """What a trace closed over, and what the compiled functions closed over that it calls."""
+    """The constants that a trace closed over, and the constants of the compiled functions that it calls."""
     yield from consts
     for equation in jaxpr.eqns:
         if equation.primitive.name in CALLS:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -32,9 +31,10 @@ from dflow.tracing.jax_frontend import (
     Jaxpr,
     accesses,
     closed_parts,
+    equations_within,
     has_other_effects,
     host_resources,
-    is_jaxpr,
+    inner_parts,
     is_literal,
     make_jaxpr,
     origin_of,
@@ -46,9 +46,11 @@ from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.kernel_choice import is_kernel
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p, wire_p
 from dflow.tracing.rows.keep_rows import keep_rows
-from dflow.tracing.rows.lookups import CALLS
+from dflow.tracing.rows.lookups import CALLS, RULED
 
-_INLINED = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+_INLINED = {**CALLS, "core_call": "call_jaxpr"}
+#: Inlined where they have ops that wait in them; calls with a derivative rule also around a kernel.
+_HOLDING = {"remat2": "jaxpr", "checkpoint": "jaxpr", **RULED}
 
 
 def graph_of(
@@ -66,9 +68,8 @@ def graph_of(
     )
     builder = _Builder(variables)
     wanted = _wanted_names(jaxpr)
-    arguments = [
-        builder.argument(wanted.get(var, name), var) for var, name in zip(jaxpr.invars, argument_names, strict=True)
-    ]
+    named = zip(jaxpr.invars, argument_names, strict=True)
+    arguments = [builder.argument(wanted.get(var, name), type_of_aval(var.aval)) for var, name in named]
     captured = [builder.captured(const) for const in consts]
     outputs = builder.inline(jaxpr, [*captured, *arguments])
     inputs = (*builder.refs.values(), *builder.constants, *arguments)
@@ -87,7 +88,7 @@ def _wanted_names(jaxpr: Jaxpr) -> dict[Any, str]:
 
 def holds_device(jaxpr: Jaxpr) -> bool:
     """Whether an op of the jaxpr, or of one within it, was traced under a device scope."""
-    return any(True for _ in _scopes(jaxpr))
+    return any(True for _ in _scopes([jaxpr]))
 
 
 def _holds_wire(jaxpr: Jaxpr) -> bool:
@@ -98,28 +99,25 @@ def _holds_wire(jaxpr: Jaxpr) -> bool:
     return any(equation.primitive is wire_p for equation in jaxpr.eqns) or any(map(_holds_wire, inner))
 
 
-def _scopes(jaxpr: Jaxpr) -> Iterator[str]:
-    """The device scope of each op of a jaxpr that has one, and of each op within it."""
-    for equation in jaxpr.eqns:
-        device = origin_of(equation).device
-        if device is not None:
+def _scopes(jaxprs: Iterable[Jaxpr]) -> Iterator[str]:
+    """The device scope of each op of these jaxprs that has one, and of each op within it."""
+    for equation in (equation for jaxpr in jaxprs for equation in equations_within(jaxpr)):
+        if (device := origin_of(equation).device) is not None:
             yield device
-        yield from _scopes_within(equation.params)
 
 
 def _border(equation: Equation) -> Border:
     return Border(equation.effects, lambda variable: is_on_task(variable.device))
 
 
-def _tasks_bound(border: Border) -> set[str | None]:
-    """The tasks of the variables whose values come in; None among them for the caller."""
+def _tasks_of_changes(border: Border) -> set[str | None]:
+    """The tasks of the variables whose values come in, None among them for the caller.
+
+    Empty if no variable of another task is written by more than adding to it.
+    """
     bound = [variable for variable in border.touched if variable not in border.added]
-    return {variable.device if is_on_task(variable.device) else None for variable in bound}
-
-
-def _changes_tasks(border: Border) -> bool:
-    """Whether variables of other tasks are written by more than adding to them."""
-    return any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
+    is_changed = any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
+    return {variable.device if is_on_task(variable.device) else None for variable in bound if is_changed}
 
 
 def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
@@ -129,15 +127,7 @@ def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
         return True
     if is_on_task(own) or not touches_state(equation.effects):
         return False
-    border = _border(equation)
-    return _changes_tasks(border) and len(_tasks_bound(border)) > 1
-
-
-def _scopes_within(params: Mapping[str, Any]) -> Iterator[str]:
-    for param in params.values():
-        for one in param if isinstance(param, (tuple, list)) else [param]:
-            if is_jaxpr(one):
-                yield from _scopes(closed_parts(one)[0])
+    return len(_tasks_of_changes(_border(equation))) > 1
 
 
 def handle_type(resource: Any) -> Type:
@@ -158,12 +148,8 @@ class _Builder:
         self.constants: dict[Value, Any] = {}
         self.nodes: list[Node] = []
 
-    def argument(self, name: str, var: Any) -> Value:
-        return Value(self._fresh(clean_name(name)), type_of_aval(var.aval))
-
-    def taken(self, type: Type) -> Value:
-        """A new argument of a body, with a made-up name."""
-        return Value(self._fresh("arg"), type)
+    def argument(self, name: str, type: Type) -> Value:
+        return Value(self._fresh(clean_name(name)), type)
 
     def captured(self, constant: Any) -> Operand:
         """A closed-over array becomes an input of the graph, a scalar a literal."""
@@ -211,14 +197,17 @@ class _Builder:
         if primitive in (read_p, gather_p, update_p):
             ref = self.refs[params["handle"].variable]
             op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
-            outputs = [Value(self._name(names[0], ref.name), type_of_aval(var.aval)) for var in equation.outvars]
+            outputs = self._results(names, equation, ref.name)
             return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
         if primitive is host_p:
-            return self._use_resource(equation, inputs, names, origin)
-        if primitive.name in _RULED and is_kernel(closed_parts(params[_RULED[primitive.name]])[0]):
-            jaxpr, consts = closed_parts(params[_RULED[primitive.name]])
+            attributes = dict(params)
+            ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")
+            outputs = self._results(names, equation, ref.name)
+            return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
+        if primitive.name in RULED and is_kernel(closed_parts(params[RULED[primitive.name]])[0]):
+            jaxpr, consts = closed_parts(params[RULED[primitive.name]])
             return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
-        said = dict.fromkeys(_scopes_within(params))
+        said = dict.fromkeys(_scopes(inner for inner, _ in inner_parts(params)))
         scopes = [scope for scope in said if is_within_task(scope)]
         is_divided = len(scopes) > 1 or _is_over_tasks(equation, said)
         if primitive.name in _INLINED or (
@@ -241,17 +230,6 @@ class _Builder:
         outputs = self._results(names, equation)
         # What is not taken apart runs where the one device in it says.
         return self._node(op, inputs, outputs, params, origin, next(iter(scopes), origin_of(equation).device))
-
-    def _use_resource(
-        self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
-    ) -> list[Value]:
-        attributes = dict(equation.params)
-        ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")
-        outputs = [
-            Value(self._name(name, ref.name), type_of_aval(var.aval))
-            for name, var in zip(names, equation.outvars, strict=True)
-        ]
-        return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
 
     def _control(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
@@ -298,11 +276,11 @@ class _Builder:
             return apply(equation, operands, state), state.of(writes)
 
         structs = [variable.type.struct for variable in carried]
-        jaxpr, consts, _ = make_jaxpr(pure, structs, *(_struct(operand) for operand in inputs))
+        jaxpr, consts, _ = make_jaxpr(pure, structs, *(_array(operand).struct for operand in inputs))
         values = [self._read(variable, origin) for variable in carried]
         first = len(self.nodes)
         results = self.inline(jaxpr, [*map(self.captured, consts), *values, *inputs], origin, names)
-        if _changes_tasks(border) and len(tasks := _tasks_bound(border)) == 1:
+        if len(tasks := _tasks_of_changes(border)) == 1:
             # There it is one call with the reads and the assigns, and no other step comes between.
             [task] = tasks
             self.nodes[first:] = [replace(node, device=node.device or task) for node in self.nodes[first:]]
@@ -332,10 +310,9 @@ class _Builder:
         self.nodes.append(Node(op, tuple(inputs), tuple(named), attributes, bodies, device, (), origin))
         return outputs
 
-    def _results(self, names: Sequence[str | None], equation: Equation) -> list[Value]:
-        return [
-            Value(self._name(name), type_of_aval(var.aval)) for name, var in zip(names, equation.outvars, strict=True)
-        ]
+    def _results(self, names: Sequence[str | None], equation: Equation, otherwise: str | None = None) -> list[Value]:
+        outvars = zip(names, equation.outvars, strict=True)
+        return [Value(self._name(name, otherwise), type_of_aval(var.aval)) for name, var in outvars]
 
     def _name(self, wanted: str | None, otherwise: str | None = None) -> str:
         if wanted is not None:
@@ -389,16 +366,12 @@ _CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control
     "while": _while,
     "scan": _scan,
 }
-#: These say how to differentiate, which was done before there is a graph; with ops that wait in them, or around a
-#: kernel, they are inlined.
-_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
-_HOLDING = {"remat2": "jaxpr", "checkpoint": "jaxpr"} | _RULED
 
 
 def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, ...], list[Any]]:
     """The bodies, which all take the same: the resources touched, the constants of all, and what is handed on."""
     builders = [_Builder(touched) for _ in control.bodies]
-    arguments = [[builder.taken(type) for type in control.types] for builder in builders]
+    arguments = [[builder.argument("arg", type) for type in control.types] for builder in builders]
     outputs = [
         builder.inline(jaxpr, [*map(builder.captured, consts), *(taken[place] for place in places)])
         for builder, taken, (closed, places) in zip(builders, arguments, control.bodies, strict=True)
@@ -414,14 +387,9 @@ def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, 
 def _constants(builder: _Builder, builders: Sequence[_Builder]) -> Iterator[Value]:
     """The builder's constants in their place among those of all, whose it takes and does not use."""
     for other in builders:
-        yield from (value if other is builder else builder.taken(value.type) for value in other.constants)
+        yield from (value if other is builder else builder.argument("arg", value.type) for value in other.constants)
 
 
 def _array(operand: Operand) -> ArrayType:
     assert isinstance(operand.type, ArrayType)
     return operand.type
-
-
-def _struct(operand: Operand) -> jax.ShapeDtypeStruct:
-    assert isinstance(operand.type, ArrayType)
-    return operand.type.struct

@@ -10,7 +10,6 @@ import gc
 import itertools
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import LivingTraces, line_of_tracer, source_of_trace, tracers_of
-from dflow.tracing.source import Loc, caller
+from dflow.tracing.source import Loc, caller, warn_at
 
 
 class LeakedTracerWarning(UserWarning):
@@ -35,45 +34,34 @@ class Leak:
     holder: str
 
 
-class _Watch(threading.local):
-    """The functions traced since the outermost watch of this thread began, or None when there is none.
-
-    By where they stand, as their traces tell; the names are those of the warnings.
-    """
-
-    names: dict[str, str] | None = None
-
-
-class _EndedWatches:
-    """What was traced in watches that have ended while those of other threads had not.
+class _Watches:
+    """The threads that watch the functions they trace; and these functions' names for warnings, by where they stand.
 
     Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
-    ends last looks for all of them.
+    ends last looks for the values of all.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
-        self._names: dict[str, str] = {}
+        self.threads: set[int] = set()
+        self.names: dict[str, str] = {}
 
     def begin(self) -> None:
-        """Note that a watch begins."""
+        """Note that this thread starts watching."""
         with self._lock:
-            self._running += 1
+            self.threads.add(threading.get_ident())
 
-    def end(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Note that a watch ends; the functions to look at now."""
+    def end(self) -> dict[str, str]:
+        """Note that this thread stops watching; return the functions to look at now."""
         with self._lock:
-            self._running -= 1
-            self._names.update(names)
-            if self._running:
+            self.threads.discard(threading.get_ident())
+            if self.threads:
                 return {}
-            found, self._names = self._names, {}
-            return found
+            names, self.names = self.names, {}
+            return names
 
 
-_watch = _Watch()
-_ended = _EndedWatches()
+_watches = _Watches()
 _living = LivingTraces()
 #: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -81,24 +69,21 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def note_trace(source: str, name: str) -> None:
     """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
-    if _watch.names is not None:
-        _watch.names[source] = name
+    if threading.get_ident() in _watches.threads:
+        _watches.names[source] = name
 
 
 @contextmanager
 def watched_for_leaks() -> Iterator[None]:
     """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
-    if _watch.names is not None:
+    if threading.get_ident() in _watches.threads:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
-    watched: dict[str, str] = {}
-    _watch.names = watched
-    _ended.begin()
+    _watches.begin()
     try:
         yield
     finally:
-        _watch.names = None
-        names = _ended.end(watched)
+        names = _watches.end()
     if names:
         for trace in _living.found():
             name = _name_of(trace(), names)
@@ -107,7 +92,7 @@ def watched_for_leaks() -> Iterator[None]:
 
 
 def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
-    """What the function of a living trace is called, if it was noted and not looked at before."""
+    """The name of the function of a living trace, if it was noted and not looked at before."""
     if trace is None or trace in _looked_at or (name := names.get(source_of_trace(trace))) is None:
         return None
     _looked_at.add(trace)
@@ -121,11 +106,7 @@ def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
             f"  it stood for an array while {name} was traced and holds no numbers\n"
             f"  return it from {name}, or keep it in a dflow.Variable"
         )
-        line = leak.made or caller()
-        if line is None:
-            warnings.warn(text, LeakedTracerWarning, stacklevel=2)
-        else:
-            warnings.warn_explicit(text, LeakedTracerWarning, line.file, line.line)
+        warn_at(leak.made or caller(), text, LeakedTracerWarning)
 
 
 def leaks(trace: weakref.ref[Any]) -> list[Leak]:
@@ -153,7 +134,7 @@ def _has_values(trace: weakref.ref[Any]) -> bool:
 
 
 def _described(holder: Any, value: Any, holders: list[Any]) -> str | None:
-    """What a user calls a holder, one of `holders`, or None when it is JAX's or ours."""
+    """A holder, one of `holders`, in words of the user; None when it is JAX's or ours."""
     if isinstance(holder, types.FrameType) or _is_of(holder, "jax", "jaxlib", "dflow"):
         return None
     if isinstance(holder, dict):

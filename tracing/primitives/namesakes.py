@@ -9,13 +9,12 @@ compiled step does not look at its variables; the making of a namesake sets a ma
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
-from dflow.tracing.source import Loc, at
+from dflow.tracing.source import Loc, at, warn_at
 
 
 class DuplicateNameWarning(UserWarning):
@@ -103,7 +102,4 @@ def _warn(names: list[str], kind: str, are_one: bool, first: Loc | None, second:
         f"  the one in use was made{at(first)}\n"
         "  give one of the two another name or `prefix=`, or its own `dflow.container(...)`, or use the later alone"
     )
-    if second is None:
-        warnings.warn(text, DuplicateNameWarning, stacklevel=2)
-    else:
-        warnings.warn_explicit(text, DuplicateNameWarning, second.file, second.line)
+    warn_at(second, text, DuplicateNameWarning)

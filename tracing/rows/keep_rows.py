@@ -40,7 +40,7 @@ from dflow.tracing.jax_frontend import (
     scan_counts,
 )
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, wire_p
-from dflow.tracing.rows.lookups import CALLS
+from dflow.tracing.rows.lookups import CALLS, RULED
 from dflow.tracing.rows.row_branches import branched
 from dflow.tracing.rows.row_sums import carried_sums, of_rows, summed_over
 from dflow.tracing.rows.row_values import (
@@ -57,10 +57,8 @@ from dflow.tracing.rows.row_values import (
 from dflow.tracing.rows.row_wise import ELEMENTWISE, row_by_row
 from dflow.tracing.rows.rows_to_dense import dense_to_rows_p, is_bound, note_p, rows_to_dense_p, warn_of_dense
 
-#: These say how to differentiate, which was done before there is a program to pass over.
-_RULED = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 #: Every call of a function, and which parameter holds it.
-_FUNCTIONS = {**CALLS, **_RULED}
+_FUNCTIONS = {**CALLS, **RULED}
 #: Calls that are left as they are, since what is inside runs under another mesh.
 _CLOSED = ("shard_map",)
 
@@ -73,19 +71,21 @@ def keep_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
         or not all(is_array_type(var.aval) for var in (*jaxpr.invars, *jaxpr.constvars))
     ):
         return jaxpr, list(consts)
-    anew, captured, _ = make_jaxpr(lambda *args: _Pass().outputs(jaxpr, consts, args), *_structs(jaxpr))
+    anew, captured, _ = make_jaxpr(lambda *args: _arrays(jaxpr, consts, args), *(var.aval for var in jaxpr.invars))
     return anew, captured
 
 
 def noted_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[list[jax.ShapeDtypeStruct | None]]:
     """For each `note_gradients` in a program the types of the rows of its arrays; None for one that is not of rows."""
     found: list[list[jax.ShapeDtypeStruct | None]] = []
-    make_jaxpr(lambda *args: _Pass(found.append).outputs(jaxpr, consts, args), *_structs(jaxpr))
+    noting = _Pass(_counts(jaxpr), found.append)
+    make_jaxpr(lambda *args: noting.outputs(jaxpr, consts, args), *(var.aval for var in jaxpr.invars))
     return found
 
 
-def _structs(jaxpr: Jaxpr) -> list[Any]:
-    return [var.aval for var in jaxpr.invars]
+def _arrays(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The results of a program as arrays, from a run that starts here."""
+    return _Pass(_counts(jaxpr)).outputs(jaxpr, consts, args)
 
 
 class _Frame:
@@ -98,7 +98,7 @@ class _Frame:
         #: Number of the last equation that takes each value.
         self._last_use = _last_uses(jaxpr)
         #: By variable of the user: names of values that are computed from its value.
-        self._made_of: dict[Any, list[Any]] = {}
+        self.made_of: dict[Any, list[Any]] = {}
         self.set((*jaxpr.constvars, *jaxpr.invars), args)
 
     def set(self, names: Sequence[Any], values: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ class _Frame:
         for name, value in zip(names, values, strict=True):
             self.env[name] = value
             for variable in value.variables if isinstance(value, Rowwise) else ():
-                self._made_of.setdefault(variable, []).append(name)
+                self.made_of.setdefault(variable, []).append(name)
 
     def value(self, atom: Any) -> Any:
         """The value of a name or of a literal."""
@@ -114,41 +114,29 @@ class _Frame:
 
     def forget(self, variable: Any) -> list[tuple[Any, Rowwise]]:
         """Names and values, computed from a variable's value, that are needed after this equation, once each."""
-        names = dict.fromkeys(self._made_of.pop(variable, ()))
+        names = dict.fromkeys(self.made_of.pop(variable, ()))
         found = [(name, self.env[name]) for name in names if self._last_use.get(name, -1) > self.position]
         return [(name, value) for name, value in found if isinstance(value, Rowwise)]
-
-    def variables(self) -> list[Any]:
-        """The variables of the user that values are made of."""
-        return [*self._made_of]
 
 
 class _Pass:
     """One run over a program and the functions it calls; bodies of loops and branches have runs of their own."""
 
-    def __init__(self, note: Callable[[list[Any]], None] = lambda rows: None) -> None:
+    def __init__(self, counts: frozenset[int], note: Callable[[list[Any]], None] = lambda rows: None) -> None:
+        #: The numbers of rows that gradients have; only values with as many are followed.
+        self._counts = counts
         self._note = note
         self._frames: list[_Frame] = []
         self._writes: dict[Any, int] = {}
         #: Number of ops after which another program may have written any variable.
         self._foreign_writes = 0
-        #: The numbers of rows that gradients have; only values with as many are followed.
-        self._counts: frozenset[int] = frozenset()
 
     def outputs(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of the whole program, as arrays."""
-        return [*map(self.dense, self.results(jaxpr, consts, args))]
+        """The results of a program, as arrays."""
+        return [*map(self.dense, self.run(jaxpr, consts, args))]
 
-    def results(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of the whole program, `Rowwise` ones as they are."""
-        self._counts = _counts(jaxpr)
-        return self._run(jaxpr, consts, args)
-
-    def dense(self, value: Any) -> Any:
-        """A result of the program as an array."""
-        return self._dense(value, None)
-
-    def _run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of a program, `Rowwise` ones as they are."""
         frame = _Frame(jaxpr, (*consts, *args))
         self._frames.append(frame)
         for number, equation in enumerate(jaxpr.eqns):
@@ -175,25 +163,25 @@ class _Pass:
         """Run a function that the program calls, if it has to do with rows."""
         inner, consts = closed_parts(equation.params[_FUNCTIONS[equation.primitive.name]])
         takes_rows = any(isinstance(operand, Rowwise) for operand in operands)
-        if not takes_rows and (equation.primitive.name in _RULED or not (_counts(inner) or inner.effects)):
+        if not takes_rows and (equation.primitive.name in RULED or not (_counts(inner) or inner.effects)):
             return None
         with origin_of(equation).restored():
-            return self._run(inner, consts, operands)
+            return self.run(inner, consts, operands)
 
     def _plainly(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
         """Run an equation on arrays, with the bodies inside it passed over."""
         written = accesses(equation.effects)[1]
         self._settle(written, everything=bool(host_resources(equation.effects)))
-        arrays = [self._dense(operand, equation) for operand in operands]
+        arrays = [self.dense(operand, equation) for operand in operands]
         params = equation.params
-        if equation.primitive.name not in (*_RULED, *_CLOSED) and any(_counts(part) for part, _ in inner_parts(params)):
+        if equation.primitive.name not in (*RULED, *_CLOSED) and any(_counts(part) for part, _ in inner_parts(params)):
             params = {key: _passed_over(value) for key, value in params.items()}
         self._wrote(written)
         return bind(equation.primitive, params, arrays, origin_of(equation))
 
     def _source(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
-        """A gradient of lookups; as many lookups as rows, or more, are no fewer than the dense form."""
-        indices, rows = (self._dense(operand, equation) for operand in operands)
+        """A gradient of lookups, kept as rows if these are fewer than those of the dense form."""
+        indices, rows = (self.dense(operand, equation) for operand in operands)
         count = equation.params["shape"][0]
         if rows.shape[0] >= count:
             return None
@@ -249,7 +237,7 @@ class _Pass:
         if equation.effects or not any(isinstance(operand, Rowwise) for operand in operands):
             return None
         with origin_of(equation).restored():
-            return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).within(*branch))
+            return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).run(*branch))
 
     def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A loop that sums gradients: what a sum grows by in each iteration is given out as rows."""
@@ -259,7 +247,7 @@ class _Pass:
         consts, _ = scan_counts(equation.params)
         self._settle(accesses(equation.effects)[1], everything=bool(host_resources(equation.effects)))
         arrays = [
-            value if number - consts in sums else self._dense(value, equation) for number, value in enumerate(operands)
+            value if number - consts in sums else self.dense(value, equation) for number, value in enumerate(operands)
         ]
         with origin_of(equation).restored():
             results = summed_over(equation, arrays, sums, _run_body)
@@ -268,12 +256,9 @@ class _Pass:
         return results
 
     def _noted(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
-        is_sparse = [isinstance(operand, Rowwise) and operand.is_sparse for operand in operands]
+        sparse = [operand if isinstance(operand, Rowwise) and operand.is_sparse else None for operand in operands]
         self._note(
-            [
-                jax.ShapeDtypeStruct(operand.rows.shape, operand.rows.dtype) if is_rows else None
-                for operand, is_rows in zip(operands, is_sparse, strict=True)
-            ]
+            [None if each is None else jax.ShapeDtypeStruct(each.rows.shape, each.rows.dtype) for each in sparse]
         )
         return []
 
@@ -282,23 +267,22 @@ class _Pass:
         if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
             return None
         # A take counts places, so those left over name a row that there is, and add zero to it.
-        places = jnp.where(value.index.is_there, value.index.places, value.index.places[:1])
-        return [places, value.index.masked(value.rows, 0)]
+        index, rows = value.index, value.rows
+        places = jnp.where(index.is_there(1), index.places, index.places[:1])
+        return [places, jnp.where(index.is_there(rows.ndim), rows, np.zeros((), rows.dtype))]
 
     def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """A value under another name, or as it is to travel."""
         (value,) = operands
         if not isinstance(value, Rowwise):
             return None
-        rows = (
-            None
-            if value.index is None
-            else bind(equation.primitive, equation.params, [value.rows], origin_of(equation))[0]
-        )
+        rows = value.rows
+        if value.index is not None:
+            [rows] = bind(equation.primitive, equation.params, [rows], origin_of(equation))
         return [Rowwise(equation, operands, value.rest, value.index, rows)]
 
     def _stored(self, variable: Any) -> Stored:
-        """What a variable holds at this point of the program."""
+        """The value of a variable at this point of the program."""
         return Stored(variable, (self._foreign_writes, self._writes.get(variable, 0)))
 
     def _settle(self, variables: Sequence[Any], *, everything: bool = False) -> None:
@@ -307,9 +291,9 @@ class _Pass:
         `everything` is for an op that may let another program write them.
         """
         for frame in self._frames:
-            for variable in frame.variables() if everything else variables:
+            for variable in [*frame.made_of] if everything else variables:
                 for name, value in frame.forget(variable):
-                    frame.env[name] = of_rows(value) if value.is_sparse else self._dense(value, None)
+                    frame.env[name] = of_rows(value) if value.is_sparse else self.dense(value)
         if everything:
             self._foreign_writes += 1
 
@@ -317,7 +301,7 @@ class _Pass:
         for variable in variables:
             self._writes[variable] = self._writes.get(variable, 0) + 1
 
-    def _dense(self, value: Any, taker: Equation | None) -> Any:
+    def dense(self, value: Any, taker: Equation | None = None) -> Any:
         """A value as an array, for the equation that takes it; None where the program gives it back."""
         if not isinstance(value, Rowwise):
             return value
@@ -332,15 +316,7 @@ class _Pass:
 class _RowsAlone(_Pass):
     """A run over a branch, which makes nothing dense."""
 
-    def __init__(self, counts: frozenset[int]) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def within(self, jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> list[Any]:
-        """The results, `Rowwise` ones as they are."""
-        return self._run(jaxpr, consts, args)
-
-    def _dense(self, value: Any, taker: Equation | None) -> Any:
+    def dense(self, value: Any, taker: Equation | None = None) -> Any:
         if isinstance(value, Rowwise):
             raise NotOfRowsError
         return value
@@ -380,17 +356,15 @@ def _last_uses(jaxpr: Jaxpr) -> dict[Any, int]:
 
 
 def _run_body(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[Any], Callable[[Any], Any]]:
-    run = _Pass()
-    return run.results(jaxpr, consts, args), run.dense
+    run = _Pass(_counts(jaxpr))
+    return run.run(jaxpr, consts, args), run.dense
 
 
 def _passed_over(param: Any) -> Any:
     """A parameter of an equation with the pass run over the bodies in it."""
     if isinstance(param, tuple | list):
         return type(param)(map(_passed_over, param)) if not hasattr(param, "_fields") else param
-    return retraced(
-        param, lambda jaxpr, consts, args: _Pass().outputs(jaxpr, consts, args), lambda inner: bool(_counts(inner))
-    )
+    return retraced(param, _arrays, lambda inner: bool(_counts(inner)))
 
 
 def _warn_of_size(gradient: Rowwise, taker: Equation | None) -> None:

@@ -43,6 +43,8 @@ from dflow.tracing.primitives.state_primitives import gather_p, read_p
 
 #: Calls whose body is looked into, and which parameter holds it.
 CALLS: Mapping[str, str] = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+#: Calls that say how to differentiate, which was done before there is a program to pass over, and likewise.
+RULED: Mapping[str, str] = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 #: Equations whose lookups are done before them.
 BODIES = frozenset(("scan", "cond", "checkpoint", "remat2"))
 
@@ -74,10 +76,12 @@ class BodyUse:
     """An equation with lookups in its bodies.
 
     `tables`  the variables that operands are reads of, by the number of the operand
+    `sites`   the lookups, of all iterations
     """
 
     equation: Equation
     tables: Mapping[int, Any]
+    sites: Sequence[Site]
 
 
 class Search:
@@ -128,21 +132,19 @@ class Search:
             body.walk(inner, _tables_inside(inner.invars[: len(given)], given, tables))
             by_part.append(body.least)
         self._whole(equation.invars[last:], tables)
-        self._count(equation, body, functools.reduce(operator.and_, by_part))
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        for variable, count in functools.reduce(operator.and_, by_part).items():
+            self.least[variable] += times * count
+        here = {site.variable: equation for site in body.sites} if equation.primitive.name == "cond" else {}
+        self.branched = body.branched | here | self.branched
         self.used_whole |= body.used_whole
         self.inside = body.inside | self.inside
-        self.sites += [_repeated(site, equation) for site in body.sites]
         if body.sites:
             reads = enumerate(equation.invars)
             held = {number: tables[atom] for number, atom in reads if not is_literal(atom) and atom in tables}
-            self.bodies.append(BodyUse(equation, held))
-
-    def _count(self, equation: Equation, body: Search, least: Counter[Any]) -> None:
-        """Count the rows that the bodies of an equation look up at least, in one iteration."""
-        times = equation.params["length"] if equation.primitive.name == "scan" else 1
-        self.least.update({variable: times * count for variable, count in least.items()})
-        here = {site.variable: equation for site in body.sites} if equation.primitive.name == "cond" else {}
-        self.branched = body.branched | here | self.branched
+            sites = [_repeated(site, equation) for site in body.sites]
+            self.sites += sites
+            self.bodies.append(BodyUse(equation, held, sites))
 
     def _inside(self, equation: Equation) -> None:
         """Note the variables that a body touches: all are used whole, some by lookups alone."""
@@ -234,17 +236,17 @@ def _is_plain_gather(equation: Equation) -> bool:
 
 
 def _mode(equation: Equation) -> Any:
-    """What a gather does with a place past an end."""
+    """The mode of a gather: its rule for a place past an end."""
     return equation.params["mode"] if equation.primitive.name == "gather" else GatherScatterMode.CLIP
 
 
 def _batch_dims(equation: Equation) -> int:
-    """How many dimensions the indices have that name rows."""
+    """Number of dimensions of the indices that name rows."""
     return len(equation.invars[1].aval.shape) - 1 if equation.primitive.name == "gather" else 0
 
 
 def _kept_dim(equation: Equation) -> int | None:
-    """Where the result has a dimension of size 1 for each single row, or None when it has none."""
+    """The dimension of size 1 that the result has for the rows, or None."""
     if equation.primitive.name == "gather" and equation.params["dimension_numbers"].collapsed_slice_dims:
         return None
     return _batch_dims(equation)
@@ -262,7 +264,10 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
 
 
 class Found(NamedTuple):
-    """The rows that a lookup found, and their places: counted from the start, and past an end where they were."""
+    """The rows that a lookup found, and their places.
+
+    Places count from the start. That of a row that does not exist is negative or too large; its row is that at the end.
+    """
 
     rows: Any
     places: Any
@@ -274,7 +279,7 @@ RunBody: TypeAlias = Callable[[Any, Sequence[Found] | None], tuple[list[Any], li
 
 
 class Lookups(ABC):
-    """How lookups in `tables` are served, in the order of the program."""
+    """Serves the lookups in `tables`, in the order of the program."""
 
     def __init__(self, tables: Collection[Any]) -> None:
         self.tables = tables
@@ -285,16 +290,18 @@ class Lookups(ABC):
         return self._find(variable, jnp.where(indices < 0, indices + variable.shape[0], indices)).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
-        """What JAX's own gather gives, by a lookup; `starts` is its second operand."""
+        """The result of a gather of JAX, which takes whole rows, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
         rows, places = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
         if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
-            rows = jnp.where(_is_there(variable, places), rows, _fill_value(equation.params["fill_value"], rows.dtype))
+            fill = equation.params["fill_value"]
+            fill = jnp.asarray(jnp.nan if fill is None else fill, rows.dtype)
+            rows = jnp.where(_is_there(variable, places), rows, fill)
         return rows if kept_dim is None else jnp.expand_dims(rows, kept_dim)
 
     @abstractmethod
     def _find(self, variable: Any, places: Any) -> Found:
-        """Rows by places from the start; of one past an end, that at the end."""
+        """Look rows up by places that count from the start."""
 
     @abstractmethod
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
@@ -364,11 +371,6 @@ def _wide(indices: Any) -> Any:
 
 def _wide_dtype(dtype: Any) -> Any:
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
-
-
-def _fill_value(stated: Any, dtype: Any) -> Any:
-    """What JAX gives for a row that does not exist."""
-    return jnp.asarray(jnp.nan if stated is None else stated, dtype)
 
 
 def rows_found(

@@ -8,6 +8,7 @@ dense form, the `cond` takes dense arrays, as it was written.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -59,15 +60,12 @@ class _Branches:
         make_jaxpr(tried, self._arrays, places)
         kinds = [self._kind(number, results) for number, results in enumerate(zip(*found, strict=True))]
 
-        def branch(part: Any) -> Callable[..., list[Any]]:
-            def rows(arrays: Any, places: Any) -> list[Any]:
-                results, inner = self._branch(part, arrays, places)
-                pairs = zip(results, kinds, strict=True)
-                return [each if kind is None else each.at(inner[kind[1]]) for each, kind in pairs]
+        def rows(part: Any, arrays: Any, places: Any) -> list[Any]:
+            results, inner = self._branch(part, arrays, places)
+            pairs = zip(results, kinds, strict=True)
+            return [each if kind is None else each.at(inner[kind[1]]) for each, kind in pairs]
 
-            return rows
-
-        arrays = jax.lax.switch(which, [*map(branch, parts)], self._arrays, places)
+        arrays = jax.lax.switch(which, [partial(rows, part) for part in parts], self._arrays, places)
         return [
             array if kind is None else self._result(number, *kind, array)
             for number, (kind, array) in enumerate(zip(kinds, arrays, strict=True))

@@ -104,9 +104,8 @@ def _sealed_dtype() -> Any:
 
 def _sealed(indices: Any) -> Any:
     """Indices as keys; what is no array of indices as it is."""
-    if not isinstance(indices, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        return indices
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
+    is_array = isinstance(indices, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+    if not is_array or not jnp.issubdtype(indices.dtype, jnp.integer):
         return indices
     if isinstance(indices, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(indices.shape, _sealed_dtype())
@@ -123,14 +122,9 @@ def _opened(leaf: Any) -> Any:
     return jax.random.key_data(leaf)[..., 0].astype(jnp.int32)
 
 
-def _flattened(gradient: RowGradient) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-    return (_sealed(gradient.indices), gradient.rows), gradient.shape
-
-
-def _flattened_with_keys(gradient: RowGradient) -> tuple[Any, tuple[int, ...]]:
-    children, shape = _flattened(gradient)
-    names = map(jax.tree_util.GetAttrKey, ("indices", "rows"))
-    return tuple(zip(names, children, strict=True)), shape
+def _flattened(gradient: RowGradient) -> tuple[Any, tuple[int, ...]]:
+    key = jax.tree_util.GetAttrKey
+    return ((key("indices"), _sealed(gradient.indices)), (key("rows"), gradient.rows)), gradient.shape
 
 
 def _unflattened(shape: tuple[int, ...], children: Any) -> RowGradient:
@@ -138,12 +132,7 @@ def _unflattened(shape: tuple[int, ...], children: Any) -> RowGradient:
     return RowGradient(_opened(indices), rows, shape)
 
 
-jax.tree_util.register_pytree_with_keys(
-    RowGradient,
-    _flattened_with_keys,
-    _unflattened,
-    _flattened,
-)
+jax.tree_util.register_pytree_with_keys(RowGradient, _flattened, _unflattened)
 
 
 def is_row_gradient(value: Any) -> bool:

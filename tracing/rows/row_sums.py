@@ -60,7 +60,10 @@ def summed_over(
 
     def step(carried: Any, row: Any) -> Any:
         others = iter(carried)
-        given = [_zero_like(value) if number in sums else next(others) for number, value in enumerate(first)]
+        given = [
+            Rowwise(value.equation, value.operands, value.rest) if number in sums else next(others)
+            for number, value in enumerate(first)
+        ]
         results, dense = run(*body, [*operands[:consts], *given, *row])
         grown = [results[number] for number in sums]
         if not all(isinstance(value, Rowwise) and value.is_sparse for value in grown):
@@ -89,15 +92,14 @@ def of_rows(value: Rowwise) -> Rowwise:
 
 
 def made_of(equation: Equation, result: int, table: str, index: Index, rows: Any, rest: Rest) -> Rowwise:
-    """A result of an equation, zero elsewhere, as if the equation were `rows_to_dense` of these rows."""
+    """Result number `result` of an equation as these rows, made dense where needed by `rows_to_dense`.
+
+    The other rows are zero. `table` names the gradient in messages.
+    """
     outvar = equation.outvars[result]
     params = {"shape": outvar.aval.shape, "table": table}
     source = equation.replace(primitive=rows_to_dense_p, params=params, outvars=[outvar], effects=set())
     return Rowwise(source, [index.places, rows], rest, index, rows)
-
-
-def _zero_like(value: Rowwise) -> Rowwise:
-    return Rowwise(value.equation, value.operands, value.rest)
 
 
 def _total(equation: Equation, number: int, first: Rowwise, places: Any, rows: Any) -> Any:

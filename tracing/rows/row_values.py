@@ -98,15 +98,9 @@ class Index:
         """The rows of rests at these places, by the identity of the rest and the type of the array that holds it."""
         return {}
 
-    @cached_property
-    def is_there(self) -> Any:
-        """Which places are of a row that there is."""
-        return self.places < self.count
-
-    def masked(self, rows: Any, otherwise: Any) -> Any:
-        """The rows, with `otherwise` for the elements of those at places of no row."""
-        is_there = self.is_there.reshape((-1,) + (1,) * (rows.ndim - 1))
-        return jnp.where(is_there, rows, np.asarray(otherwise, rows.dtype))
+    def is_there(self, ndim: int) -> Any:
+        """Whether there is a row at each place, in a shape that broadcasts with rows of `ndim` dimensions."""
+        return (self.places < self.count).reshape((-1,) + (1,) * (ndim - 1))
 
     @cached_property
     def _sorted(self) -> tuple[Index, Any]:
@@ -211,7 +205,7 @@ def _rests_in(rest: Rest) -> list[tuple[Rest, Any]]:
     if not isinstance(rest, RowResult):
         return []
     operands = zip(rest.operands, rest.equation.invars, strict=True)
-    return [(each, atom.aval) for each, atom in operands if isinstance(each, Fill | Stored | Whole | RowResult)]
+    return [(each, atom.aval) for each, atom in operands if isinstance(each, Rest)]
 
 
 def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
@@ -225,9 +219,7 @@ def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
             return jnp.asarray(array).at[index.places].get(mode="clip")
         case RowResult(equation, operands):
             inner = [
-                index.memo[_key(operand, atom.aval)][1]
-                if isinstance(operand, Fill | Stored | Whole | RowResult)
-                else operand
+                index.memo[_key(operand, atom.aval)][1] if isinstance(operand, Rest) else operand
                 for operand, atom in zip(operands, equation.invars, strict=True)
             ]
             return on_rows(equation, inner, index.places.shape[0])
@@ -238,7 +230,7 @@ _SHAPES = ("shape", "new_sizes")
 
 
 def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
-    """Run an equation on `size` rows of its operands."""
+    """The result of an equation for some rows; `operands` are these rows of its operands, `size` is their number."""
     params = {key: (size, *value[1:]) if key in _SHAPES and value else value for key, value in equation.params.items()}
     return bind(equation.primitive, params, operands, None)[0]
 
@@ -246,19 +238,13 @@ def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
 def made(equation: Equation, rests: Sequence[Any]) -> Rest:
     """The rest of the result of an elementwise equation, simplified."""
     if all(isinstance(rest, Fill) and rest.is_known for rest in rests):
-        return _filled(equation, rests)
+        return Fill(computed_now(equation, [rest.value for rest in rests])[0])
     simple = _SIMPLE.get(equation.primitive.name)
     found = simple(equation, rests) if simple is not None else None
     if found is not None:
         return found
-    return (
-        _filled(equation, rests) if all(isinstance(rest, Fill) for rest in rests) else RowResult(equation, tuple(rests))
-    )
-
-
-def _filled(equation: Equation, rests: Sequence[Fill]) -> Fill:
-    if all(rest.is_known for rest in rests):
-        return Fill(computed_now(equation, [rest.value for rest in rests])[0])
+    if not all(isinstance(rest, Fill) for rest in rests):
+        return RowResult(equation, tuple(rests))
     values = [jnp.asarray(rest.value, atom.aval.dtype) for rest, atom in zip(rests, equation.invars, strict=True)]
     return Fill(bind(equation.primitive, equation.params, values, None)[0])
 
@@ -290,10 +276,6 @@ def _is_one(rest: Any) -> bool:
 def _add(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     one, other = rests
     return other if is_zero(one) else one if is_zero(other) else None
-
-
-def _sub(equation: Equation, rests: Sequence[Any]) -> Rest | None:
-    return rests[0] if is_zero(rests[1]) else None
 
 
 def _mul(equation: Equation, rests: Sequence[Any]) -> Rest | None:
@@ -331,7 +313,7 @@ def _convert(equation: Equation, rests: Sequence[Any]) -> Rest | None:
 _SIMPLE: dict[str, Callable[[Equation, Sequence[Any]], Rest | None]] = {
     "add": _add,
     "add_any": _add,
-    "sub": _sub,
+    "sub": lambda equation, rests: rests[0] if is_zero(rests[1]) else None,
     "mul": _mul,
     "div": _div,
     "select_n": _select,

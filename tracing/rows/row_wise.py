@@ -27,27 +27,13 @@ ELEMENTWISE = frozenset(
 )
 #: Ops that change a shape, and may leave the first dimension as it is.
 _RESHAPES = ("broadcast_in_dim", "reshape", "squeeze")
-#: Reductions, with what an element that has no part in them is taken for.
-_NEUTRAL: Mapping[str, Callable[[Any], Any]] = {
-    "reduce_sum": lambda dtype: 0,
-    "reduce_max": lambda dtype: _limits(dtype)[0],
-    "reduce_min": lambda dtype: _limits(dtype)[1],
-    "reduce_or": lambda dtype: False,
-    "reduce_and": lambda dtype: True,
-}
-_REDUCE: Mapping[str, Callable[[Any], Any]] = {
-    "reduce_sum": lambda rows: jnp.sum(rows, dtype=rows.dtype),
-    "reduce_max": jnp.max,
-    "reduce_min": jnp.min,
-    "reduce_or": jnp.any,
-    "reduce_and": jnp.all,
-}
-#: From the reduction of the rows and the number in all others to that of both.
-_COMBINE: Mapping[str, Callable[[Any, Any], Any]] = {
-    "reduce_max": jnp.maximum,
-    "reduce_min": jnp.minimum,
-    "reduce_or": jnp.logical_or,
-    "reduce_and": jnp.logical_and,
+#: Reductions to a number, of the rows that there are (`there`) and the number in all others.
+_REDUCTIONS: Mapping[str, Callable[[Any, Any, Any], Any]] = {
+    "reduce_sum": lambda rows, there, zero: jnp.sum(rows, where=there, dtype=rows.dtype),
+    "reduce_max": lambda rows, there, other: jnp.max(rows, where=there, initial=other),
+    "reduce_min": lambda rows, there, other: jnp.min(rows, where=there, initial=other),
+    "reduce_or": lambda rows, there, other: jnp.bitwise_or.reduce(rows, axis=None, where=there) | other,
+    "reduce_and": lambda rows, there, other: jnp.bitwise_and.reduce(rows, axis=None, where=there) & other,
 }
 
 
@@ -56,10 +42,10 @@ def row_by_row(equation: Equation, operands: Sequence[Any]) -> Any:
     name = equation.primitive.name
     if name in ELEMENTWISE:
         return _elementwise(equation, operands)
-    if name in _NEUTRAL:
+    if name in _REDUCTIONS:
         return _reduced(equation, operands[0])
     if name in _RESHAPES and len(operands) == 1 and _keeps_rows(equation):
-        return _reshaped(equation, operands[0])
+        return _of_rows(equation, operands[0], isinstance(operands[0].rest, Fill))
     return None
 
 
@@ -129,11 +115,12 @@ def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | No
 def _is_linear(equation: Equation, operands: Sequence[Any]) -> bool:
     """Whether the sum of results for rows of one place is the result for their sum."""
     name, has_rows = equation.primitive.name, [*map(_has_rows, operands)]
-    if not all(operand.is_sparse for operand, has in zip(operands, has_rows, strict=True) if has):
+    known = [*filter(_has_rows, operands)]
+    if not all(operand.is_sparse for operand in known):
         return False
     if name in ("neg", "copy", "copy_p"):
         return True
-    if any(operand.rows.dtype.itemsize < 4 for operand, has in zip(operands, has_rows, strict=True) if has):
+    if any(operand.rows.dtype.itemsize < 4 for operand in known):
         return False  # a sum of few bits is to be rounded, or to overflow, as that of the dense gradient
     if name == "convert_element_type":
         was, will_be = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
@@ -151,27 +138,15 @@ def _reduced(equation: Equation, operand: Rowwise) -> Any:
         return None
     if name != "reduce_sum" or operand.rows.dtype.itemsize < 4:
         operand = operand.unique
+    if not isinstance(operand.rest, Fill) or (name == "reduce_sum" and not is_zero(operand.rest)):
+        return _of_rows(equation, operand, False) if 0 not in axes else None
     if 0 not in axes:
-        return _reduced_within_rows(equation, operand)
-    if len(axes) < len(operand.aval.shape) or not isinstance(operand.rest, Fill):
+        return _of_rows(equation, operand, True)
+    if len(axes) < len(operand.aval.shape):
         return None
     # Some row is in the rest, since no index has as many places as there are rows.
-    neutral = _NEUTRAL[name](operand.aval.dtype)
-    has_part = not operand.rest.equals(neutral)
-    if has_part and name == "reduce_sum":
-        return None
     assert operand.index is not None
-    result = _REDUCE[name](operand.index.masked(operand.rows, neutral))
-    return _COMBINE[name](result, operand.rest.value) if has_part else result
-
-
-def _reduced_within_rows(equation: Equation, operand: Rowwise) -> Rowwise:
-    is_kept = isinstance(operand.rest, Fill) and (equation.primitive.name != "reduce_sum" or is_zero(operand.rest))
-    return _of_rows(equation, operand, is_kept)
-
-
-def _reshaped(equation: Equation, operand: Rowwise) -> Rowwise:
-    return _of_rows(equation, operand, isinstance(operand.rest, Fill))
+    return _REDUCTIONS[name](operand.rows, operand.index.is_there(operand.rows.ndim), operand.rest.value)
 
 
 def _of_rows(equation: Equation, operand: Rowwise, keeps_rest: bool) -> Rowwise:
@@ -187,10 +162,3 @@ def _keeps_rows(equation: Equation) -> bool:
     dims = equation.params.get("broadcast_dimensions")
     is_permuted = equation.primitive.name == "reshape" and equation.params["dimensions"] is not None
     return bool(given and result) and given[0] == result[0] and (dims is None or dims[0] == 0) and not is_permuted
-
-
-def _limits(dtype: Any) -> tuple[Any, Any]:
-    """The least and the largest value of a dtype."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -np.inf, np.inf
-    return (False, True) if dtype == np.dtype(bool) else (np.iinfo(dtype).min, np.iinfo(dtype).max)

@@ -55,7 +55,7 @@ def test_a_step_writes_into_the_buffers_of_its_variables_and_keeps_no_other() ->
     step(1.0)
 
     def where() -> int:
-        return int(w.home.store.buffer(w.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
+        return int(w.home.store.table.buffer(w.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
 
     before = where()
     for _ in range(3):

@@ -32,7 +32,7 @@ def near(found: Any, wanted: Any, dtype: Any = np.float32) -> None:
 
 def buffer_of(variable: dflow.Variable) -> int:
     """Address of the value in the device's memory."""
-    return int(variable.home.store.buffer(variable.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
+    return int(variable.home.store.table.buffer(variable.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
 
 
 @pytest.fixture

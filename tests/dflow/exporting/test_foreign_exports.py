@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from jax import export
 
 import dflow
-from dflow.lowering.programs.bytecode_reader import bytecode_reader
+from dflow.lowering.programs.foreign_program import bytecode_reader
 from tests.dflow.training.test_foreign_checkpoints import repaired
 from tests.effort import examples
 from tests.hostile_files import changed_bytes, damage

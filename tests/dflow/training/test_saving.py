@@ -192,7 +192,7 @@ def test_what_is_restored_may_be_trained_on(tmp_path: Path) -> None:
 def test_what_a_failed_step_lost_is_restored(tmp_path: Path) -> None:
     v = dflow.Variable(jnp.ones(3), name="v")
     dflow.save(tmp_path / "c", v)
-    LOCAL.store.buffer(v.key).delete()
+    LOCAL.store.table.buffer(v.key).delete()
     with pytest.raises(VariableError, match="was lost"):
         dflow.save(tmp_path / "d", v)
     dflow.restore(tmp_path / "c", v)

@@ -273,14 +273,14 @@ def test_a_restore_that_ends_while_its_values_are_read_keeps_none(
     checkpoints: TaskCheckpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
-    read = task_checkpoints.read_variables
+    read = Store.read_saved
 
     def read_late(*args: Any) -> Any:
         values = read(*args)
         checkpoints.end(EndRestore("/job:worker/task:0", 1, is_set=False))  # from a worker that no longer waits
         return values
 
-    monkeypatch.setattr(task_checkpoints, "read_variables", read_late)
+    monkeypatch.setattr(Store, "read_saved", read_late)
     id = read_arrays(tmp_path / "c").id
     checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), id, {"w": "w"}))
     assert not checkpoints._read

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.lowering import local
 from dflow.lowering.files.array_files import read_arrays
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import VariableError, VariableShapeError
@@ -95,7 +94,7 @@ def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
     dflow.save(tmp_path / "c", [one, two])
     one.assign(2.0)
     two.assign(2.0)
-    read, left = local.read_variables, [3]
+    read, left = Store.read_saved, [3]
 
     def read_late(*args: Any) -> Any:
         values = read(*args)
@@ -104,7 +103,7 @@ def test_a_restore_reads_one_checkpoint_though_it_is_replaced_meanwhile(
             dflow.save(tmp_path / "c", [one, two], overwrite=True)
         return values
 
-    monkeypatch.setattr(local, "read_variables", read_late)
+    monkeypatch.setattr(Store, "read_saved", read_late)
     dflow.restore(tmp_path / "c", [one, two])
     assert (float(one), float(two), left) == (2.0, 2.0, [0])
     left[0] = 100

@@ -70,7 +70,7 @@ def test_a_worker_and_a_ps_tell_their_steps_bytes_and_errors(memory: MemoryClust
         step = make_step(worker)
         for _ in range(3):
             step(jnp.ones(8))
-        server.store.forget("w", "it was dropped", "make it again")
+        server.store.table.forget("w", "it was dropped", "make it again")
         with pytest.raises(VariableError):
             step(jnp.ones(8))
         own, ps = scrape(of_worker), scrape(of_ps)

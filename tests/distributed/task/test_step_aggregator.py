@@ -21,8 +21,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_rules import OnResults
+from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 from dflow.tracing.ir.resource_op import ResourceOp
 

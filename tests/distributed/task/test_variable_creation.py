@@ -37,7 +37,7 @@ class Task:
         return self.creation.create(message, memoryview(b"".join((data, *programs))))
 
     def values(self) -> dict[str, list[float]]:
-        return {name: self.store.read(name).tolist() for name in sorted(self.store.types())}
+        return {name: self.store.read(name).tolist() for name in sorted(self.store.table.entries)}
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def line_of(error: BaseException) -> str:
 
 def held(memory: MemoryCluster) -> set[str]:
     """Names of all variables on the tasks."""
-    return {name for task in memory.tasks.values() for name in task.server.store.types()}
+    return {name for task in memory.tasks.values() for name in task.server.store.table.entries}
 
 
 # Few messages.

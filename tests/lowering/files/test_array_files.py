@@ -254,7 +254,6 @@ class _Machine:
         (shutil, "rmtree"),
         (array_files, "_create"),
         (array_files, "_started"),
-        (array_files, "_finished"),
         (atomic_directory, "_exchange"),
     )
 

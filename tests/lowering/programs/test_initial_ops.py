@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend import core as jex
 
 from dflow.lowering.programs.initial_ops import SENT_BYTES, Exports, InitialOps, Recipe
 from dflow.lowering.programs.program import load_program
@@ -16,6 +17,10 @@ from dflow.lowering.programs.program import load_program
 KEY = jax.random.key(3)
 ROW = np.linspace(-1, 1, 257, dtype=np.float32)
 init = jax.nn.initializers
+
+signed_p = jex.Primitive("signed")
+signed_p.def_impl(lambda x, by: x * by)
+signed_p.def_abstract_eval(lambda x, **_: x)
 
 
 def normalised() -> Any:
@@ -71,6 +76,14 @@ def test_initialisers_that_differ_in_numbers_share_their_programs() -> None:
     ]
     assert len(exports.blobs) == len(recipes[0].calls)
     assert len({tuple(recipe.calls) for recipe in recipes}) == 1
+
+
+def test_parameters_that_compare_equal_and_differ_in_bits_have_two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dflow.lowering.programs.initial_ops.export_program", lambda *_: b"")
+    exports = Exports()
+    for by in (0.0, -0.0, 0.0):
+        InitialOps(lambda by=by: signed_p.bind(jnp.ones(3), by=by)).recipe(exports)
+    assert len(exports.blobs) == 3  # one of them for the ones
 
 
 def test_a_recipe_is_for_values_that_are_larger_than_what_makes_them() -> None:

@@ -8,18 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.lowering.queues.queue_machine import (
-    CloseAsked,
-    DequeueAsked,
-    EnqueueAsked,
-    Fail,
-    QueueCommand,
-    QueueEvent,
-    QueueMachine,
-    Serve,
-    WaitEnded,
-    Why,
-)
+from dflow.lowering.queues.queue_machine import Fail, QueueCommand, QueueMachine, Serve
 from dflow.lowering.queues.queues import order_of
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -39,76 +28,68 @@ def elements(*numbers: int) -> tuple[Any, ...]:
     return tuple((number,) for number in numbers)
 
 
-def run(queue: QueueMachine, *events: QueueEvent) -> list[QueueCommand]:
-    """Return all commands of the events."""
-    return [command for event in events for command in queue.handle(event)]
-
-
 def test_an_enqueue_waits_for_room_and_a_dequeue_makes_it() -> None:
     queue = machine()
-    assert run(queue, EnqueueAsked(0, elements(1, 2, 3)), EnqueueAsked(1, elements(4))) == [Serve(0)]
-    assert run(queue, DequeueAsked(2, 1)) == [Serve(2, elements(1)), Serve(1)]
+    assert queue.enqueue(0, elements(1, 2, 3)) + queue.enqueue(1, elements(4)) == [Serve(0)]
+    assert queue.dequeue(2, 1) == [Serve(2, elements(1)), Serve(1)]
 
 
 def test_a_dequeue_of_several_takes_them_at_once_and_holds_up_those_behind_it() -> None:
     queue = machine()
-    assert run(queue, DequeueAsked(0, 2), DequeueAsked(1, 1), EnqueueAsked(2, elements(1))) == [Serve(2)]
-    assert run(queue, EnqueueAsked(3, elements(2, 3))) == [Serve(3), Serve(0, elements(1, 2)), Serve(1, elements(3))]
+    assert queue.dequeue(0, 2) + queue.dequeue(1, 1) + queue.enqueue(2, elements(1)) == [Serve(2)]
+    assert queue.enqueue(3, elements(2, 3)) == [Serve(3), Serve(0, elements(1, 2)), Serve(1, elements(3))]
 
 
 def test_a_dequeue_of_more_than_the_capacity_is_served() -> None:
     queue = machine()
-    asked = run(queue, EnqueueAsked(0, elements(1, 2, 3, 4)), DequeueAsked(1, 5), EnqueueAsked(2, elements(5, 6)))
+    asked = queue.enqueue(0, elements(1, 2, 3, 4)) + queue.dequeue(1, 5) + queue.enqueue(2, elements(5, 6))
     assert asked == [Serve(0), Serve(1, elements(1, 2, 3, 4, 5)), Serve(2)]
 
 
 def test_a_close_lets_in_what_waits_and_then_fails_what_cannot_be_served() -> None:
     queue = machine()
-    run(queue, EnqueueAsked(0, elements(1, 2, 3)), EnqueueAsked(1, elements(4, 5)), CloseAsked())
-    assert run(queue, EnqueueAsked(2, elements(6))) == [Fail(2, Why.CLOSED)]
-    assert run(queue, DequeueAsked(3, 2)) == [Serve(3, elements(1, 2)), Serve(1)]
-    assert run(queue, DequeueAsked(4, 4), DequeueAsked(5, 4, or_fewer=True)) == [
-        Fail(4, Why.CLOSED),
-        Serve(5, elements(3, 4, 5)),
-    ]
-    assert run(queue, DequeueAsked(6, 4, or_fewer=True), DequeueAsked(7, 0)) == [Fail(6, Why.CLOSED), Serve(7)]
+    assert queue.enqueue(0, elements(1, 2, 3)) + queue.enqueue(1, elements(4, 5)) + queue.close() == [Serve(0)]
+    assert queue.enqueue(2, elements(6)) == [Fail(2)]
+    assert queue.dequeue(3, 2) == [Serve(3, elements(1, 2)), Serve(1)]
+    assert queue.dequeue(4, 4) + queue.dequeue(5, 4, or_fewer=True) == [Fail(4), Serve(5, elements(3, 4, 5))]
+    assert queue.dequeue(6, 4, or_fewer=True) + queue.dequeue(7, 0) == [Fail(6), Serve(7)]
 
 
 def test_a_close_may_cancel_what_waits_to_come_in() -> None:
     queue = machine()
-    run(queue, EnqueueAsked(0, elements(1, 2, 3)), EnqueueAsked(1, elements(4)))
-    assert run(queue, CloseAsked(cancel_pending=True)) == [Fail(1, Why.CLOSED)]
-    assert run(queue, DequeueAsked(2, 3), DequeueAsked(3, 1)) == [Serve(2, elements(1, 2, 3)), Fail(3, Why.CLOSED)]
+    assert queue.enqueue(0, elements(1, 2, 3)) + queue.enqueue(1, elements(4)) == [Serve(0)]
+    assert queue.close(cancel_pending=True) == [Fail(1)]
+    assert queue.dequeue(2, 3) + queue.dequeue(3, 1) == [Serve(2, elements(1, 2, 3)), Fail(3)]
 
 
 def test_a_close_wakes_every_dequeue_that_waits() -> None:
     queue = machine()
-    run(queue, DequeueAsked(0, 2), DequeueAsked(1, 1), EnqueueAsked(2, elements(1)))
-    assert run(queue, CloseAsked()) == [Fail(0, Why.CLOSED), Serve(1, elements(1))]
+    assert queue.dequeue(0, 2) + queue.dequeue(1, 1) + queue.enqueue(2, elements(1)) == [Serve(2)]
+    assert queue.close() == [Fail(0), Serve(1, elements(1))]
 
 
 def test_a_wait_that_ends_frees_the_way_for_those_behind_it() -> None:
     queue = machine()
-    run(queue, DequeueAsked(0, 2), DequeueAsked(1, 1), EnqueueAsked(2, elements(1)))
-    assert run(queue, WaitEnded(0)) == [Fail(0, Why.ENDED), Serve(1, elements(1))]
-    assert run(queue, WaitEnded(0), WaitEnded(9)) == []
+    assert queue.dequeue(0, 2) + queue.dequeue(1, 1) + queue.enqueue(2, elements(1)) == [Serve(2)]
+    assert queue.abandon(0) == [Serve(1, elements(1))]
+    assert queue.abandon(0) + queue.abandon(9) == []
 
 
 def test_a_shuffling_queue_holds_elements_back_until_it_is_closed() -> None:
     queue = machine(QueueSettings(QueueKind.SHUFFLE, 4, min_after_dequeue=2, seed=1))
-    run(queue, EnqueueAsked(0, elements(1, 2, 3)))
-    first, *rest = run(queue, DequeueAsked(1, 1), DequeueAsked(2, 1))
+    queue.enqueue(0, elements(1, 2, 3))
+    first, *rest = queue.dequeue(1, 1) + queue.dequeue(2, 1)
     assert isinstance(first, Serve)
     assert rest == []
-    (second,) = run(queue, CloseAsked())
+    (second,) = queue.close()
     assert isinstance(second, Serve)
     assert len({*first.elements, *second.elements}) == 2
 
 
 def test_the_seed_says_the_order() -> None:
     def order(seed: int) -> list[QueueCommand]:
-        asked = EnqueueAsked(0, elements(*range(8)))
-        return run(machine(QueueSettings(QueueKind.SHUFFLE, 8, seed=seed)), asked, DequeueAsked(1, 8))
+        queue = machine(QueueSettings(QueueKind.SHUFFLE, 8, seed=seed))
+        return queue.enqueue(0, elements(*range(8))) + queue.dequeue(1, 8)
 
     assert order(1) == order(1)
     assert order(1) != order(2)
@@ -116,8 +97,8 @@ def test_the_seed_says_the_order() -> None:
 
 def test_priorities_go_lowest_first_and_equal_ones_in_order() -> None:
     queue = machine(QueueSettings(QueueKind.PRIORITY, 4))
-    run(queue, EnqueueAsked(0, ((2, "a"), (1, "b"), (2, "c"), (-3, "d"))))
-    assert run(queue, DequeueAsked(1, 4)) == [Serve(1, ((-3, "d"), (1, "b"), (2, "a"), (2, "c")))]
+    queue.enqueue(0, ((2, "a"), (1, "b"), (2, "c"), (-3, "d")))
+    assert queue.dequeue(1, 4) == [Serve(1, ((-3, "d"), (1, "b"), (2, "a"), (2, "c")))]
 
 
 _KINDS = st.builds(
@@ -135,73 +116,83 @@ _ACTIONS = st.lists(
 )
 
 
-def event_of(action: str, argument: int, ticket: int, serials: Any) -> QueueEvent | None:
-    """The event of a test's action; elements are numbered to distinguish them."""
+def act(queue: QueueMachine, action: str, argument: Any, ticket: int) -> list[QueueCommand]:
+    """Do a test's action on a queue."""
     match action:
         case "enqueue":
-            return EnqueueAsked(ticket, tuple((next(serials) * 7 % 5, next(serials)) for _ in range(argument)))
+            return queue.enqueue(ticket, argument)
         case "dequeue" | "up_to":
-            return DequeueAsked(ticket, argument, action == "up_to")
+            return queue.dequeue(ticket, argument, action == "up_to")
         case "end":
-            return WaitEnded(ticket - 1 - argument)
+            return queue.abandon(ticket - 1 - argument)
         case "close" | "cancel":
-            return CloseAsked(action == "cancel")
-    return None
+            return queue.close(action == "cancel")
+    return []
+
+
+def numbered(actions: Any) -> list[tuple[str, Any]]:
+    """The actions with elements for the enqueues, which are numbered to distinguish them."""
+    serials = iter(range(1000))
+    return [
+        (action, tuple((next(serials) * 7 % 5, next(serials)) for _ in range(count)) if action == "enqueue" else count)
+        for action, count in actions
+    ]
 
 
 @settings(max_examples=examples(300))
-@given(kind=_KINDS, actions=_ACTIONS)
+@given(kind=_KINDS, actions=_ACTIONS.map(numbered))
 def test_no_element_is_lost_or_given_twice_and_every_wait_ends_once(kind: QueueSettings, actions: Any) -> None:
-    queue, serials = machine(kind), iter(range(1000))
-    events = [event_of(*action, ticket, serials) for ticket, action in enumerate(actions)]
-    asked = {event.ticket: event for event in events if isinstance(event, (EnqueueAsked, DequeueAsked))}
+    queue = machine(kind)
+    commands = [command for ticket, action in enumerate(actions) for command in act(queue, *action, ticket)]
     # At the end no op may wait: a close ends every dequeue, after the enqueues are cancelled.
-    ending: list[QueueEvent] = [CloseAsked(cancel_pending=True)]
-    commands = run(queue, *(event for event in events if event is not None), *ending)
-    assert sorted(command.ticket for command in commands) == sorted(asked)
+    commands += queue.close(cancel_pending=True)
+    enqueues = {ticket: argument for ticket, (action, argument) in enumerate(actions) if action == "enqueue"}
+    dequeues = {ticket: action for ticket, action in enumerate(actions) if action[0] in ("dequeue", "up_to")}
+    answered = [command.ticket for command in commands]
+    abandoned = {ticket - 1 - argument for ticket, (action, argument) in enumerate(actions) if action == "end"}
+    assert len(answered) == len({*answered})
+    assert {*answered} | abandoned >= enqueues.keys() | dequeues.keys() >= {*answered}
     given = [element for command in commands if isinstance(command, Serve) for element in command.elements]
     left = queue.order.contents()
     served = {command.ticket for command in commands if isinstance(command, Serve)}
-    brought = [e for event in asked.values() if isinstance(event, EnqueueAsked) for e in event.elements]
-    whole = [e for t, event in asked.items() if isinstance(event, EnqueueAsked) and t in served for e in event.elements]
+    brought = [element for some in enqueues.values() for element in some]
+    whole = [element for ticket, some in enqueues.items() if ticket in served for element in some]
     assert len({*given, *left}) == len(given) + len(left)
     assert {*whole} <= {*given, *left} <= {*brought}
     if kind.kind is QueueKind.FIFO:
         assert [*given, *left] == [element for element in brought if element in {*given, *left}]
     for command in commands:
-        event = asked[command.ticket]
-        if isinstance(command, Serve) and isinstance(event, DequeueAsked):
-            assert len(command.elements) == event.count or (event.or_fewer and 0 < len(command.elements) < event.count)
+        if isinstance(command, Serve) and command.ticket in dequeues:
+            action, count = dequeues[command.ticket]
+            assert len(command.elements) == count or (action == "up_to" and 0 < len(command.elements) < count)
 
 
 @settings(max_examples=examples(300))
-@given(kind=_KINDS, actions=_ACTIONS)
+@given(kind=_KINDS, actions=_ACTIONS.map(numbered))
 def test_asked_one_at_a_time_it_does_what_the_model_does(kind: QueueSettings, actions: Any) -> None:
-    queue, model, serials = machine(kind), QueueModel(kind), iter(range(1000))
-    for ticket, action in enumerate(actions):
-        event = event_of(*action, ticket, serials)
-        if event is None or isinstance(event, WaitEnded):
-            continue
-        if isinstance(event, CloseAsked):
-            model.is_closed = True
-            assert run(queue, event) == []
-            continue
+    queue, model = machine(kind), QueueModel(kind)
+    for ticket, (action, argument) in enumerate(actions):
         try:
-            if isinstance(event, EnqueueAsked):
-                model.enqueue(event.elements)
-                wanted: QueueCommand | None = Serve(ticket)
-            else:
-                wanted = Serve(ticket, tuple(model.dequeue(event.count, event.or_fewer)))
+            match action:
+                case "enqueue":
+                    model.enqueue(argument)
+                    wanted: list[QueueCommand] = [Serve(ticket)]
+                case "dequeue" | "up_to":
+                    wanted = [Serve(ticket, tuple(model.dequeue(argument, action == "up_to")))]
+                case "close" | "cancel":
+                    model.is_closed, wanted = True, []
+                case _:
+                    continue
         except QueueClosed:
-            wanted = Fail(ticket, Why.CLOSED)
+            wanted = [Fail(ticket)]
         except DeadlineExceeded:
             return  # the op waits, and the next ones depend on others
-        assert run(queue, event) == [wanted]
+        assert act(queue, action, argument, ticket) == wanted
         assert sorted(queue.order.contents()) == sorted(model.elements)
 
 
 @pytest.mark.parametrize("kind", QueueKind)
 def test_more_elements_come_in_order_through_a_queue_of_one(kind: QueueKind) -> None:
     queue = machine(QueueSettings(kind, 1))
-    given = run(queue, EnqueueAsked(0, elements(1, 2, 3)), *(DequeueAsked(ticket, 1) for ticket in (1, 2, 3)))
+    given = queue.enqueue(0, elements(1, 2, 3)) + [each for ticket in (1, 2, 3) for each in queue.dequeue(ticket, 1)]
     assert given == [Serve(1, elements(1)), Serve(2, elements(2)), Serve(0), Serve(3, elements(3))]

@@ -96,7 +96,7 @@ def test_a_wait_that_starts_when_the_execution_has_ended_is_cancelled() -> None:
             return ends.append
 
     store, outcomes = Store(), list[Any]()
-    store.create_resource("q", Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(())))
+    store.resources["q"] = Late("q", QueueSettings(QueueKind.FIFO, 1), QueueType(()))
     executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.dequeue")),)))
     channel = Mailbox(Mail(), ALONE)
     execution = Execution(executable, store, channel, StepId(ALONE, 1), (), outcomes.append, lambda work: work())
@@ -108,7 +108,7 @@ def _a_step_that_waits(submit: Any) -> tuple[HeldQueue, list[Any]]:
     """Start a step that waits for a queue, with a later op; return the queue and the step's outcomes."""
     store, outcomes = Store(), list[Any]()
     queue = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType((ArrayType(np.dtype("float32"), ()),)))
-    store.create_resource("q", queue)
+    store.resources["q"] = queue
     waits = UseResource("q", ResourceOp("queue.dequeue"), gives=(0,))
     executable = Executable(Plan(ALONE, 2, (waits, UseResource("q", ResourceOp("queue.size"), gives=(1,), after=(0,)))))
     channel = Mailbox(Mail(), ALONE)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from dflow.lowering.queues import pending_operations
-from dflow.lowering.queues.pending_operations import wait
+from dflow.lowering.queues.pending_operations import Results, wait
 from dflow.lowering.queues.queues import HeldQueue
-from dflow.lowering.queues.resource_rules import Results, giving
+from dflow.lowering.queues.resource_rules import giving
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, QueueError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -241,7 +241,7 @@ def test_who_waits_and_who_comes_later_are_told_when_it_was_forgotten() -> None:
     queue.forget("queue 'q' is gone", "make it again")
     assert [type(answer) for answer in answers] == [tuple, QueueError]
     assert str(answers[1]) == "queue 'q' is gone\n  at first.py:1\n  make it again"
-    for use in (lambda: put(queue, 1), lambda: take(queue), queue.close, lambda: queue.inspected(id, "")):
+    for use in (lambda: put(queue, 1), lambda: take(queue), queue.close, lambda: queue.with_machine(id, "")):
         with pytest.raises(QueueError, match=r"queue 'q' is gone\n  at .*\n  make it again"):
             use()
     assert queue.contents() == []

@@ -24,7 +24,7 @@ from tests.lowering.state.store_programs import ADD, F32, ONES, WAIT_S, new_stor
 
 def in_store(store: Store, key: str) -> jax.Array:
     """Return the array in the store, without handing it out."""
-    return store.buffer(key)
+    return store.table.buffer(key)
 
 
 ASSIGN = lower_program(lambda w, x: [x], [F32, F32], 1).compile()

@@ -205,7 +205,7 @@ def test_steps_that_take_each_others_variables_all_come_to_their_end() -> None:
 def test_what_is_dropped_while_a_step_has_it_goes_after_the_step() -> None:
     store = new_store(w=1.0, v=2.0)
     held = Held(store, "w")
-    store.drop("w")
+    store.table.drop("w")
     assert "w" in store
     held.end()
     store.read("v")

@@ -20,8 +20,7 @@ import dflow
 from dflow.lowering.passes.base import run_passes
 from dflow.lowering.pipeline import ALONE, pipeline
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.queues.pending_operations import Cancel
-from dflow.lowering.queues.resource_rules import OnResults
+from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
@@ -79,7 +78,7 @@ class Run:
             if isinstance(ref.type, RefType):
                 self.store.create(ref.name, ref.type.of, lambda name=ref.name: jnp.int32(variables[name]))
             else:
-                self.store.create_resource(ref.name, self.queues[ref.name])
+                self.store.resources[ref.name] = self.queues[ref.name]
         part = make_plans(graph, ALONE, {ref: ref.name for ref in graph.refs})[ALONE]
         self.plan = part.plan
         programs = [program.compile() for program in lower_programs(part, self.store)]

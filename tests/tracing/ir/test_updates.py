@@ -122,7 +122,7 @@ def test_the_compiled_update_writes_into_the_variables_own_buffer(kind: str, tab
     step(*operands)
 
     def where() -> int:
-        return int(table.home.store.buffer(table.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
+        return int(table.home.store.table.buffer(table.key).unsafe_buffer_pointer())  # type: ignore[attr-defined]
 
     before = where()
     step(*operands)

@@ -83,6 +83,7 @@ USES: dict[str, Callable[[Any, Any], Any]] = {
     "with a NumPy array": lambda g, h: g * np.ones(SHAPE, np.float32) + jnp.where(np.ones(SHAPE) > 0, h, g),
     "largest of booleans": lambda g, h: jnp.max(g > 0) & jnp.min(g != 0) & jnp.any(h != 0),
     "least of whole numbers": lambda g, h: jnp.min(jnp.abs(g * 10).astype(jnp.uint32)),
+    "bits of whole numbers": lambda g, h: jax.lax.reduce((g * 10).astype(int), np.int32(0), jax.lax.bitwise_or, (0, 1)),
     "permuted": lambda g, h: jnp.sum(jax.lax.reshape(g, SHAPE, dimensions=(1, 0)) * TABLE),
     "zero over zero": lambda g, h: g / jnp.abs(g),
     "sign of zero": lambda g, h: jnp.min(1 / (g * -1.0)),

@@ -100,7 +100,7 @@ def test_what_is_made_anew_is_new() -> None:
 def test_the_memory_of_a_value_is_free_after_a_reset() -> None:
     with dflow.container("run1"):
         w = dflow.Variable(jnp.ones(2))
-    value = weakref.ref(w.home.store.buffer(w.key))  # type: ignore[attr-defined]
+    value = weakref.ref(w.home.store.table.buffer(w.key))  # type: ignore[attr-defined]
     dflow.reset_container("run1")
     gc.collect()
     assert value() is None
