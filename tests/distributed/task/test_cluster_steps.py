@@ -277,7 +277,7 @@ def test_a_step_that_fails_on_a_task_names_it_and_the_next_one_runs(memory: Memo
 def test_a_lost_variable_is_named(memory: MemoryCluster, worker: Cluster) -> None:
     v, step = one_variable(worker)
     [task] = [task for task in memory.tasks.values() if v.key in task.server.store]
-    task.server.store.drop(v.key)
+    task.server.store.table.drop(v.key)
     with pytest.raises(VariableError, match="no variable 'v' is held here") as caught:
         step(jnp.ones(3))
     assert task.server.name in str(caught.value)
