@@ -8,7 +8,6 @@ from typing import Any, cast
 
 from dflow.config import CONFIG
 from dflow.distributed.worker.cluster import cluster_with
-from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.lowering.local import LocalHome
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.devices.device_name import is_on_task, task_of
@@ -44,7 +43,7 @@ def home_of(traced: Traced) -> StateBackend:
         return cast(StateBackend, homes.pop())
     tasks = {*_tasks_named(traced.graph)}
     cluster = cluster_with(tasks) if tasks else None
-    return LOCAL if cluster is None else ClusterHome(cluster)
+    return LOCAL if cluster is None else cluster.home()
 
 
 def _tasks_named(graph: Graph) -> Iterator[str]:

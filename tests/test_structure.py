@@ -9,8 +9,6 @@ from tests.structure import Sources, files_per_folder, shared_class_names, sourc
 #: All use of JAX's internals is in the first file; the others hold one class each. No other file may grow so long.
 LONG = {
     "tracing/jax_frontend.py",
-    "distributed/task/task_server.py",
-    "distributed/worker/cluster.py",
 }
 
 

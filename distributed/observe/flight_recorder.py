@@ -43,7 +43,7 @@ class FlightRecorder:
         self, task: str, recorder: Recorder, folder: Path, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._task = short_task_name(task)
-        self._recorder = recorder
+        self.recorder = recorder
         self._folder = folder
         self._clock = clock
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class FlightRecorder:
 
     def _write(self, why: str) -> Path:
         _make_private(self._folder)
-        events, now_ns = self._recorder.events(), self._recorder.clock()
+        events, now_ns = self.recorder.events(), self.recorder.clock()
         text = self._next_path()
         when = datetime.now().isoformat(timespec="milliseconds")
         head = f"{self._task} at {when}, process {os.getpid()}\n{_plain(why)}\n\n"

@@ -39,6 +39,11 @@ class StepTotals:
         """Number of successful steps."""
         return sum(self.buckets)
 
+    @property
+    def ended(self) -> int:
+        """Number of steps, with or without an error."""
+        return self.done + sum(self.errors.values())
+
 
 class StepCounts:
     """Counts steps; thread-safe."""

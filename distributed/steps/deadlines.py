@@ -43,6 +43,11 @@ class Deadlines(Generic[Key]):
         with self._lock:
             self._ends_at.pop(key, None)
 
+    def oldest(self) -> Key | None:
+        """Return the key added first; None when there is none."""
+        with self._lock:
+            return next(iter(self._ends_at), None)
+
     def _start_timer(self) -> None:
         ends_at = next(iter(self._ends_at.values()), None)
         self._has_timer = False

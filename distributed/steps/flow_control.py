@@ -14,10 +14,11 @@ value once, when it was taken or dropped, and answers each offer at most once. N
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 
 Item = TypeVar("Item")
@@ -42,7 +43,8 @@ class Outflow(Generic[Item]):
 
     def __init__(self, window_bytes: int) -> None:
         self._window = window_bytes
-        self._untaken: dict[str, int] = {}
+        #: By destination, the bytes pushed and not credited, including `COST_BYTES` per value.
+        self.untaken: Counter[str] = Counter()
         self._offers: dict[Offered, Item] = {}
 
     @property
@@ -50,18 +52,14 @@ class Outflow(Generic[Item]):
         """Number of values kept."""
         return len(self._offers)
 
-    def untaken_bytes(self, destination: str) -> int:
-        """Bytes pushed to `destination` and not credited, including `COST_BYTES` per value."""
-        return self._untaken.get(destination, 0)
-
     def pushes(self, destination: str, size_bytes: int) -> bool:
         """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
-        untaken = self._untaken.get(destination, 0)
+        untaken = self.untaken[destination]
         after = untaken + size_bytes + COST_BYTES
         # A value larger than the window is pushed when no other is untaken.
         if untaken and after > self._window:
             return False
-        self._untaken[destination] = after
+        self.untaken[destination] = after
         return True
 
     def keep(self, offer: Offered, item: Item) -> None:
@@ -74,48 +72,26 @@ class Outflow(Generic[Item]):
 
     def credit(self, destination: str, size_bytes: int) -> None:
         """Note that `destination` has taken `size_bytes` of the pushed values."""
-        self._untaken[destination] = max(0, self._untaken.get(destination, 0) - size_bytes)
+        self.untaken[destination] = max(0, self.untaken[destination] - size_bytes)
 
     def forget(self, destination: str) -> list[Offered]:
         """Drop all transfers to `destination`, whose connection has ended; return the offers dropped."""
-        self._untaken.pop(destination, None)
-        return self._end_all(lambda offer: offer.destination == destination)
+        del self.untaken[destination]
+        return self.end_all(lambda offer: offer.destination == destination)
 
-    def abort(self, concerns: Callable[[StepId], bool]) -> list[Offered]:
-        """Drop the offers in aborted steps, for which `concerns` is true; return them."""
-        return self._end_all(lambda offer: concerns(offer.step))
-
-    def _end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:
+    def end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:
+        """Drop the offers that `concerns` returns true of; return them."""
         ended = [offer for offer in self._offers if concerns(offer)]
         for offer in ended:
             del self._offers[offer]
         return ended
 
 
-@dataclass(frozen=True)
-class GiveCredit:
-    """Notify the task `to` that `size_bytes` of the values it pushed were taken."""
+class Reaction(NamedTuple):
+    """A message for the task `to`: credit for values that it pushed, or the answer to its offer."""
 
     to: str
-    size_bytes: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Request from the task `to` the value that it offered, or with `wanted` false, decline it."""
-
-    to: str
-    step: StepId
-    edge: str
-    wanted: bool
-
-
-Reaction = GiveCredit | Answer
-
-
-class _HeldBack(NamedTuple):
-    source: str
-    cost_bytes: int
+    message: Credit | Pull
 
 
 class Inflow:
@@ -124,7 +100,8 @@ class Inflow:
     def __init__(self, window_bytes: int) -> None:
         self._batch = max(1, window_bytes // CREDITED_PART)
         self._owed: dict[str, int] = {}
-        self._held: dict[StepId, dict[str, _HeldBack]] = {}
+        #: By step and edge, the source and the cost of each untaken value, and the source of each offer.
+        self._held: dict[StepId, dict[str, tuple[str, int]]] = {}
         self._offered: dict[StepId, dict[str, str]] = {}
 
     @property
@@ -142,36 +119,31 @@ class Inflow:
         cost = size_bytes + COST_BYTES
         if not is_held:
             return self._owe(source, cost)
-        self._held.setdefault(step, {})[edge] = _HeldBack(source, cost)
+        self._held.setdefault(step, {})[edge] = source, cost
         return []
 
     def taken(self, step: StepId, edge: str) -> list[Reaction]:
         """Count a waiting value as taken."""
-        held = self._held.get(step)
-        value = held.pop(edge, None) if held else None
+        value = self._held.get(step, {}).pop(edge, None)
         return self._owe(*value) if value is not None else []
 
     def offer(self, source: str, step: StepId, edge: str, *, is_awaited: bool, is_open: bool) -> list[Reaction]:
         """Handle an offer of `source`: request the value if `is_awaited`, decline it if the step is not `is_open`."""
         if is_awaited or not is_open:
-            return [Answer(source, step, edge, is_awaited)]
+            return [_answer(source, step, edge, wanted=is_awaited)]
         self._offered.setdefault(step, {})[edge] = source
         return []
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
         """Request the value, which an op now waits for, if it was offered."""
-        offered = self._offered.get(step)
-        source = offered.pop(edge, None) if offered else None
-        return [Answer(source, step, edge, True)] if source is not None else []
+        source = self._offered.get(step, {}).pop(edge, None)
+        return [_answer(source, step, edge, wanted=True)] if source is not None else []
 
     def ended(self, step: StepId) -> list[Reaction]:
         """Credit and decline what remains of a step, which is dropped."""
-        reactions: list[Reaction] = []
-        for held in self._held.pop(step, {}).values():
-            reactions += self._owe(*held)
-        for edge, source in self._offered.pop(step, {}).items():
-            reactions.append(Answer(source, step, edge, False))
-        return reactions
+        credits = [one for held in self._held.pop(step, {}).values() for one in self._owe(*held)]
+        offered = self._offered.pop(step, {}).items()
+        return [*credits, *(_answer(source, step, edge, wanted=False) for edge, source in offered)]
 
     def steps_of(self, origin: str) -> list[StepId]:
         """The steps of `origin` with held or offered values here."""
@@ -181,7 +153,7 @@ class Inflow:
         """Forget `source`, whose connection has ended: its values are no longer credited, its offers are void."""
         self._owed.pop(source, None)
         for held in self._held.values():
-            for edge in [edge for edge, value in held.items() if value.source == source]:
+            for edge in [edge for edge, (by, _) in held.items() if by == source]:
                 del held[edge]
         for offered in self._offered.values():
             for edge in [edge for edge, by in offered.items() if by == source]:
@@ -193,4 +165,8 @@ class Inflow:
             self._owed[source] = owed
             return []
         self._owed[source] = 0
-        return [GiveCredit(source, owed)]
+        return [Reaction(source, Credit(owed))]
+
+
+def _answer(source: str, step: StepId, edge: str, *, wanted: bool) -> Reaction:
+    return Reaction(source, Pull(step.origin, step.number, edge, wanted))

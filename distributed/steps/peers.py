@@ -14,10 +14,9 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from dflow.distributed.transport.base import Handler, Peer, Reply, Transport
-from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.transport.base import Handler, Peer, Transport
+from dflow.distributed.wire.messages.connection import Introduce
 from dflow.lowering.steps.recorder import CONNECTED, NOWHERE
-from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 
 _GONE = "the task has left or moved"
@@ -59,11 +58,11 @@ class Peers:
         """Replace the address book, and close connections to tasks that left or moved; `left` has the reasons."""
         with self._lock:
             self._left = left
-            stale = [place for task, place in self._places.items() if addresses.get(task) != place.address]
-            kept = {task: place for task, place in self._places.items() if addresses.get(task) == place.address}
+            before = self._places
+            kept = {task: place for task, place in before.items() if addresses.get(task) == place.address}
             self._places = {task: kept.get(task) or _Place(address) for task, address in addresses.items()}
-        for place in stale:
-            if place.peer is not None:
+        for task, place in before.items():
+            if task not in kept and place.peer is not None:
                 place.peer.close(_GONE)
 
     def set_life(self, life: int) -> None:
@@ -75,7 +74,7 @@ class Peers:
             peers = [place.peer for place in self._places.values() if place.peer is not None]
         for peer in peers:
             with contextlib.suppress(TransportClosed):
-                peer.start(Introduce(life), on_reply=_need_no_reply)
+                peer.start(Introduce(life), on_reply=_ignore)
 
     def get(self, task: str) -> Peer:
         """Return the connection to `task`, opened if needed.
@@ -86,27 +85,26 @@ class Peers:
         # Without the lock: the dict is replaced, never changed.
         places = self._places
         place = places.get(task)
-        if place is None and self._is_closed:
-            raise TaskLost(
-                f"{self._name} has left the cluster, since close was called, so it cannot reach {task}",
-                "do this before close, or join again by dflow.connect()",
-            )
         if place is None:
-            raise self._not_there(task)
+            raise self._missing(task)
         peer = place.peer
         if peer is not None and not peer.closed:
             return peer
         with place.connecting:
-            if place.peer is None or place.peer.closed:
+            peer = place.peer
+            if peer is None or peer.closed:
                 peer = self._introduce(place, self._connect(task, place))
-            else:
-                peer = place.peer
         if self._places.get(task) is not place:
             peer.close(_GONE)
             raise self._gone_meanwhile(task, place)
         return peer
 
-    def _not_there(self, task: str) -> TaskLost:
+    def _missing(self, task: str) -> TaskLost:
+        if self._is_closed:
+            return TaskLost(
+                f"{self._name} has left the cluster, since close was called, so it cannot reach {task}",
+                "do this before close, or join again by dflow.connect()",
+            )
         if task in self._left:
             return TaskLost(f"{task} has left the cluster: {self._left[task]}")
         return TaskLost(f"{task} is not in the cluster; these tasks are: {', '.join(sorted(self._places)) or 'none'}")
@@ -165,12 +163,12 @@ class Peers:
             told = self._life
             if told is not None:
                 try:
-                    peer.start(Introduce(told), on_reply=_need_no_reply)
+                    peer.start(Introduce(told), on_reply=_ignore)
                 except TransportClosed as error:
                     raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
             place.peer = peer
         return peer
 
 
-def _need_no_reply(reply: Outcome[Reply[Ok]]) -> None:
-    """Ignore the reply: if the introduction fails, the next message is refused or the connection ends."""
+def _ignore(reply: object) -> None:
+    """Ignore the reply to an introduction: if that fails, the next message is refused or the connection ends."""

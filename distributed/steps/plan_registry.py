@@ -164,7 +164,10 @@ class PlanRegistry:
 
     def _checked(self, message: RegisterPlan) -> tuple[Plan, list[tuple[int, int]]]:
         """Decode and check the plan; return it and the numbers of variables that each of its programs uses."""
-        plan = _decode(message.plan)
+        try:
+            plan = _DECODER.decode(message.plan)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise WireError(f"{len(message.plan)} bytes are no plan: {error}") from error
         check_plan(plan, self._task, len(message.program_sizes))
         check_from_peer(plan)
         return plan, _variables(plan, len(message.program_sizes))
@@ -185,13 +188,6 @@ class PlanRegistry:
                 with self._lock:
                     del self._programs[key]
         return loading.result(COMPILE_TIMEOUT_S)
-
-
-def _decode(data: bytes) -> Plan:
-    try:
-        return _DECODER.decode(data)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise WireError(f"{len(data)} bytes are no plan: {error}") from error
 
 
 def _check_named(message: RegisterPlan) -> None:

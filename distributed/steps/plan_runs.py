@@ -5,11 +5,14 @@ Invariants:
 - A plan that was begun ends exactly once: by its last item, its first error, or `cancel`.
 - The thread that makes items of a quick plan ready (`Executable.is_quick`) runs them, since waking another thread
   takes longer, unless it would have to wait for a variable. The pool runs all other items.
+- An item that makes others ready on its thread returns before they run, so that chains of steps which feed each other
+  use no more stack than one.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -18,7 +21,6 @@ from typing import Any
 from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
-from dflow.distributed.steps.trampoline import run_soon
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
@@ -40,12 +42,6 @@ class PlanRuns:
         self._lock = threading.Lock()
         #: The runs, each with the time when it began.
         self._runs: dict[StepId, tuple[Execution, int]] = {}
-        self._ended_count = 0
-
-    @property
-    def ended(self) -> int:
-        """Number of plans that have ended, with or without an error."""
-        return self._ended_count
 
     def running(self) -> list[StepId]:
         """The steps that have a part running here, oldest first."""
@@ -93,8 +89,36 @@ class PlanRuns:
     def _ended(self, step: StepId, on_done: Callable[[Outcome[Fetches]], None], outcome: Outcome[Fetches]) -> None:
         with self._lock:
             _, began_ns = self._runs.pop(step)
-            self._ended_count += 1
         self._channel.finish(step)
         ended_ns = self._recorder.note(PART_ENDED, step, "", described_end(outcome))
         self.counts.ended((ended_ns - began_ns) / 1e9, outcome)
         on_done(outcome)
+
+
+class _Queue(threading.local):
+    work: deque[Callable[[], None]] | None = None
+
+
+_QUEUE = _Queue()
+
+
+def run_soon(work: Callable[[], None]) -> None:
+    """Run `work` now, or when the callback that runs on this thread has returned. Faster than a `Mailbox`."""
+    if _QUEUE.work is not None:
+        _QUEUE.work.append(work)
+        return
+    queue = _QUEUE.work = deque([work])
+    try:
+        _drain(queue)
+    finally:
+        _QUEUE.work = None
+
+
+def _drain(queue: deque[Callable[[], None]]) -> None:
+    """Run all queued callbacks, even if one raises; then raise its error."""
+    while queue:
+        try:
+            queue.popleft()()
+        except BaseException:
+            _drain(queue)
+            raise

@@ -18,6 +18,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -72,24 +73,8 @@ class _Held(msgspec.Struct, Generic[Value], frozen=True):
     value: Value
 
 
-class _Done:
-    """Entry of an edge whose value was delivered, or whose wait ended without a value."""
-
-
-_DONE = _Done()
-
-
-class _Step(Generic[Waiter, Value]):
-    __slots__ = ("edges",)
-
-    def __init__(self) -> None:
-        self.edges: dict[str, _Waiting[Waiter] | _Held[Value] | _Done] = {}
-
-    def delivered(self, edge: str) -> None:
-        if is_in_loop(edge):
-            del self.edges[edge]
-        else:
-            self.edges[edge] = _DONE
+#: The edges of a step; None for one whose value was delivered, or whose wait ended without a value.
+_Edges = dict[str, _Waiting[Waiter] | _Held[Value] | None]
 
 
 @dataclass
@@ -117,8 +102,8 @@ class Rendezvous(Generic[Waiter, Value]):
     """The rendezvous of one task; a `Waiter` is anything with which its owner can end a wait."""
 
     def __init__(self) -> None:
-        self._steps: dict[StepId, _Step[Waiter, Value]] = {}
-        self._ended: dict[str, _EndedSteps] = {}
+        self._steps: dict[StepId, _Edges[Waiter, Value]] = {}
+        self._ended: dict[str, _EndedSteps] = defaultdict(_EndedSteps)
         self._lost: dict[str, DflowError] = {}
         self._delivered = 0
         self._dropped = 0
@@ -132,65 +117,72 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def count_from(self, origin: str, number: int) -> None:
         """Treat steps of `origin` below `number` as ended, since earlier lives started them; drop their values."""
-        ended = self._ended.setdefault(origin, _EndedSteps())
+        ended = self._ended[origin]
         ended.low = max(ended.low, number)
         ended.above = {above for above in ended.above if above >= ended.low}
 
     def put(self, step: StepId, edge: str, value: Value) -> list[EndWait[Waiter, Value]]:
         """Store or deliver a received value; drop it if the step has ended, or the edge has had its value."""
         try:
-            opened = self._open(step)
+            edges = self._open(step)
         except DflowError:
             self._dropped += 1
             return []
-        edges = opened.edges
         place = edges.get(edge)
-        if place is None:
+        if edge not in edges:
             edges[edge] = _Held(value)
             return []
         if not isinstance(place, _Waiting):
             self._dropped += 1
             return []
-        opened.delivered(edge)
-        self._delivered += 1
+        self._deliver(edges, edge)
         return [EndWait(place.waiter, value)]
 
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
         """Wait for the value that the task `source` sends; the wait ends now if the value is here, or cannot come."""
         try:
-            opened = self._open(step)
+            edges = self._open(step)
         except DflowError as error:
             return [EndWait(waiter, error)]
-        edges = opened.edges
         place = edges.get(edge)
         if isinstance(place, _Held):
-            opened.delivered(edge)
-            self._delivered += 1
+            self._deliver(edges, edge)
             return [EndWait(waiter, place.value)]
-        if place is not None:
+        if edge in edges:
             return [EndWait(waiter, InternalError(f"edge {edge!r} is awaited twice in {describe(step)}"))]
         if source in self._lost:
             return [EndWait(waiter, self._lost[source])]
         edges[edge] = _Waiting(waiter, source)
         return []
 
+    def _deliver(self, edges: _Edges[Waiter, Value], edge: str) -> None:
+        self._delivered += 1
+        if is_in_loop(edge):
+            del edges[edge]
+        else:
+            edges[edge] = None
+
     def holds(self, step: StepId, edge: str) -> bool:
         """Whether a value is here and not taken."""
         opened = self._steps.get(step)
-        return opened is not None and isinstance(opened.edges.get(edge), _Held)
+        return opened is not None and isinstance(opened.get(edge), _Held)
+
+    def is_awaited(self, step: StepId, edge: str) -> bool:
+        """Whether a waiter waits for the value."""
+        opened = self._steps.get(step)
+        return opened is not None and isinstance(opened.get(edge), _Waiting)
 
     def is_open(self, step: StepId) -> bool:
         """Whether the step has not ended here."""
-        ended = self._ended.get(step.origin)
-        return step in self._steps or not (step.origin in self._lost or (ended is not None and step.number in ended))
+        return step in self._steps or not (step.origin in self._lost or self._has_ended(step))
 
     def expire(self, step: StepId, edge: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """End a wait that has timed out; does nothing if it has ended."""
-        opened = self._steps.get(step)
-        place = opened.edges.get(edge) if opened is not None else None
-        if opened is None or not isinstance(place, _Waiting):
+        edges = self._steps.get(step, {})
+        place = edges.get(edge)
+        if not isinstance(place, _Waiting):
             return []
-        opened.edges[edge] = _DONE
+        edges[edge] = None
         return [EndWait(place.waiter, error)]
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
@@ -199,26 +191,18 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def abort(self, step: StepId, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """Abort the step: its waits end with `error`; its values are dropped, including later ones."""
-        ended = self._ended.get(step.origin)
-        if ended is None:
-            ended = self._ended[step.origin] = _EndedSteps()
-        ended.add(step.number)
-        commands: list[EndWait[Waiter, Value]] = []
-        opened = self._steps.pop(step, None)
-        for place in opened.edges.values() if opened is not None else ():
-            if isinstance(place, _Waiting):
-                commands.append(EndWait(place.waiter, error))
-            elif place is not _DONE:
-                self._dropped += 1
-        return commands
+        self._ended[step.origin].add(step.number)
+        edges = self._steps.pop(step, {}).values()
+        self._dropped += sum(isinstance(place, _Held) for place in edges)
+        return [EndWait(place.waiter, error) for place in edges if isinstance(place, _Waiting)]
 
     def stop_waiting_for(self, source: str, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """End the waits for values of `source` with `error`, since these may be lost."""
         commands: list[EndWait[Waiter, Value]] = []
-        for opened in self._steps.values():
-            for edge, place in opened.edges.items():
+        for edges in self._steps.values():
+            for edge, place in edges.items():
                 if isinstance(place, _Waiting) and place.source == source:
-                    opened.edges[edge] = _DONE
+                    edges[edge] = None
                     commands.append(EndWait(place.waiter, error))
         return commands
 
@@ -259,21 +243,22 @@ class Rendezvous(Generic[Waiter, Value]):
             remembered=sum(len(ended.above) for ended in self._ended.values()),
         )
 
-    def _open(self, step: StepId) -> _Step[Waiter, Value]:
-        """Return the state of a step that has not ended, created when the step is first heard of."""
-        opened = self._steps.get(step)
-        if opened is not None:
-            return opened
+    def _open(self, step: StepId) -> _Edges[Waiter, Value]:
+        """Return the edges of a step that has not ended; those of a step first heard of are none."""
+        edges = self._steps.get(step)
+        if edges is not None:
+            return edges
         if step.origin in self._lost:
             raise self._lost[step.origin]
-        ended = self._ended.get(step.origin)
-        if ended is not None and step.number in ended:
+        if self._has_ended(step):
             raise StepCancelled(f"{describe(step)} has ended here, or was cancelled")
-        opened = self._steps[step] = _Step()
-        return opened
+        return self._steps.setdefault(step, {})
+
+    def _has_ended(self, step: StepId) -> bool:
+        return step.origin in self._ended and step.number in self._ended[step.origin]
 
     def _count(self, matches: Callable[[object], bool]) -> int:
-        return sum(matches(place) for opened in self._steps.values() for place in opened.edges.values())
+        return sum(matches(place) for edges in self._steps.values() for place in edges.values())
 
 
 def describe(step: StepId) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ import jax
 import msgspec
 
 from dflow.distributed.steps.deadlines import Deadlines
-from dflow.distributed.steps.flow_control import COST_BYTES, GiveCredit, Inflow, Offered, Outflow, Reaction
+from dflow.distributed.steps.flow_control import COST_BYTES, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
@@ -38,19 +39,22 @@ LOGGER = logging.getLogger("dflow")
 #: Limit of the untaken bytes at a task, for each other task.
 WINDOW_BYTES = 256 << 20
 
-_Wait = tuple[StepId, str]
-
 
 @dataclass
 class _Total:
     values: int = 0
     size_bytes: int = 0
 
+    def add(self, size_bytes: int) -> None:
+        self.values += 1
+        self.size_bytes += size_bytes
+
 
 class _Receiver(msgspec.Struct, frozen=True, eq=False):
     """A waiter of the rendezvous, with the data for an error about it."""
 
-    wait: _Wait
+    step: StepId
+    edge: str
     source: str
     deliver: Deliver
 
@@ -61,15 +65,6 @@ class _OfferedValue:
 
     message: Tensor
     payload: Payload
-
-
-@dataclass(frozen=True)
-class FlowStatistics:
-    """Number of values kept here for other tasks, of their offers not requested here, and of values not taken."""
-
-    kept: int
-    offered: int
-    held: int
 
 
 class TaskChannel:
@@ -94,11 +89,10 @@ class TaskChannel:
         self._described = described
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
-        self._receivers: dict[_Wait, _Receiver] = {}
         self._clock = clock or Timers("dflow deadlines")
-        self._deadlines: Deadlines[_Wait] = Deadlines(wait_timeout_s, self._expire, self._clock)
-        self._traffic: dict[tuple[str, str], _Total] = {}
-        self._taken_in: dict[str, _Total] = {}
+        self._deadlines: Deadlines[_Receiver] = Deadlines(wait_timeout_s, self._expire, self._clock)
+        self._traffic: dict[tuple[str, str], _Total] = defaultdict(_Total)
+        self._taken_in: dict[str, _Total] = defaultdict(_Total)
         self._outflow: Outflow[_OfferedValue] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
         self._offers: Deadlines[Offered] = Deadlines(wait_timeout_s, self._expire_offer, self._clock)
@@ -111,7 +105,9 @@ class TaskChannel:
         raises  TaskLost if the destination is not in the cluster; what connecting and sending raise
         """
         if destination == self._name:
-            self._put(step, edge, value)
+            with self._lock:
+                commands = self._rendezvous.put(step, edge, value)
+            self._carry_out(commands)
             return
         wait_until_computed((value,))
         payload = encode_array(value)
@@ -140,27 +136,19 @@ class TaskChannel:
     def _sent(self, step: StepId, edge: str, destination: str, size_bytes: int, began: int) -> None:
         self._recorder.note(SENT, step, edge, destination, size_bytes, began)
         with self._lock:
-            way = edge_alone(edge), destination
-            total = self._traffic.get(way)
-            if total is None:
-                total = self._traffic[way] = _Total()
-            total.values += 1
-            total.size_bytes += size_bytes
+            self._traffic[edge_alone(edge), destination].add(size_bytes)
 
     def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
         """Call `deliver` once, with the value or with the error that ended the wait."""
-        receiver = _Receiver((step, edge), source, deliver)
+        receiver = _Receiver(step, edge, source, deliver)
         with self._lock:
             commands = self._rendezvous.take(step, edge, source, receiver)
             if commands:
                 reactions = self._inflow.taken(step, edge)
             else:
-                self._receivers[receiver.wait] = receiver
-                self._deadlines.add(receiver.wait)
+                self._deadlines.add(receiver)
                 reactions = self._inflow.awaited(step, edge)
-        if reactions:
-            self._react(reactions)
-        self._carry_out(commands)
+        self._carry_out(commands, reactions)
 
     def arrived(self, tensor: Tensor, payload: memoryview, peer: Peer) -> None:
         """Handle a value from another task; raises WireError if it is malformed."""
@@ -175,11 +163,7 @@ class TaskChannel:
         if not stays_on_host(value):
             value = jax.device_put(value, may_alias=True)
         with self._lock:
-            total = self._taken_in.get(source)
-            if total is None:
-                total = self._taken_in[source] = _Total()
-            total.values += 1
-            total.size_bytes += len(payload)
+            self._taken_in[source].add(len(payload))
             commands = self._rendezvous.put(step, tensor.edge, value)
             reactions: list[Reaction] = []
             # A requested value does not count in the window.
@@ -187,19 +171,16 @@ class TaskChannel:
                 self._senders[source] = peer
                 is_held = not commands and self._rendezvous.holds(step, tensor.edge)
                 reactions = self._inflow.came(source, step, tensor.edge, len(payload), is_held=is_held)
-        if reactions:
-            self._react(reactions)
-        self._carry_out(commands)
+        self._carry_out(commands, reactions)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
         """Handle an offer: another task keeps a value for this one."""
         step = StepId(offer.origin, offer.step)
         with self._lock:
             self._senders[peer.name] = peer
-            is_awaited, is_open = (step, offer.edge) in self._receivers, self._rendezvous.is_open(step)
+            is_awaited, is_open = self._rendezvous.is_awaited(step, offer.edge), self._rendezvous.is_open(step)
             reactions = self._inflow.offer(peer.name, step, offer.edge, is_awaited=is_awaited, is_open=is_open)
-        if reactions:
-            self._react(reactions)
+        self._carry_out((), reactions)
 
     def pulled(self, pull: Pull, peer: Peer) -> None:
         """Send an offered value that another task requests, or drop it if declined."""
@@ -237,19 +218,15 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.finish(step)
             reactions = self._inflow.ended(step)
-        if reactions:
-            self._react(reactions)
-        self._carry_out(commands)
+        self._carry_out(commands, reactions)
 
     def abort(self, step: StepId, error: BaseException) -> None:
         """Abort the step; its waits end with `error`."""
         with self._lock:
             commands = self._rendezvous.abort(step, error)
             reactions = self._inflow.ended(step)
-            self._void(self._outflow.abort(lambda one: one == step))
-        if reactions:
-            self._react(reactions)
-        self._carry_out(commands)
+            self._void(self._outflow.end_all(lambda offer: offer.step == step))
+        self._carry_out(commands, reactions)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
         """End the waits for values of `task` with `error`, since these may be lost."""
@@ -268,11 +245,9 @@ class TaskChannel:
             self._inflow.forget(task)
             reactions = [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
             self._void(self._outflow.forget(task))
-            self._void(self._outflow.abort(lambda step: step.origin == task))
+            self._void(self._outflow.end_all(lambda offer: offer.step.origin == task))
             self._senders.pop(task, None)
-        if reactions:
-            self._react(reactions)
-        self._carry_out(commands)
+        self._carry_out(commands, reactions)
         return steps
 
     def task_joined(self, task: str) -> None:
@@ -287,18 +262,17 @@ class TaskChannel:
 
     def oldest_wait(self) -> str:
         """Describe the longest wait; empty when there is none."""
-        with self._lock:
-            receiver = next(iter(self._receivers.values()), None)
-        if receiver is None:
+        oldest = self._deadlines.oldest()
+        if oldest is None:
             return ""
-        step, edge = receiver.wait
-        return f"waits for {short_task_name(receiver.source)} to send the value {edge!r} in {describe(step)}"
+        step = describe(oldest.step)
+        return f"waits for {short_task_name(oldest.source)} to send the value {oldest.edge!r} in {step}"
 
     @property
     def endless_waits(self) -> int:
         """Number of waits without a deadline, which must be 0 whenever no call is in progress."""
         with self._lock:
-            return len(self._receivers) - len(self._deadlines)
+            return self._rendezvous.statistics().waiters - len(self._deadlines)
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """Values and bytes sent since the start, per edge and destination."""
@@ -322,22 +296,11 @@ class TaskChannel:
         """Stop all deadlines: no wait expires any more."""
         self._clock.close()
 
-    def flow(self) -> FlowStatistics:
-        """Number of untaken values and offers on either side."""
+    def _expire(self, receiver: _Receiver) -> None:
+        step, edge = receiver.step, receiver.edge
         with self._lock:
-            return FlowStatistics(self._outflow.offers, self._inflow.offered, self._inflow.held)
-
-    def _put(self, step: StepId, edge: str, value: Sent) -> None:
-        with self._lock:
-            commands = self._rendezvous.put(step, edge, value)
-        self._carry_out(commands)
-
-    def _expire(self, wait: _Wait) -> None:
-        step, edge = wait
-        with self._lock:
-            receiver = self._receivers.get(wait)
-        if receiver is None:
-            return
+            if not self._rendezvous.is_awaited(step, edge):
+                return
         self._recorder.note(WAIT_EXPIRED, step, edge, receiver.source)
         text = (
             f"{short_task_name(self._name)} waited {self._deadlines.timeout_s:g} s in {describe(step)} for the value "
@@ -362,29 +325,16 @@ class TaskChannel:
         for offer in offers:
             self._offers.discard(offer)
 
-    def _react(self, reactions: Iterable[Reaction]) -> None:
-        """Send credit and answers to offers; skip tasks whose connection has ended, which need neither."""
-        for reaction in reactions:
-            peer = self._senders.get(reaction.to)
-            message = (
-                Credit(reaction.size_bytes)
-                if isinstance(reaction, GiveCredit)
-                else Pull(reaction.step.origin, reaction.step.number, reaction.edge, reaction.wanted)
-            )
+    def _carry_out(self, commands: Iterable[EndWait[_Receiver, Sent]], reactions: Iterable[Reaction] = ()) -> None:
+        """Send credit and answers to offers, except to tasks whose connection has ended; then end the waits."""
+        for to, message in reactions:
+            peer = self._senders.get(to)
             if peer is not None:
                 with contextlib.suppress(TransportClosed):
                     peer.notify(message)
-
-    def _carry_out(self, commands: Iterable[EndWait[_Receiver, Sent]]) -> None:
         for command in commands:
-            self._forget(command.waiter)
+            self._deadlines.discard(command.waiter)
             try:
                 command.waiter.deliver(command.outcome)
             except Exception:
-                LOGGER.exception("%s: a receiver of edge %r failed", self._name, command.waiter.wait[1])
-
-    def _forget(self, receiver: _Receiver) -> None:
-        with self._lock:
-            if self._receivers.get(receiver.wait) is receiver:
-                del self._receivers[receiver.wait]
-                self._deadlines.discard(receiver.wait)
+                LOGGER.exception("%s: a receiver of edge %r failed", self._name, command.waiter.edge)

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -21,9 +21,9 @@ import jax.numpy as jnp
 
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
-from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.codec import Payload, encode_arrays
-from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.task.cluster_steps import ClusterSteps
+from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
@@ -38,7 +38,7 @@ from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
 from dflow.tracing.ir.types import RowsType
 from dflow.tracing.jax_frontend import closed_parts
-from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.rows.keep_rows import noted_rows
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows.rows_to_dense import dense_to_rows, note_gradients, times_noted
@@ -58,25 +58,12 @@ NOTICE_AFTER_S = 10.0
 class RoundTasks(StrategyCluster, Protocol):
     """The part of a cluster that is needed here; see `Cluster`."""
 
-    @property
-    def step_timeout_s(self) -> float:
-        """Time limit of one step."""
-        ...
+    #: Messages to other tasks, and steps that run on them.
+    requests: TaskRequests
+    steps: ClusterSteps
 
     def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
         """Return a context that places new state on the tasks of `job`."""
-        ...
-
-    def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
-        """Register a function that the task `host` will run in steps that it starts."""
-        ...
-
-    def request(self, task: str, message: Request[Answer], payload: Payload = ...) -> Reply[Answer]:
-        """Send a request to another task, and wait for its answer."""
-        ...
-
-    def request_for(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
-        """Send a request that the other task may answer after up to `wait_s`, and wait for its answer."""
         ...
 
 
@@ -96,7 +83,7 @@ class RoundPart:
         # The name determines the type and the task, so that later runs can use the accumulator again.
         name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(spec, wanted)}"
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
-        agreed, _ = self._cluster.request(self._host, message)
+        agreed, _ = self._cluster.requests.ask(self._host, message)
         if agreed.is_over:
             return None
         gradients = self._gradients_for(optimizer, spec, agreed)
@@ -122,22 +109,22 @@ class RoundPart:
         """Register the update with the host, which applies the averages; no effect if another worker has done so."""
         mean_types = tuple(array.struct for array in accumulator.type.arrays)
         traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
-        handles, before, after = self._cluster.register_hosted(traced, self._host)
+        handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
         message = OpenRounds(
             self._run, steps, wanted, workers, accumulator.key, dict(handles), infos[:count], infos[count:]
         )
-        self._cluster.request(self._host, message, payload)
+        self._cluster.requests.ask(self._host, message, payload)
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`; log a warning while workers are missing."""
-        began_at, timeout_s = time.monotonic(), self._cluster.step_timeout_s
+        began_at, timeout_s = time.monotonic(), self._cluster.steps.timeout_s
         wait_s = min(NOTICE_AFTER_S, timeout_s)
         while True:
             message = NextRound(self._run, self._cluster.task, done, wait_s)
             try:
-                return self._cluster.request_for(self._host, message, wait_s).message
+                return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
             except DeadlineExceeded as error:
                 waited_s = time.monotonic() - began_at
                 whole = f"{error}{self._yet_to_come()}"
@@ -157,7 +144,7 @@ class RoundPart:
     def leave(self, done: int) -> None:
         """Leave the run. A host that is gone is ignored: no worker waits there."""
         with contextlib.suppress(DflowError):
-            self._cluster.request(self._host, LeaveRounds(self._run, self._cluster.task, done))
+            self._cluster.requests.ask(self._host, LeaveRounds(self._run, self._cluster.task, done))
 
 
 class _Found:

@@ -114,7 +114,7 @@ class MemberGate:
         return info is not None and info.life == self._lives[peer] and info.left_at_s is None
 
     def _refusal(self, peer: Peer) -> str:
-        """Why a connection is not a member's; empty when it is, or when a later roster may list its life."""
+        """Why messages of a connection are refused; empty for a member, and while a later roster may list its life."""
         life, info, task = self._lives.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
         if life is None:
             return f"{task} has not joined it; join by dflow.connect()"

@@ -14,7 +14,7 @@ Invariants:
   theirs, from workers that died and may have given one. So a dead worker's gradient never displaces a live worker's;
 - after a failed update each worker that took part gets the error once, and the run resumes when it is opened again;
 - after the last round every request is answered immediately;
-- the run holds nothing but numbers from each FreeRun to the next Began; a FreeRun comes as soon as no worker takes
+- the run holds nothing but numbers from each FreeRun to the next `began`; a FreeRun comes as soon as no worker takes
   part and no gradient is left to apply.
 """
 
@@ -22,62 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True)
-class Began:
-    """A worker takes part until it leaves; it is about to open the run, unless that is open."""
-
-    worker: str
-
-
-@dataclass(frozen=True)
-class RunOpened:
-    """A run of `rounds` rounds of `wanted` gradients is open; `workers` take part, except any that left before."""
-
-    rounds: int
-    wanted: int
-    workers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A worker is done with the opening `done` (-1: none yet), and requests the next one."""
-
-    request: int
-    worker: str
-    done: int
-
-
-@dataclass(frozen=True)
-class TimedOut:
-    """The request has timed out."""
-
-    request: int
-
-
-@dataclass(frozen=True)
-class WorkerLeft:
-    """A worker stops taking part. It gave its gradients for the openings up to `done`; None: unknown, since it died."""
-
-    worker: str
-    done: int | None = None
-
-
-@dataclass(frozen=True)
-class MeanTaken:
-    """The accumulator returned the average of enough gradients, which will be applied next."""
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The update of the open round has ended, and failed if there is an `error`, of the class `kind`."""
-
-    error: str = ""
-    kind: str = "RemoteError"
-
-
-RoundEvent = Began | RunOpened | Ready | TimedOut | WorkerLeft | MeanTaken | Updated
 
 
 @dataclass(frozen=True)
@@ -109,7 +53,7 @@ class Refuse:
 
     request: int
     text: str
-    #: Name of the error's class in `dflow.tracing.errors`.
+    #: Name of the error's class.
     kind: str = "RemoteError"
 
 
@@ -149,29 +93,11 @@ class Rounds:
     untold: set[str] = field(default_factory=set)
     #: By worker: its waiting request.
     requests: dict[str, int] = field(default_factory=dict)
-    #: The last failed update.
-    failure: Updated = Updated()
+    #: The error of the last failed update, and the name of its class in `dflow.tracing.errors`.
+    failure: str = ""
+    failure_kind: str = "RemoteError"
     #: The count of the last SetEnough.
     enough: int = 0
-
-    def handle(self, event: RoundEvent) -> list[RoundCommand]:
-        """Apply the event and return the commands, in order."""
-        match event:
-            case Began(worker):
-                return self._began(worker)
-            case RunOpened():
-                return self._open(event)
-            case Ready(request, worker, done):
-                return self._came(request, worker, done)
-            case TimedOut(request):
-                return self._give_up(request)
-            case WorkerLeft(worker, done):
-                return [*self._left(worker, done), *self._rest()]
-            case MeanTaken():
-                self.is_updating = True
-                return []
-            case Updated():
-                return [*self._updated(event), *self._rest()]
 
     @property
     def done(self) -> int:
@@ -183,27 +109,26 @@ class Rounds:
         """Whether all rounds are done."""
         return self.rounds is not None and self.done >= self.rounds
 
-    def missing(self) -> Sequence[str]:
-        """Workers not known to have given a gradient for the opening."""
-        return sorted(self.workers - self.given)
-
-    def _began(self, worker: str) -> list[RoundCommand]:
+    def began(self, worker: str) -> list[RoundCommand]:
+        """Handle a worker that takes part until it leaves; it is about to open the run, unless that is open."""
         if not self.is_over:
             self.taking_part.add(worker)
             self.is_held = True
         self.untold.discard(worker)
         return []
 
-    def _open(self, event: RunOpened) -> list[RoundCommand]:
+    def open(self, rounds: int, wanted: int, workers: Sequence[str]) -> list[RoundCommand]:
+        """Open a run of `rounds` rounds of `wanted` gradients; `workers` take part, except any that left before."""
         if self.rounds is None:
-            self.rounds, self.wanted = event.rounds, event.wanted
+            self.rounds, self.wanted = rounds, wanted
         if self.is_open or self.is_over:
             return []
         self.is_open = self.is_held = True
-        self.workers |= {*event.workers} - self.left
+        self.workers |= {*workers} - self.left
         return [OpenRound(self.number), *self._enough()]
 
-    def _came(self, request: int, worker: str, done: int) -> list[RoundCommand]:
+    def ready(self, request: int, worker: str, done: int) -> list[RoundCommand]:
+        """Handle a worker that is done with the opening `done` (-1: none yet), and requests the next one."""
         before: list[RoundCommand] = []
         if worker in self.requests:
             before = [Refuse(self.requests.pop(worker), f"a later request of {worker} has taken the place of this one")]
@@ -224,15 +149,15 @@ class Rounds:
         return [*before, *self._enough()]
 
     def _refusal(self, request: int) -> Refuse:
-        error = self.failure.error or f"{self.name!r} is not open; run it again"
-        return Refuse(request, error, self.failure.kind)
+        return Refuse(request, self.failure or f"{self.name!r} is not open; run it again", self.failure_kind)
 
-    def _give_up(self, request: int) -> list[RoundCommand]:
+    def timed_out(self, request: int) -> list[RoundCommand]:
+        """Refuse a request that has waited too long, unless it was answered."""
         worker = next((worker for worker, waiting in self.requests.items() if waiting == request), None)
         if worker is None:
             return []
         del self.requests[worker]
-        missing = ", ".join(self.missing()) or "none"
+        missing = ", ".join(sorted(self.workers - self.given)) or "none"
         return [
             Refuse(
                 request,
@@ -242,7 +167,8 @@ class Rounds:
             )
         ]
 
-    def _left(self, worker: str, done: int | None) -> list[RoundCommand]:
+    def leave(self, worker: str, done: int | None = None) -> list[RoundCommand]:
+        """Handle a worker that stops taking part, after its gradients for the openings up to `done`; None: it died."""
         self.taking_part.discard(worker)
         self.untold.discard(worker)
         if self.is_open and done is None:
@@ -255,29 +181,36 @@ class Rounds:
         self.workers.discard(worker)
         request = self.requests.pop(worker, None)
         told = [] if request is None else [Refuse(request, f"{worker} has left {self.name!r}")]
-        return [*told, *self._enough()]
+        return [*told, *self._enough(), *self._rest()]
 
-    def _updated(self, event: Updated) -> list[RoundCommand]:
+    def mean_taken(self) -> list[RoundCommand]:
+        """Record that the accumulator returned the average of enough gradients, which will be applied next."""
+        self.is_updating = True
+        return []
+
+    def updated(self, error: str = "", kind: str = "RemoteError") -> list[RoundCommand]:
+        """Handle the end of the open round's update, which failed if there is an `error`, of the class `kind`."""
         self.is_updating = False
         requests, self.requests = self.requests, {}
         self.number += 1
         self.given.clear()
         self.lost.clear()
         self.enough = 0
-        if event.error:
-            return self._fail(event, requests)
+        if error:
+            return [*self._fail(error, kind, requests), *self._rest()]
         told: list[RoundCommand] = [Announce(request, self.number, self.done) for request in requests.values()]
         self.is_open = not self.is_over
         # Open the round before any worker is notified of it.
-        return told if self.is_over else [OpenRound(self.number), *self._enough(), *told]
+        begun = [] if self.is_over else [OpenRound(self.number), *self._enough()]
+        return [*begun, *told, *self._rest()]
 
-    def _fail(self, event: Updated, requests: Mapping[str, int]) -> list[RoundCommand]:
+    def _fail(self, error: str, kind: str, requests: Mapping[str, int]) -> list[RoundCommand]:
         self.failed += 1
-        error = (
-            f"the update of round {self.done} of {self.name!r} failed: {event.error}\n"
+        self.failure = (
+            f"the update of round {self.done} of {self.name!r} failed: {error}\n"
             "  run it again under this name, and it goes on with this round"
         )
-        self.failure = Updated(error, event.kind)
+        self.failure_kind = kind
         self.is_open = False
         self.untold = self.taking_part - {*requests}
         return [self._refusal(request) for request in requests.values()]

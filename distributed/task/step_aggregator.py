@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT
-from dflow.distributed.task import rounds
+from dflow.distributed.task.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.transport.base import Responder
 from dflow.distributed.wire.codec import decode_arrays
@@ -77,7 +77,10 @@ class StepAggregator:
         return self._run(message.name).agree(message)
 
     def open(self, message: OpenRounds, payload: memoryview) -> None:
-        """Become the aggregator of a run. Raises WireError for a malformed request, DflowError without accumulator."""
+        """Become the aggregator of a run.
+
+        raises  WireError for a malformed request; DflowError when its accumulator is not on this task
+        """
         _check_counts(message)
         if self._task not in message.handles:
             raise WireError(f"run {message.name[:64]!r}: expected a plan for {self._task}, got {[*message.handles]}")
@@ -92,7 +95,7 @@ class StepAggregator:
         )
         # The sender may not know yet of all workers that have left.
         workers = tuple(worker for worker in message.workers if not self._has_left(worker))
-        self._run(message.name).open(update, rounds.RunOpened(message.rounds, message.wanted, workers))
+        self._run(message.name).open(update, message.rounds, workers)
 
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Answer when a round is open that the worker is not done with."""
@@ -100,14 +103,14 @@ class StepAggregator:
 
     def leave(self, message: LeaveRounds) -> None:
         """Remove a worker that stops taking part."""
-        self._run(message.name).handle(rounds.WorkerLeft(message.worker, message.done))
+        self._run(message.name).leave(message.worker, message.done)
 
     def task_left(self, task: str) -> None:
         """Remove a task that left the cluster, and gives no more gradients."""
         with self._lock:
             runs = list(self._runs.values())
         for run in runs:
-            run.handle(rounds.WorkerLeft(task))
+            run.leave(task)
 
     def close(self, error: DflowError) -> None:
         """Answer all waiting requests with `error`."""
@@ -179,11 +182,9 @@ class _AggregatedRun:
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
-        self._rounds = rounds.Rounds(self.name)
-        self._mailbox: Mailbox[rounds.RoundEvent] = Mailbox(self._handle_all)
+        self._rounds = Rounds(self.name)
+        self._mailbox: Mailbox[Callable[[], Sequence[RoundCommand]]] = Mailbox(self._handle_all)
         self._lock = self._mailbox.lock
-        #: Handle the event now, or after the current one if a command of that one caused it.
-        self.handle = self._mailbox.post
 
     def agree(self, message: ProposeRounds) -> RoundsAgreed:
         """Add the worker to the run; the answer has the numbers that the first worker proposed."""
@@ -192,16 +193,20 @@ class _AggregatedRun:
             self._agreed = self._agreed or message.wanted
             if not self._rounds.is_over:
                 self.accumulator = self.accumulator or self.accumulators.use(message.accumulator)
-                self.handle(rounds.Began(message.worker))
+                self._handle(self._rounds.began, message.worker)
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
-    def open(self, update: _MeanUpdate, opened: rounds.RunOpened) -> None:
+    def open(self, update: _MeanUpdate, rounds: int, workers: Sequence[str]) -> None:
         """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
-            self._refuse_other(opened.rounds)
+            self._refuse_other(rounds)
             if not self._rounds.is_over:
                 self.update, self.key = self.update or update, update.key
-            self.handle(opened)
+            self._handle(self._rounds.open, rounds, update.wanted, workers)
+
+    def leave(self, worker: str, done: int | None = None) -> None:
+        """Remove a worker; see `Rounds.leave`."""
+        self._handle(self._rounds.leave, worker, done)
 
     def _refuse_other(self, number: int) -> None:
         known = self._rounds.rounds
@@ -216,40 +221,44 @@ class _AggregatedRun:
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
             ask = next(self._numbers)
-            self._asks[ask] = responder, start_timer(wait_s, lambda: self.handle(rounds.TimedOut(ask)))
-            self.handle(rounds.Ready(ask, message.worker, message.done))
+            self._asks[ask] = responder, start_timer(wait_s, partial(self._handle, self._rounds.timed_out, ask))
+            self._handle(self._rounds.ready, ask, message.worker, message.done)
 
     def close(self, error: DflowError) -> None:
         """Answer all waiting requests with `error`; later answers to them are ignored."""
         with self._lock:
-            responders = [self._answered(ask) for ask in list(self._asks)]
-        for responder in responders:
-            if responder is not None:
-                responder.fail(error)
+            asks, self._asks = self._asks, {}
+        for responder, timer in asks.values():
+            timer.stop()
+            responder.fail(error)
 
-    def _handle_all(self, events: deque[rounds.RoundEvent]) -> None:
-        while events:
-            for command in self._rounds.handle(events.popleft()):
+    def _handle(self, decide: Callable[..., Sequence[RoundCommand]], *event: Any) -> None:
+        """Carry out the decision about an event now, or after the current one if a command of that one caused it."""
+        self._mailbox.post(partial(decide, *event))
+
+    def _handle_all(self, decisions: deque[Callable[[], Sequence[RoundCommand]]]) -> None:
+        while decisions:
+            for command in decisions.popleft()():
                 self._carry_out(command)
         if not self._rounds.is_open:
             # Free the feeds of its updates, which may be large.
             self.update = None
 
-    def _carry_out(self, command: rounds.RoundCommand) -> None:
+    def _carry_out(self, command: RoundCommand) -> None:
         match command:
-            case rounds.OpenRound(number):
+            case OpenRound(number):
                 self._take(number)
-            case rounds.SetEnough(count):
+            case SetEnough(count):
                 assert self.update is not None
                 self.update.accumulator.set_enough(count)
-            case rounds.Announce(ask, number, done):
+            case Announce(ask, number, done):
                 if (responder := self._answered(ask)) is not None:
                     self.submit(responder.reply, RoundOpen(number, done))
-            case rounds.Refuse(ask, text, kind):
+            case Refuse(ask, text, kind):
                 if (responder := self._answered(ask)) is not None:
                     self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
-            case rounds.FreeRun():
-                self._rest()
+            case FreeRun():
+                self._free()
 
     def _answered(self, ask: int) -> Responder | None:
         """Remove and return the responder of a request; None when it was answered as the task closed."""
@@ -261,7 +270,7 @@ class _AggregatedRun:
         return responder
 
     def _take(self, number: int) -> None:
-        """Apply the average of the gradients with this number as soon as there are enough."""
+        """Have the accumulator average the gradients of the opening `number`, and then apply the average."""
         assert self.update is not None
         accumulator = self.update.accumulator
         step = ResourceOp(ops.accumulator_set_step.name)
@@ -276,11 +285,11 @@ class _AggregatedRun:
         """Handle the average, on the thread that brought the last gradient."""
         with self._lock:
             if not self._rounds.is_open or self._rounds.number != number:
-                return  # a Rest has ended the take
+                return  # FreeRun has ended the take
             if isinstance(mean, BaseException):
                 self._updated(mean)
                 return
-            self.handle(rounds.MeanTaken())
+            self._handle(self._rounds.mean_taken)
             update = self.update
         assert update is not None
         self.submit(self._apply, update, mean)
@@ -293,14 +302,13 @@ class _AggregatedRun:
 
     def _updated(self, error: BaseException | None) -> None:
         if error is None:
-            self.handle(rounds.Updated())
+            self._handle(self._rounds.updated)
             return
         is_lost = isinstance(error, TaskLost | TransportClosed)
         text = f"{type(error).__name__}: {error}"
-        self.handle(rounds.Updated(text, "TaskLost" if is_lost else "RemoteError"))
+        self._handle(self._rounds.updated, text, "TaskLost" if is_lost else "RemoteError")
 
-    def _rest(self) -> None:
-        """Free everything but the numbers of the run."""
+    def _free(self) -> None:
         cancel, self._cancel_take = self._cancel_take, None
         if cancel is not None:
             cancel(StepCancelled(f"no worker takes part in {self.name!r}"))

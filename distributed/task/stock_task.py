@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
@@ -17,8 +18,8 @@ from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.task.joined_server import joined_server
 from dflow.distributed.task.task_metrics import task_metrics
-from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.lowering.steps.recorder import Recorder
@@ -46,27 +47,8 @@ class StockTask:
     ) -> None:
         settings = SessionSettings(give_up_s=give_up_s, rejoins_anew=True)
         self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
-        recorder = Recorder()
-        self.flights = FlightRecorder(task, recorder, run_folder(os.environ))
-        self.client.session.call_on_dump(self.flights.dump_soon)
-        self.server = TaskServer(
-            task,
-            transport,
-            process=self.client.session.process,
-            address=address,
-            recorder=recorder,
-            flights=self.flights,
-            on_stall=self.client.ask_for_dumps,
-            described=self.client.describe,
-        )
-        self.client.session.call_on_roster(self.server.roster_changed)
-        server = self.server
-        try:
-            self.client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
-        except BaseException:
-            server.close()
-            self.client.close("could not join")
-            raise
+        self.flights = FlightRecorder(task, Recorder(), run_folder(os.environ))
+        self.server = joined_server(self.client, transport, task, address, self.flights)
 
     def close(self) -> None:
         """Leave the cluster and cancel running parts; waits only briefly for a coordinator that is stopping too."""
@@ -89,7 +71,7 @@ def serve_task(
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
-    endpoint = MetricsEndpoint(lambda: task_metrics(stock.server), metrics) if metrics else None
+    endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)
     dump_on_signal(stock.flights.dump_soon)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def task_metrics(server: TaskServer) -> Iterator[Metric]:
-    """Yield the metrics of a task."""
+    """Collect the metrics of one task."""
     from prometheus_client.core import InfoMetricFamily
 
     yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})

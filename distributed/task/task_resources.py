@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.wire.codec import parse_dtype
 from dflow.distributed.wire.messages.observing import ResourceDepth
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
@@ -32,6 +32,8 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
+
+Held = TypeVar("Held", HeldQueue, HeldAccumulator)
 
 
 class TaskResources:
@@ -79,17 +81,17 @@ class TaskResources:
 
     def accumulator(self, name: str) -> HeldAccumulator:
         """Return an accumulator that is held here; raises DflowError if there is none of this name."""
-        held = self._store.resource(name)
-        if not isinstance(held, _Checked) or not isinstance(held.held, HeldAccumulator):
-            raise DflowError(f"{name!r} is no accumulator that {self._task} holds for others")
-        return held.held
+        return self._held(name, HeldAccumulator, "accumulator")
 
-    def fail_queue(self, name: str, failure: str, fed: str) -> None:
-        """Close a queue because its feed failed; see `SharedQueue.fail`. Raises DflowError if it is not held here."""
-        held = self._store.resource(name)
-        if not isinstance(held, _Checked) or not isinstance(held.held, HeldQueue):
-            raise DflowError(f"{name!r} is no queue that {self._task} holds for others")
-        held.held.fail(failure, fed)
+    def fail_queue(self, message: FailQueue) -> None:
+        """Close a queue because its feed failed; see `HeldQueue.fail`. Raises DflowError if it is not held here."""
+        self._held(message.key, HeldQueue, "queue").fail(message.failure, message.fed)
+
+    def _held(self, name: str, kind: type[Held], noun: str) -> Held:
+        checked = self._store.resource(name)
+        if not isinstance(checked, _Checked) or not isinstance(checked.held, kind):
+            raise DflowError(f"{name!r} is no {noun} that {self._task} holds for others")
+        return checked.held
 
     def depths(self) -> tuple[ResourceDepth, ...]:
         """Size and capacity of each resource, sorted by name."""

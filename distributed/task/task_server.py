@@ -32,9 +32,9 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
-from dflow.distributed.steps.task_initiated_steps import TaskInitiatedSteps
-from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, answer, in_pool, on_own_thread
+from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, RequestTable
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
@@ -62,13 +62,16 @@ from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
-from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.execute import Fetches
-from dflow.lowering.steps.plan import Plan
-from dflow.lowering.steps.recorder import CONNECTION_LOST, ROSTER_CHANGED, Recorder
+from dflow.lowering.steps.local_step import fetched
+from dflow.lowering.steps.recorder import (
+    CONNECTION_LOST,
+    ROSTER_CHANGED,
+    Recorder,
+)
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost, WireError
@@ -100,7 +103,7 @@ class TaskStatistics:
 
 
 #: The handlers of a task's messages, called after the checks that the sender is a member and speaks for itself.
-REQUESTS: HandlerTable[TaskServer, RequestArrival, None] = HandlerTable()
+REQUESTS: RequestTable[TaskServer] = RequestTable()
 NOTICES: HandlerTable[TaskServer, Arrival, None] = HandlerTable()
 
 
@@ -109,8 +112,7 @@ class TaskServer:
 
     process          identity of this process; state that the coordinator placed on another one is not created here
     pool, clock      executor for its work and clock of its timeouts, instead of threads of the task
-    recorder         recorder of its events
-    flights          writes the events to a file when a wait lasted too long, or on request
+    flights          writes its events to a file when a wait lasted too long, or on request
     on_stall         called with the reason when a wait lasted too long, so that other tasks dump their events too
     described        describes another task for an error; may take a second
     raises           what `Transport.listen` raises
@@ -127,21 +129,21 @@ class TaskServer:
         settings: TaskSettings | None = None,
         pool: Executor | None = None,
         clock: Clock | None = None,
-        recorder: Recorder | None = None,
         flights: FlightRecorder | None = None,
         on_stall: Callable[[str], None] = lambda why: None,
         described: Callable[[str], str] = short_task_name,
     ) -> None:
         self.name, self._process = name, process
         self._flights, self._on_stall = flights, on_stall
-        self.recorder = recorder or Recorder()
+        self.recorder = flights.recorder if flights is not None else Recorder()
         self.store = store or Store()
         settings = settings or TaskSettings()
         self._lock = threading.Lock()
         self._live: dict[str, TaskInfo] = {}
-        self._plans = PlanRegistry(name)
+        #: The plans registered here.
+        self.plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
-        self._creation = VariableCreation(self.store, self._plans.program, self._refuse_for_another_process)
+        self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process)
         self.pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         #: Counts of the steps that this task has started.
         self.steps = StepCounts()
@@ -167,12 +169,13 @@ class TaskServer:
             described=described,
             window_bytes=settings.window_bytes,
         )
-        self._rounds = StepAggregator(
-            name, self._resources, TaskInitiatedSteps(self).start, self._soon, has_left=self.channel.has_left
-        )
-        self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
         #: The parts of steps that run here.
         self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.pool)
+        self.starter = StepStarter(name, self.peers, self.plans, self.runs)
+        self._rounds = StepAggregator(
+            name, self._resources, self.starter.start_unattended, self._soon, has_left=self.channel.has_left
+        )
+        self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
         self._listener = transport.listen(address, name=name, handler=self)
 
     @property
@@ -190,7 +193,7 @@ class TaskServer:
 
     def steps_ended(self) -> int:
         """Number of parts of steps that have ended here, with or without an error."""
-        return self.runs.ended
+        return self.runs.counts.totals().ended
 
     def doing(self) -> str:
         """Describe the oldest part of a step that runs here, and its longest wait; empty when none runs."""
@@ -211,7 +214,7 @@ class TaskServer:
         """Counters and present load of this task, for tools that watch it."""
         steps, held = self.steps.totals(), self.statistics()
         return TaskState(
-            steps=steps.done + sum(steps.errors.values()),
+            steps=steps.ended,
             step_s=steps.mean_s,
             parts=self.steps_ended(),
             running=held.running,
@@ -222,17 +225,9 @@ class TaskServer:
 
     def statistics(self) -> TaskStatistics:
         """Number of plans, of running parts, and the state of the rendezvous."""
-        return TaskStatistics(len(self._plans), len(self.runs.running()), self.channel.statistics())
+        return TaskStatistics(len(self.plans), len(self.runs.running()), self.channel.statistics())
 
     # Running plans.
-
-    def register(self, plan: Plan, programs: Sequence[Program]) -> int:
-        """Keep a plan of this task and return its handle. Raises WireError if plan and programs do not match."""
-        return self._plans.add(plan, programs)
-
-    def release(self, handle: int) -> None:
-        """Undo one registration of a plan; the last one drops the plan."""
-        self._plans.release(handle)
 
     def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]) -> None:
         """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
@@ -242,11 +237,7 @@ class TaskServer:
         raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
                 ended here; TaskLost if the task that started it has left
         """
-        self.runs.run(self._plans.get(handle), step, feeds, on_done)
-
-    def cancel(self, step: StepId, error: BaseException) -> None:
-        """End this task's part of `step` with `error`, now or as soon as it begins."""
-        self.runs.cancel(step, error)
+        self.runs.run(self.plans.get(handle), step, feeds, on_done)
 
     # The other tasks.
 
@@ -268,7 +259,7 @@ class TaskServer:
         if self.name in live:
             self.peers.set_life(live[self.name].life)
         for task, info in live.items():
-            if task in before and _life(before[task]) != _life(info):
+            if task in before and before[task].life != info.life:
                 self.task_left(task, "it has started anew")
             self.channel.task_joined(task)
         # Held messages of new members, only now: before `task_joined` the channel may drop values in their steps.
@@ -278,14 +269,14 @@ class TaskServer:
         """Handle the loss of a task: cancel the steps it started, and fail waits for its values with `TaskLost`."""
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self.channel.task_left(task, error):
-            self.cancel(step, error)
+            self.runs.cancel(step, error)
         self._rounds.task_left(task)
         self._checkpoints.task_left(task)
 
     def close(self) -> None:
         """Cancel the running parts, stop listening and close every connection; a second call does nothing."""
         for step in self.runs.running():
-            self.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
+            self.runs.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         self._rounds.close(TaskLost(f"{self.name} has left the cluster: it closes"))
         self._listener.close()
         self.peers.close()
@@ -298,31 +289,32 @@ class TaskServer:
         """Handle a request; see `MemberGate` for those from a connection that is not yet a member's."""
         arrival = RequestArrival(peer, payload, responder)
         if peer in self._gate.members or message.is_open:
-            self._take_call(message, arrival)
+            self._handle(REQUESTS, message, arrival)
         else:
-            take = partial(answer, TaskServer._take_call, self, message, arrival)
-            self._gate.take(peer, Arrived(take, responder.fail))
+            self._gate.take(peer, Arrived(partial(self._handle_admitted, message, arrival), responder.fail))
 
-    def _take_call(self, message: Message, arrival: RequestArrival) -> None:
-        handle = REQUESTS.get(type(message))
-        if handle is None:
-            raise NotImplementedError(f"a task does not answer {type(message).__name__}")
-        _refuse_for_another(arrival.peer, message)
-        handle(self, message, arrival)
+    def _handle_admitted(self, message: Message, arrival: RequestArrival) -> None:
+        try:
+            self._handle(REQUESTS, message, arrival)
+        except Exception as error:
+            arrival.responder.fail(error)
 
     def on_notify(self, peer: Peer, message: Message, payload: memoryview) -> None:
         """Handle a notification; see `MemberGate` for those from a connection that is not yet a member's."""
+        arrival = Arrival(peer, payload)
         if peer in self._gate.members:
-            self._take_notice(message, Arrival(peer, payload))
+            self._handle(NOTICES, message, arrival)
         else:
-            take = partial(self._take_notice, message, Arrival(peer, payload))
-            self._gate.take(peer, Arrived(take, lambda error: None))
+            self._gate.take(peer, Arrived(partial(self._handle, NOTICES, message, arrival), lambda error: None))
 
-    def _take_notice(self, message: Message, arrival: Arrival) -> None:
-        handle = NOTICES.get(type(message))
+    def _handle(self, table: HandlerTable[TaskServer, Any, None], message: Message, arrival: Arrival) -> None:
+        handle = table.get(type(message))
         if handle is None:
-            raise NotImplementedError(f"{type(message).__name__} is a request; use `call`")
-        _refuse_for_another(arrival.peer, message)
+            how = "answer" if table is REQUESTS else "take the notification"
+            raise NotImplementedError(f"a task does not {how} {type(message).__name__}")
+        if message.speaker and (whose := getattr(message, message.speaker)) != arrival.peer.name:
+            kind = type(message).__name__
+            raise SecurityError(f"{arrival.peer.name} may not speak for {whose}, as this {kind} does")
         handle(self, message, arrival)
 
     def on_close(self, peer: Peer, reason: str) -> None:
@@ -360,156 +352,59 @@ class TaskServer:
 
     # Requests handled in the pool.
 
-    @REQUESTS.handles(CreateVariables)
-    @in_pool
-    def _create_variables(self, message: CreateVariables, arrival: RequestArrival) -> Handled:
-        return self._creation.create(message, arrival.payload)
-
-    @REQUESTS.handles(ReadVariables)
-    @in_pool
+    @REQUESTS.in_pool(ReadVariables)
     def _read_variables(self, message: ReadVariables, arrival: RequestArrival) -> Handled:
         infos, data = encode_arrays(self.store.views(message.keys))
         return Arrays(infos), data
 
-    @REQUESTS.handles(WriteVariable)
-    @in_pool
-    def _write_variable(self, message: WriteVariable, arrival: RequestArrival) -> Handled:
+    @REQUESTS.in_pool(WriteVariable)
+    def _write_variable(self, message: WriteVariable, arrival: RequestArrival) -> None:
         self.store.write(message.name, jax.device_put(decode_array(message.dtype, message.shape, arrival.payload)))
-        return Ok()
 
-    @REQUESTS.handles(ForgetState)
-    @in_pool
-    def _forget(self, message: ForgetState, arrival: RequestArrival) -> Handled:
+    @REQUESTS.in_pool(ForgetState)
+    def _forget(self, message: ForgetState, arrival: RequestArrival) -> None:
         held = self.store.table if message.is_variable else self._resources
         held.forget(message.key, message.reason, message.remedy)
-        return Ok()
 
-    @REQUESTS.handles(SaveVariables)
-    @in_pool
-    def _save_variables(self, message: SaveVariables, arrival: RequestArrival) -> Handled:
-        self._checkpoints.save(message)
-        return Ok()
-
-    @REQUESTS.handles(ReadCheckpoint)
-    @in_pool
-    def _read_checkpoint(self, message: ReadCheckpoint, arrival: RequestArrival) -> Handled:
-        self._checkpoints.read(message)
-        return Ok()
-
-    @REQUESTS.handles(EndRestore)
-    @in_pool
-    def _end_restore(self, message: EndRestore, arrival: RequestArrival) -> Handled:
-        self._checkpoints.end(message)
-        return Ok()
-
-    @REQUESTS.handles(CreateResource)
-    @in_pool
-    def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> Handled:
+    @REQUESTS.in_pool(CreateResource)
+    def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> None:
         self._refuse_for_another_process(message.name, message.process)
         self._resources.create(message)
-        return Ok()
 
-    @REQUESTS.handles(FailQueue)
-    @in_pool
-    def _fail_queue(self, message: FailQueue, arrival: RequestArrival) -> Handled:
-        self._resources.fail_queue(message.key, message.failure, message.fed)
-        return Ok()
-
-    @REQUESTS.handles(CallResource)
-    @in_pool
-    def _call_resource(self, message: CallResource, arrival: RequestArrival) -> Handled:
+    @REQUESTS.in_pool(CallResource)
+    def _call_resource(self, message: CallResource, arrival: RequestArrival) -> None:
         operands = decode_arrays(message.operands, arrival.payload)
         executable = self._resources.executable(message)
         step = StepId(message.origin, message.step)
         self.runs.run(executable, step, operands, partial(_answer_arrays, arrival.responder))
-        return None
 
-    @REQUESTS.handles(ProposeRounds)
-    @in_pool
-    def _propose_rounds(self, message: ProposeRounds, arrival: RequestArrival) -> Handled:
-        return self._rounds.agree(message)
-
-    @REQUESTS.handles(OpenRounds)
-    @in_pool
-    def _open_rounds(self, message: OpenRounds, arrival: RequestArrival) -> Handled:
-        self._rounds.open(message, arrival.payload)
-        return Ok()
-
-    @REQUESTS.handles(NextRound)
-    @in_pool
-    def _next_round(self, message: NextRound, arrival: RequestArrival) -> Handled:
-        self._rounds.ask(message, arrival.responder)
-        return None
-
-    @REQUESTS.handles(LeaveRounds)
-    @in_pool
-    def _leave_rounds(self, message: LeaveRounds, arrival: RequestArrival) -> Handled:
-        self._rounds.leave(message)
-        return Ok()
-
-    @REQUESTS.handles(RegisterPlan)
-    @in_pool
+    @REQUESTS.in_pool(RegisterPlan)
     def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
-        wanted = self._plans.wanted(message)
-        return Wanted(wanted) if wanted else Registered(self._plans.add_encoded(message, arrival.payload))
+        wanted = self.plans.wanted(message)
+        return Wanted(wanted) if wanted else Registered(self.plans.add_encoded(message, arrival.payload))
 
     # Requests of tools.
 
-    @REQUESTS.handles(StartTrace)
-    @on_own_thread
-    def _start_trace(self, message: StartTrace, arrival: RequestArrival) -> Handled:
-        return self.observer.answer(message)
-
-    @REQUESTS.handles(StopTrace)
-    @on_own_thread
-    def _stop_trace(self, message: StopTrace, arrival: RequestArrival) -> Handled:
-        return self.observer.answer(message)
-
-    @REQUESTS.handles(GetTaskState)
-    @on_own_thread
-    def _get_state(self, message: GetTaskState, arrival: RequestArrival) -> Handled:
-        return self.observer.answer(message)
-
-    @REQUESTS.handles(DumpEvents)
-    @on_own_thread
+    @REQUESTS.on_own_thread(DumpEvents)
     def _dump_events(self, message: DumpEvents, arrival: RequestArrival) -> Handled:
         return Dumped(self._flights.dump(message.why) if self._flights is not None else "")
 
     # Notices.
 
+    @NOTICES.handles(PulledTensor)
     @NOTICES.handles(Tensor)
     def _take_in(self, message: Tensor, arrival: Arrival) -> None:
         """Pass a received value to its receiver. A malformed value cancels its step, since no other will come."""
         try:
             self.channel.arrived(message, arrival.payload, arrival.peer)
         except WireError as error:
-            self.cancel(StepId(message.origin, message.step), error)
+            self.runs.cancel(StepId(message.origin, message.step), error)
             raise
-
-    @NOTICES.handles(PulledTensor)
-    def _take_in_pulled(self, message: PulledTensor, arrival: Arrival) -> None:
-        self._take_in(message, arrival)
-
-    @NOTICES.handles(Offer)
-    def _offered(self, message: Offer, arrival: Arrival) -> None:
-        self.channel.offered(message, arrival.peer)
-
-    @NOTICES.handles(Pull)
-    def _pulled(self, message: Pull, arrival: Arrival) -> None:
-        self.channel.pulled(message, arrival.peer)
-
-    @NOTICES.handles(Credit)
-    def _credited(self, message: Credit, arrival: Arrival) -> None:
-        self.channel.credited(message, arrival.peer)
 
     @NOTICES.handles(CancelStep)
     def _cancel_as_told(self, message: CancelStep, arrival: Arrival) -> None:
         step = StepId(message.origin, message.step)
-        self.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
-
-    @NOTICES.handles(ReleasePlan)
-    def _release_plan(self, message: ReleasePlan, arrival: Arrival) -> None:
-        self.release(message.handle)
+        self.runs.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
     def _refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""
@@ -521,15 +416,23 @@ class TaskServer:
             )
 
 
-def _life(info: TaskInfo) -> tuple[str, float]:
-    """Identity of a task's life, which differs from earlier tasks of the same name."""
-    return info.incarnation, info.joined_at_s
-
-
-def _refuse_for_another(peer: Peer, message: Message) -> None:
-    """Raise SecurityError when a task acts for another one."""
-    if message.speaker and (whose := getattr(message, message.speaker)) != peer.name:
-        raise SecurityError(f"{peer.name} may not speak for {whose}, as this {type(message).__name__} does")
+# The handlers that only call one part of the task.
+REQUESTS.in_pool(CreateVariables)(lambda task, message, arrival: task._creation.create(message, arrival.payload))
+REQUESTS.in_pool(SaveVariables)(lambda task, message, _: task._checkpoints.save(message))
+REQUESTS.in_pool(ReadCheckpoint)(lambda task, message, _: task._checkpoints.read(message))
+REQUESTS.in_pool(EndRestore)(lambda task, message, _: task._checkpoints.end(message))
+REQUESTS.in_pool(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
+REQUESTS.in_pool(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
+REQUESTS.in_pool(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
+REQUESTS.in_pool(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
+REQUESTS.in_pool(LeaveRounds)(lambda task, message, _: task._rounds.leave(message))
+REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
+REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
+REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))
+NOTICES.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))
+NOTICES.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
+NOTICES.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))
+NOTICES.handles(ReleasePlan)(lambda task, message, _: task.plans.release(message.handle))
 
 
 def _answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
@@ -540,12 +443,9 @@ def _answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
 
 
 def _answer_arrays(responder: Responder, outcome: Outcome[Fetches]) -> None:
-    if isinstance(outcome, BaseException):
-        responder.fail(outcome)
-        return
     try:
-        infos, payload = encode_arrays(outcome)
-    except Exception as error:
+        infos, payload = encode_arrays(fetched(outcome))
+    except BaseException as error:
         responder.fail(error)
     else:
         responder.reply(Arrays(infos), payload)

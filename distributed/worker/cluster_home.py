@@ -13,21 +13,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.task.cluster_steps import ClusterSteps
+from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
 from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
-from dflow.distributed.worker.cluster_resources import ClusterResources, ResourceTasks, task_in_scope, task_of_resource
-from dflow.distributed.worker.cluster_step import PartitionedStep
+from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
 from dflow.distributed.worker.variable_batch import (
-    CreatingTasks,
     HostArray,
     PendingVariable,
     create,
@@ -36,13 +36,12 @@ from dflow.distributed.worker.variable_batch import (
     settle,
 )
 from dflow.lowering.files.array_files import ArrayFiles
-from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner
 from dflow.tracing.errors import DflowError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
-from dflow.tracing.jaxprs.trace import Traced, trace
+from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import Initial, TypedInitial
@@ -52,46 +51,26 @@ from dflow.tracing.state.resources import Variable
 _restores = itertools.count()
 
 
-class HomeTasks(ResourceTasks, CreatingTasks, Protocol):
-    """What is needed of a cluster."""
-
-    #: The name of this task.
-    task: str
-
-    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Place, cut and register a traced function; the result runs one step of it."""
-        ...
-
-    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
-        """Place and cut a traced function."""
-        ...
-
-
 class ClusterHome(ClusterResources):
     """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
 
     shares_names = True
     is_local = False
 
-    def __init__(self, cluster: HomeTasks, job: str = "ps") -> None:
-        super().__init__(cluster, job)
-        self._cluster = cluster
+    def __init__(self, requests: TaskRequests, steps: ClusterSteps, job: str) -> None:
+        super().__init__(requests, job)
+        #: Place, partition and register a traced function; the first result can be lowered, the second runs one step.
+        self.lower, self.runner = steps.lower, steps.runner
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClusterHome) and other._cluster is self._cluster
+        return isinstance(other, ClusterHome) and other._requests is self._requests
 
     def __hash__(self) -> int:
-        return hash(id(self._cluster))
+        return hash(id(self._requests))
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
-        if not variable.is_named:
-            raise VariableError(
-                f"a variable of {variable.type} is created among the parameter servers without a name, by which the "
-                f"other processes would find it",
-                "give it one, name='...', the same in each process",
-                at=variable.loc,
-            )
+        refuse_unnamed(variable, f"a variable of {variable.type}", VariableError)
         if jnp.issubdtype(variable.dtype, jax.dtypes.extended) and dtype_name(variable.dtype) not in KEYS:
             raise VariableError(
                 f"variable {variable.name!r} holds {variable.type}, whose keys no other task knows",
@@ -100,7 +79,7 @@ class ClusterHome(ClusterResources):
             )
         layout = layout_of(variable)
         on = task_in_scope(f"variable {variable.name!r}", variable.loc) if near is None else ""
-        create(self._cluster, PendingVariable(variable, self._job, near, _first_value(variable, initial), on, layout))
+        create(self._requests, PendingVariable(variable, self._job, near, _first_value(variable, initial), on, layout))
         variable.sharding = None  # what is read is on one device
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
@@ -111,7 +90,7 @@ class ClusterHome(ClusterResources):
         settle(variable)
 
     def together(self) -> AbstractContextManager[None]:
-        return created_together(self._cluster)
+        return created_together(self._requests)
 
     def read(self, variable: Variable) -> jax.Array:
         (value,) = self.snapshot([variable])
@@ -138,7 +117,7 @@ class ClusterHome(ClusterResources):
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
-        restore, messages = (self._cluster.task, next(_restores)), {}
+        restore, messages = (self._requests.task, next(_restores)), {}
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
             messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)
@@ -158,7 +137,7 @@ class ClusterHome(ClusterResources):
 
     def _ask(self, messages: Mapping[str, Request[Answer]]) -> list[Reply[Answer]]:
         """Return the answers of tasks, asked concurrently. Raises their first error, with the user's line."""
-        answers = self._cluster.request_all([(task, message, b"") for task, message in messages.items()])
+        answers = self._requests.ask_all([(task, message, b"") for task, message in messages.items()])
         found = []
         for answer in answers:
             if isinstance(answer, DflowError):
@@ -175,7 +154,7 @@ class ClusterHome(ClusterResources):
             self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
             return
         message = WriteVariable(variable.key, dtype_name(variable.dtype), variable.shape)
-        self._cluster.request(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
+        self._requests.ask(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
         """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""
@@ -189,12 +168,6 @@ class ClusterHome(ClusterResources):
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
         self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
-
-    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
-        return self._cluster.lower(traced, check=check, observe=observe)
-
-    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        return self._cluster.runner(traced, check=check, observe=observe)
 
 
 def _with_line(error: DflowError) -> DflowError:

@@ -8,21 +8,21 @@ op on the task.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.task.task_resources import described
-from dflow.distributed.transport.base import OnReply, Reply
-from dflow.distributed.wire.codec import Payload, decode_arrays, encode_arrays
+from dflow.distributed.transport.base import Reply
+from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
-from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
@@ -31,11 +31,10 @@ from dflow.lowering.queues.queue_producer import close_op, enqueue_op, failure_t
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
-from dflow.tracing.errors import DeviceError, TaskLost, VariableError
-from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
+from dflow.tracing.errors import DeviceError, DflowError, TaskLost, VariableError
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
-from dflow.tracing.ir.types import HostType
+from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.source import Loc, at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
@@ -43,39 +42,11 @@ from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
 
 
-class ResourceTasks(Protocol):
-    """The methods of a cluster that this file needs."""
-
-    def place(self, request: PlaceVariable) -> Placed:
-        """Return the task that holds the resource, or that must create it."""
-        ...
-
-    def unplace(self, name: str) -> None:
-        """Free a name whose state no longer exists."""
-        ...
-
-    def request(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
-        """Send another task a request, and wait for its answer."""
-        ...
-
-    def request_step(
-        self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, timeout_s: float
-    ) -> Reply[Answer]:
-        """Send another task a request that runs as a step there, and wait for its answer."""
-        ...
-
-    def start_step(
-        self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, on_reply: OnReply[Answer]
-    ) -> Cancel:
-        """Like `request_step`, but call `on_reply` in place of waiting; the returned function cancels the step."""
-        ...
-
-
 class ClusterResources:
     """The queues and accumulators on the tasks of one job."""
 
-    def __init__(self, tasks: ResourceTasks, job: str) -> None:
-        self._tasks, self._job = tasks, job
+    def __init__(self, requests: TaskRequests, job: str) -> None:
+        self._requests, self._job = requests, job
 
     def create_resource(self, resource: HostResource) -> Slot:
         """Create the resource on its task, or find it there; return its location.
@@ -83,22 +54,16 @@ class ClusterResources:
         raises  the resource's error without a name, and when another one has the name; DeviceError when the scope
                 names no task, or another task than the one that holds it
         """
-        if not resource.is_named:
-            raise resource.error(
-                f"{resource.title} is created among the parameter servers without a name, by which the other processes "
-                f"would find it",
-                "give it one, name='...', the same in each process",
-                at=resource.loc,
-            )
-        type: HostType = resource.type
-        settings: QueueSettings | AccumulatorSettings = resource.settings
-        said = described(type, settings)
+        refuse_unnamed(resource, resource.title, resource.error)
+        said = described(resource.type, resource.settings)
         try:
-            size_bytes, on = _size_bytes(type, settings), task_in_scope(resource.title, resource.loc)
-            placed = self._tasks.place(
+            size_bytes, on = _size_bytes(resource), task_in_scope(resource.title, resource.loc)
+            placed = self._requests.place(
                 PlaceVariable(resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on)
             )
-            self._tasks.request(placed.task, CreateResource(resource.name, str(type), settings, placed.process))
+            self._requests.ask(
+                placed.task, CreateResource(resource.name, str(resource.type), resource.settings, placed.process)
+            )
         except (DeviceError, TaskLost) as error:
             raise error.__class__(f"{error}{at(resource.loc)}") from None
         except (VariableError, resource.error) as error:
@@ -113,12 +78,12 @@ class ClusterResources:
         def message(step: StepId) -> CallResource:
             return CallResource(resource.key, op, step.origin, step.number, infos)
 
-        answer, data = self._tasks.request_step(task, message, payload, op.timeout_s)
+        answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
         return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
 
     def producer(self, queue: Queue, where: str) -> TaskQueueProducer:
         """Return the producing side of a queue; `where` is the user's line that feeds it."""
-        return TaskQueueProducer(self._tasks, task_of_resource(queue), queue.key, where)
+        return TaskQueueProducer(self._requests, task_of_resource(queue), queue.key, where)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""
@@ -126,38 +91,50 @@ class ClusterResources:
 
     def forget_state(self, task: str, key: str, is_variable: bool, reason: str, remedy: str) -> None:
         """Free the state that a task holds under a key, and its name."""
-        self._tasks.request(task, ForgetState(key, is_variable, reason, remedy))
-        self._tasks.unplace(key)
+        self._requests.ask(task, ForgetState(key, is_variable, reason, remedy))
+        self._requests.unplace(key)
 
 
 @dataclass(frozen=True)
 class TaskQueueProducer:
     """The producer of the queue `key` on another task; `where` is the user's line that feeds it."""
 
-    tasks: ResourceTasks
+    requests: TaskRequests
     task: str
     key: str
     where: str
 
     def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
-        """See `QueueProducer`. Raises TaskLost when the task has left."""
+        """Put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
         infos, payload = encode_arrays([jnp.asarray(array) for array in element])
 
         def on_reply(reply: Outcome[Reply[Arrays]]) -> None:
             on_results(reply if isinstance(reply, BaseException) else ())
 
-        return self.tasks.start_step(self.task, partial(self._call, enqueue_op(self.where), infos), payload, on_reply)
+        return self.requests.start_step(
+            self.task, partial(self._call, enqueue_op(self.where), infos), payload, on_reply
+        )
 
     def close(self) -> None:
-        """See `QueueProducer`."""
-        self.tasks.request_step(self.task, partial(self._call, close_op(self.where), ()), b"", 0.0)
+        """Refuse later enqueues; see `QueueProducer`."""
+        self.requests.ask_step(self.task, partial(self._call, close_op(self.where), ()), b"", 0.0)
 
     def fail(self, failure: BaseException) -> None:
-        """See `QueueProducer`; the text of `failure` travels."""
-        self.tasks.request(self.task, FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where))
+        """Close the queue with the text of `failure`; see `QueueProducer`."""
+        self.requests.ask(self.task, FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where))
 
     def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:
         return CallResource(self.key, op, step.origin, step.number, operands)
+
+
+def refuse_unnamed(resource: HostResource | Variable, what: str, error: type[DflowError]) -> None:
+    """Raise the error for a resource that the user gave no name; `what` describes it."""
+    if not resource.is_named:
+        raise error(
+            f"{what} is created among the parameter servers without a name, by which the other processes would find it",
+            "give it one, name='...', the same in each process",
+            at=resource.loc,
+        )
 
 
 def task_of_resource(resource: HostResource | Variable) -> str:
@@ -184,7 +161,8 @@ def task_in_scope(title: str, loc: Loc | None) -> str:
     return task
 
 
-def _size_bytes(type: HostType, settings: QueueSettings | AccumulatorSettings) -> int:
+def _size_bytes(resource: HostResource) -> int:
     """Estimate of the bytes it may hold; unknown dimensions count as 1."""
-    count = settings.capacity if isinstance(settings, QueueSettings) else 1
-    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in type.arrays)
+    count = resource.settings.capacity if isinstance(resource.settings, QueueSettings) else 1
+    arrays: Sequence[ArrayType] = resource.type.arrays
+    return count * sum(int(math.prod(dim or 1 for dim in array.shape) * array.dtype.itemsize) for array in arrays)

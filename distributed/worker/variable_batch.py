@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
@@ -25,11 +25,10 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from dflow.distributed.transport.base import Reply
+from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
     CreateVariable,
@@ -58,52 +57,41 @@ def on_host(value: jax.Array) -> HostArray:
     return value if dtype_name(value.dtype) in KEYS else np.asarray(value)
 
 
-class CreatingTasks(Protocol):
-    """The methods of a cluster that this file needs."""
-
-    def place_all(self, requests: Sequence[PlaceVariable]) -> Sequence[Placed | Failure]:
-        """Return the task of each variable, where it is or must be created, or the failure, in order."""
-        ...
-
-    def request_all(
-        self, requests: Sequence[tuple[str, Request[Answer], Payload]]
-    ) -> Sequence[Reply[Answer] | DflowError]:
-        """Send requests to tasks concurrently; return the answer or the error of each, in order."""
-        ...
+_NOT_PLACED = Placed("")
 
 
+@dataclass(eq=False)
 class PendingVariable:
     """A variable to create on a task of `job`, or on the task of `near`; `first` returns or is its initial value.
 
     `on`      the task that must hold it; empty for any
     `layout`  how it is spread over the devices of the task
+    `placed`  the coordinator's answer; empty before it
     """
 
-    def __init__(
-        self,
-        variable: Variable,
-        job: str,
-        near: Variable | None,
-        first: TypedInitial | HostArray,
-        on: str = "",
-        layout: VariableLayout | None = None,
-    ) -> None:
-        self.variable, self.job, self.near, self._on, self._layout = variable, job, near, on, layout
-        self._first = first
-        #: The coordinator's answer; empty before it.
-        self.placed = Placed("")
-        #: Whether its task makes the initial value by ops; otherwise the value is sent there.
-        self.is_made_there = False
-        #: Bytes kept in memory until it is created, or sent then.
-        self.size_bytes = variable.type.size_bytes
-        if isinstance(first, InitialOps) and first.are_sent:
-            self.is_made_there, self.size_bytes = True, first.size_bytes
+    variable: Variable
+    job: str
+    near: Variable | None
+    first: TypedInitial | HostArray
+    on: str
+    layout: VariableLayout | None
+    placed: Placed = _NOT_PLACED
+
+    @property
+    def ops(self) -> InitialOps | None:
+        """The ops that make the initial value on its task; None if the value is sent there."""
+        return self.first if isinstance(self.first, InitialOps) and self.first.are_sent else None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes kept in memory until it is created, or sent then."""
+        return (self.variable.type if self.ops is None else self.ops).size_bytes
 
     def placing(self) -> PlaceVariable:
         """Return the request for its task."""
         type = self.variable.type
         return PlaceVariable(
-            self.variable.name, dtype_name(type.dtype), type.shape, type.size_bytes, self.job, self._near, on=self._on
+            self.variable.name, dtype_name(type.dtype), type.shape, type.size_bytes, self.job, self._near, on=self.on
         )
 
     def asked(self) -> CreateVariable:
@@ -114,7 +102,7 @@ class PendingVariable:
             dtype_name(type.dtype),
             type.shape,
             process=self.placed.process,
-            layout=self._layout,
+            layout=self.layout,
             near=self._near,
         )
 
@@ -124,27 +112,22 @@ class PendingVariable:
 
     def value(self, computed: dict[int, HostArray]) -> HostArray:
         """Return the initial value. Results of initialisers are cached in `computed`, by their identity."""
-        if not isinstance(self._first, TypedInitial):
-            return self._first
+        if not isinstance(self.first, TypedInitial):
+            return self.first
         try:
-            if id(self._first) not in computed:
-                computed[id(self._first)] = on_host(jnp.asarray(self._first(), self.variable.dtype))
-            return computed[id(self._first)]
+            if id(self.first) not in computed:
+                computed[id(self.first)] = on_host(jnp.asarray(self.first(), self.variable.dtype))
+            return computed[id(self.first)]
         except Exception as error:
             error.add_note(f"in the initialiser of variable {self.variable.name!r}{at(self.variable.loc)}")
             raise
-
-    def recipe(self, exports: Exports) -> Recipe:
-        """Return the programs and arrays that make the initial value on its task."""
-        assert isinstance(self._first, InitialOps)
-        return self._first.recipe(exports)
 
 
 class VariableBatch:
     """Variables that are created together on the tasks of one cluster; thread-safe."""
 
-    def __init__(self, tasks: CreatingTasks) -> None:
-        self.tasks = tasks
+    def __init__(self, requests: TaskRequests) -> None:
+        self.requests = requests
         self._lock = threading.RLock()
         self._wanted: list[PendingVariable] = []
         self._size_bytes = 0
@@ -165,7 +148,7 @@ class VariableBatch:
         with self._lock:
             wanted, self._wanted, self._size_bytes = self._wanted, [], 0
             try:
-                failed = _Creation(self.tasks).create(wanted)
+                failed = _Creation(self.requests).create(wanted)
             finally:
                 # Also after an error: the next use of a variable without a location creates it.
                 self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
@@ -185,9 +168,9 @@ _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", 
 
 
 @contextmanager
-def created_together(tasks: CreatingTasks) -> Iterator[None]:
-    """Create the variables made inside on `tasks` together, at the latest when the block ends."""
-    batch = _batch_of(tasks)
+def created_together(requests: TaskRequests) -> Iterator[None]:
+    """Create the variables made inside together, at the latest when the block ends."""
+    batch = _batch_of(requests)
     token = _current.set(batch)
     try:
         yield
@@ -196,9 +179,9 @@ def created_together(tasks: CreatingTasks) -> Iterator[None]:
     batch.create()
 
 
-def create(tasks: CreatingTasks, wanted: PendingVariable) -> None:
+def create(requests: TaskRequests, wanted: PendingVariable) -> None:
     """Create a variable, together with the batch that is open in this context, if any."""
-    batch = _batch_of(tasks)
+    batch = _batch_of(requests)
     if wanted.near is not None and _batches[wanted.near] is not batch:
         settle(wanted.near)
     batch.add(wanted)
@@ -212,16 +195,16 @@ def settle(variable: Variable) -> None:
         _batches[variable].create_again(variable)
 
 
-def _batch_of(tasks: CreatingTasks) -> VariableBatch:
+def _batch_of(requests: TaskRequests) -> VariableBatch:
     open_one = _current.get()
-    return open_one if open_one is not None and open_one.tasks is tasks else VariableBatch(tasks)
+    return open_one if open_one is not None and open_one.requests is requests else VariableBatch(requests)
 
 
 class _Creation:
     """One creation of many variables."""
 
-    def __init__(self, tasks: CreatingTasks) -> None:
-        self._tasks = tasks
+    def __init__(self, requests: TaskRequests) -> None:
+        self._requests = requests
         self._exports = Exports()
         #: Results of initialisers that several variables share, by the initialiser's identity.
         self._computed: dict[int, HostArray] = {}
@@ -241,7 +224,7 @@ class _Creation:
 
     def _placed(self, wanted: Sequence[PendingVariable]) -> dict[str, list[PendingVariable]]:
         """Ask the coordinator for the task of each variable; return them by task."""
-        answers = self._tasks.place_all([each.placing() for each in wanted]) if wanted else ()
+        answers = self._requests.place_all([each.placing() for each in wanted]) if wanted else ()
         for each, answer in zip(wanted, answers, strict=True):
             if isinstance(answer, Failure):
                 self._failed[each.variable] = error_of(answer)
@@ -251,17 +234,16 @@ class _Creation:
 
     def _parcels(self, task: str, missing: Sequence[PendingVariable]) -> Iterator[_Parcel]:
         """Yield messages that create variables: one each for those made there, which may take long, else many each."""
-        for part in _parts([each for each in missing if not each.is_made_there]):
+        for part in _parts([each for each in missing if each.ops is None]):
             values = [each.value(self._computed) for each in part]
             arrays, payload = encode_arrays(values)
             variables = tuple(replace(each.asked(), arrays=1) for each in part)
             yield _Parcel(task, CreateVariables(variables, arrays), part, payload)
         for each in missing:
-            if each.is_made_there:
-                yield self._recipe(task, each)
+            if each.ops is not None:
+                yield self._recipe(task, each, each.ops.recipe(self._exports))
 
-    def _recipe(self, task: str, wanted: PendingVariable) -> _Parcel:
-        recipe = wanted.recipe(self._exports)
+    def _recipe(self, task: str, wanted: PendingVariable, recipe: Recipe) -> _Parcel:
         arrays, payload = encode_arrays(recipe.arrays)
         used = list(dict.fromkeys(program for program, _ in recipe.calls))
         calls = tuple(ProgramCall(used.index(program), takes) for program, takes in recipe.calls)
@@ -273,21 +255,20 @@ class _Creation:
     def _send(self, parcels: Sequence[_Parcel]) -> list[PendingVariable]:
         """Send all messages; return the variables that the tasks lack and got no initial value for."""
         missing: list[PendingVariable] = []
-        answers = self._tasks.request_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
+        answers = self._requests.ask_all([(parcel.task, parcel.message, parcel.payload) for parcel in parcels])
         for parcel, answer in zip(parcels, answers, strict=True):
             if isinstance(answer, DflowError):
                 self._failed.update((each.variable, answer) for each in parcel.wanted)
-            else:
-                missing += self._take(parcel, answer.message)
+                continue
+            created: VariablesCreated = answer.message
+            for place, each in enumerate(parcel.wanted):
+                if place in created.failures:
+                    self._failed[each.variable] = error_of(created.failures[place], parcel.task)
+                elif place in created.missing:
+                    missing.append(each)
+                else:
+                    each.variable.key, each.variable.device = each.variable.name, parcel.task
         return missing
-
-    def _take(self, parcel: _Parcel, answer: VariablesCreated) -> list[PendingVariable]:
-        for place, each in enumerate(parcel.wanted):
-            if place in answer.failures:
-                self._failed[each.variable] = error_of(answer.failures[place], parcel.task)
-            elif place not in answer.missing:
-                each.variable.key, each.variable.device = each.variable.name, parcel.task
-        return [parcel.wanted[place] for place in answer.missing]
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def test_the_environment_says_where_to_listen_also_when_the_coordinator_is_given
     coordinator = Coordinator(SocketTransport(), "127.0.0.1:0", {"worker": 1})
     monkeypatch.setenv("DFLOW_ADDRESS", "127.0.0.2")
     cluster = dflow.connect(coordinator.address, index=0)
-    assert cluster._server.address.startswith("127.0.0.2:")
+    assert cluster.server.address.startswith("127.0.0.2:")
     cluster.close()
     coordinator.close()
 

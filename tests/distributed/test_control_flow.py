@@ -47,7 +47,7 @@ def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:
 
 def held_by(memory: MemoryCluster, worker: Cluster) -> list[tuple[int, int, int, int]]:
     """State of steps that each task holds: runs, open steps, values and waiters."""
-    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    servers = [worker.server, *(task.server for task in memory.tasks.values())]
     found = [(server.statistics().running, server.statistics().rendezvous) for server in servers]
     return [(running, held.open_steps, held.values, held.waiters) for running, held in found]
 
@@ -57,7 +57,7 @@ NOTHING = [(0, 0, 0, 0)] * 3
 
 def crossed(memory: MemoryCluster, worker: Cluster) -> int:
     """Number of values sent from task to task since the start."""
-    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    servers = [worker.server, *(task.server for task in memory.tasks.values())]
     return sum(edge.values for server in servers for edge in server.traffic())
 
 
@@ -266,7 +266,7 @@ def test_a_turn_that_fails_ends_the_loop_everywhere(memory: MemoryCluster, worke
 def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> None:
     a, b = two_variables(worker)
     most = 0
-    servers = [worker._server, *(task.server for task in memory.tasks.values())]
+    servers = [worker.server, *(task.server for task in memory.tasks.values())]
     [task] = [task for task in memory.tasks.values() if b.key in task.server.store]
     call = task.server.store.call
 
@@ -274,7 +274,7 @@ def test_many_turns_are_kept_nowhere(memory: MemoryCluster, worker: Cluster) -> 
         nonlocal most
         most = max(
             most,
-            *(len(step.edges) for server in servers for step in [*server.channel._rendezvous._steps.values()]),
+            *(len(step) for server in servers for step in [*server.channel._rendezvous._steps.values()]),
         )
         return call(*words)
 
@@ -301,7 +301,7 @@ def test_programs_are_sent_to_a_task_once_whoever_registers_them(
         sizes: list[int] = []
         with cluster.parameter_servers():
             w = dflow.Variable(lambda: jnp.ones(3), name="w")
-        peer = cluster._server.peer(str(w.device))
+        peer = cluster.server.peer(str(w.device))
         start = peer.start
 
         def noted(message: Any, payload: Any = b"", on_reply: Any = None) -> Any:

@@ -61,7 +61,7 @@ def make_step(cluster: Cluster) -> Any:
 
 
 def events_of_last_step(memory: MemoryCluster, worker: Cluster) -> tuple[list[Event], list[Event]]:
-    own, others = worker.recorder.events(), memory.tasks["ps:0"].server.recorder.events()
+    own, others = worker.server.recorder.events(), memory.tasks["ps:0"].server.recorder.events()
     last = max(event.step for event in own if event.what == STEP_BEGAN)
     of_ps = [event for event in others if event.step == last]
     return [event for event in own if event.step == last], of_ps
@@ -125,7 +125,7 @@ def test_an_error_is_noted_where_it_came_up_and_where_the_step_was_started(
 def test_connections_and_the_roster_are_noted(memory: MemoryCluster, worker: Cluster) -> None:
     make_step(worker)(jnp.ones(3))
     server = memory.tasks["ps:0"].server
-    assert [event.peer for event in worker.recorder.events() if event.what == CONNECTED] == [PS]
+    assert [event.peer for event in worker.server.recorder.events() if event.what == CONNECTED] == [PS]
     assert [event.text for event in server.recorder.events() if event.what == ROSTER_CHANGED][-1].endswith(
         "2 live, 0 left"
     )

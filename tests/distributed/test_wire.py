@@ -32,7 +32,7 @@ def worker(memory: MemoryCluster) -> Iterator[Cluster]:
 def sent_by(memory: MemoryCluster, worker: Cluster) -> dict[str, int]:
     """Bytes sent over each edge, to all destinations."""
     found: dict[str, int] = {}
-    for server in (worker._server, *(task.server for task in memory.tasks.values())):
+    for server in (worker.server, *(task.server for task in memory.tasks.values())):
         for edge in server.traffic():
             found[edge.edge] = found.get(edge.edge, 0) + edge.size_bytes
     return found

@@ -118,10 +118,10 @@ def _say_complete_too_early(original: Any) -> Any:
 def _deliver_and_still_wait(original: Any) -> Any:
     def put(meeting: Any, step: Any, edge: str, value: Any) -> Any:
         opened = meeting._steps.get(step)
-        place = opened.edges.get(edge) if opened is not None else None
+        place = opened.get(edge) if opened is not None else None
         commands = original(meeting, step, edge, value)
         if commands:
-            opened.edges[edge] = place
+            opened[edge] = place
         return commands
 
     return put
@@ -240,12 +240,12 @@ def _done_before(original: Any) -> Any:
 
 
 def _once_failed(original: Any) -> Any:
-    return lambda run, event: [] if run.failed else original(run, event)
+    return lambda run, *opened: [] if run.failed else original(run, *opened)
 
 
 def _not_counted(original: Any) -> Any:
-    def fail(run: Any, event: Any, asks: Any) -> Any:
-        commands = original(run, event, asks)
+    def fail(run: Any, *failure: Any) -> Any:
+        commands = original(run, *failure)
         run.failed -= 1
         return commands
 
@@ -319,7 +319,7 @@ MUTATIONS = (
     Mutation(
         "a task's gate hears of no members", member_gate.MemberGate, "roster_changed", _doing_nothing, "none lost"
     ),
-    Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "none lost"),
+    Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "waits end"),
     Mutation("an ask is not asked again", _SESSION, "_send_all", _doing_nothing, "none lost"),
     Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", _doing_nothing, "none lost"),
     Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", _doing_nothing, "none lost"),
@@ -343,10 +343,10 @@ MUTATIONS = (
     ),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
     Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
-    Mutation("who died is waited for", _ROUNDS, "_left", _doing_nothing, "the dead", _DIES, ROUNDS),
+    Mutation("who died is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", _doing_nothing, "the dead", _DIES, ROUNDS),
-    Mutation("a round is told of again", _ROUNDS, "_came", _done_before, "later rounds", program=ROUNDS),
-    Mutation("a failed update fails the run for ever", _ROUNDS, "_open", _once_failed, "none lost", _APART, ROUNDS),
+    Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
+    Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),
     Mutation("no process is recorded", membership.Membership, "process", _giving(""), "one life", program=VARIABLES),
     Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
 )

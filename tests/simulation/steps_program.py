@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
-from dflow.distributed.steps.step_parts import StepParts, cancel_elsewhere
+from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.strategy import StrategyCluster
 from dflow.distributed.transport.base import Peer
@@ -76,7 +76,7 @@ class StepsWorker(TrainingWorker):
         self._checks = checks
         self._steps = steps
         self._ps = tuple(ps)
-        self._plan = member.server.register(*_worker_plan(member.name, self._ps))
+        self._plan = member.server.plans.add(*_worker_plan(member.name, self._ps))
         self._handles: dict[Member, int] = {}
 
     def run(self) -> None:
@@ -128,7 +128,7 @@ class StepsWorker(TrainingWorker):
         except DflowError as error:
             member.say(f"failed in step {step}")
             self._checks.failed(attempt, str(error))
-            member.server.cancel(id, error)
+            member.server.runs.cancel(id, error)
             cancel_elsewhere(id, others.values(), error)
             raise
 
@@ -148,7 +148,7 @@ class StepsWorker(TrainingWorker):
             return 0
         if member not in self._handles:
             plan = _ps_plan(host, self.task, partial(self._apply, member))
-            self._handles[member] = member.server.register(*plan)
+            self._handles[member] = member.server.plans.add(*plan)
         return self._handles[member]
 
     def _apply(self, member: Member, number: Any) -> tuple[()]:

@@ -224,7 +224,7 @@ class SimulatedTasks:
         if (run, members) not in self._runs:
             plans = made()
             self._runs[run, members] = {
-                member.name: member.server.register(*plans[member.process.host]) for member in members
+                member.name: member.server.plans.add(*plans[member.process.host]) for member in members
             }
         return self._runs[run, members]
 

@@ -6,6 +6,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ def test_a_worker_and_a_ps_tell_their_steps_bytes_and_errors(memory: MemoryClust
     server = memory.tasks["ps:0"].server
     with (
         closing(memory.worker()) as worker,
-        closing(MetricsEndpoint(lambda: task_metrics(worker.server), 0)) as of_worker,
-        closing(MetricsEndpoint(lambda: task_metrics(server), 0)) as of_ps,
+        closing(MetricsEndpoint(partial(task_metrics, worker.server), 0)) as of_worker,
+        closing(MetricsEndpoint(partial(task_metrics, server), 0)) as of_ps,
     ):
         assert of_ps.address.startswith("http://127.0.0.1:")
         step = make_step(worker)
@@ -91,7 +92,7 @@ def test_queues_are_told_by_how_many_elements_they_hold(memory: MemoryCluster) -
             queue = dflow.FIFOQueue(5, jnp.zeros(()), name="ready")
         for number in range(3):
             queue.enqueue(jnp.float32(number))
-        with closing(MetricsEndpoint(lambda: task_metrics(memory.tasks["ps:0"].server), 0)) as endpoint:
+        with closing(MetricsEndpoint(partial(task_metrics, memory.tasks["ps:0"].server), 0)) as endpoint:
             assert scrape(endpoint)["dflow_resource_depth", "ready"] == 3
 
 

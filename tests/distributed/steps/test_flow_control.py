@@ -17,13 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.distributed.steps.flow_control import COST_BYTES, Answer, GiveCredit, Inflow, Offered, Outflow, Reaction
+from dflow.distributed.steps.flow_control import COST_BYTES, Inflow, Offered, Outflow, Reaction
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.wire.messages.plans import CancelStep
+from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import StepCancelled
-from tests.distributed.task.test_task_server import roster
+from tests.distributed.task.served_tasks import roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
 from tests.effort import examples
 
@@ -87,11 +88,11 @@ class Model:
             self.to_sender.extend(self.inflow.came("sender", STEP, edge, size, is_held=is_held))
 
     def deliver_to_sender(self) -> None:
-        match self.to_sender.popleft():
-            case GiveCredit(_, size_bytes):
+        match self.to_sender.popleft().message:
+            case Credit(size_bytes):
                 self.outflow.credit("receiver", size_bytes)
-            case Answer(_, step, edge, wanted):
-                size = self.outflow.end(Offered("receiver", step, edge))
+            case Pull(_, _, edge, wanted):
+                size = self.outflow.end(Offered("receiver", STEP, edge))
                 assert size is not None
                 if wanted:
                     self.to_receiver.append(("pulled", edge, size))
@@ -141,7 +142,7 @@ def test_whatever_the_order_each_wanted_value_comes_once_and_no_more_than_the_wi
     if not ends:
         assert sorted(model.got) == sorted(edges)
     assert model.outflow.offers == model.inflow.offered == model.inflow.held == 0
-    assert model.outflow.untaken_bytes("receiver") < WINDOW // 4 + max(sizes) + COST_BYTES
+    assert model.outflow.untaken["receiver"] < WINDOW // 4 + max(sizes) + COST_BYTES
 
 
 def test_a_task_that_is_lost_leaves_nothing() -> None:
@@ -164,7 +165,7 @@ def test_a_step_that_is_given_up_has_no_offers() -> None:
     outflow: Outflow[str] = Outflow(WINDOW)
     outflow.keep(Offered("ps", STEP, "e"), "kept")
     outflow.keep(Offered("ps", StepId(WORKER, 2), "e"), "kept")
-    assert outflow.abort(lambda step: step == STEP) == [Offered("ps", STEP, "e")]
+    assert outflow.end_all(lambda offer: offer.step == STEP) == [Offered("ps", STEP, "e")]
     assert outflow.offers == 1
 
 
@@ -191,6 +192,11 @@ def value(number: int) -> np.ndarray[Any, Any]:
     return np.full(SIZE // 4, number, np.int32)
 
 
+def kept(sender: TaskServer) -> int:
+    """Number of offered values that the sender keeps."""
+    return sender.channel._outflow.offers
+
+
 def got(taker: TaskServer, step: StepId, edge: str) -> queue.SimpleQueue[object]:
     """Wait at `taker` for the value of an edge, and return it."""
     box: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -206,8 +212,7 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
     edges = [f"edge {number}" for number in range(40)]
     for number, edge in enumerate(edges):
         worker.channel.send(STEP, edge, PS, value(number))
-    flow = worker.channel.flow()
-    assert flow.kept == 36
+    assert kept(worker) == 36
     wanted = list(enumerate(edges))
     if order == "reversed":
         wanted.reverse()
@@ -215,11 +220,11 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
         random.Random(0).shuffle(wanted)
     for number, edge in wanted:
         taken = got(ps, STEP, edge).get(timeout=DEADLINE_S)
-        assert ps.channel.flow().held <= 4
+        assert ps.channel._inflow.held <= 4
         np.testing.assert_array_equal(np.asarray(taken), value(number))
     # The thread that sent the last value records that before it handles the next answer.
     reach_and_ask(worker)
-    assert worker.channel.flow().kept == 0
+    assert kept(worker) == 0
     assert sum(one.values for one in worker.channel.traffic()) == 40
 
 
@@ -253,7 +258,7 @@ def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServ
         box.get(timeout=DEADLINE_S)
         # Messages that the ps sent before its answer arrive before the answer.
         reach_and_ask(worker)
-    assert worker.channel.flow().kept == 0
+    assert kept(worker) == 0
 
 
 def reach_and_ask(worker: TaskServer) -> None:
@@ -265,22 +270,22 @@ def test_offers_of_a_cancelled_step_are_dropped(pair: tuple[TaskServer, TaskServ
     worker, ps = pair
     for number in range(10):
         worker.channel.send(STEP, f"edge {number}", PS, value(number))
-    assert worker.channel.flow().kept == 6
+    assert kept(worker) == 6
     reach_and_ask(worker)
     if by == "sender":
-        worker.cancel(STEP, StepCancelled("given up"))
+        worker.runs.cancel(STEP, StepCancelled("given up"))
     else:
-        ps.cancel(STEP, StepCancelled("given up"))
+        ps.runs.cancel(STEP, StepCancelled("given up"))
         reach_and_ask(worker)
-        assert ps.channel.flow().offered == ps.channel.flow().held == 0
-    assert worker.channel.flow().kept == 0
+        assert ps.channel._inflow.offered == ps.channel._inflow.held == 0
+    assert kept(worker) == 0
 
 
 def test_a_value_for_a_step_that_has_ended_is_declined(pair: tuple[TaskServer, TaskServer]) -> None:
     worker, ps = pair
-    ps.cancel(STEP, StepCancelled("given up"))
+    ps.runs.cancel(STEP, StepCancelled("given up"))
     for number in range(10):
         worker.channel.send(STEP, f"edge {number}", PS, value(number))
     reach_and_ask(worker)
-    assert worker.channel.flow().kept == 0
-    assert ps.channel.flow().offered == 0
+    assert kept(worker) == 0
+    assert ps.channel._inflow.offered == 0

@@ -13,7 +13,7 @@ import pytest
 
 import dflow
 from dflow.distributed.steps.plan_registry import PlanRegistry
-from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.programs import shared_exports
 from dflow.lowering.programs.program import LoweredProgram
 from dflow.testing import MemoryCluster, memory_cluster
@@ -125,7 +125,7 @@ def test_a_task_that_does_not_answer_is_named(memory: MemoryCluster, monkeypatch
     monkeypatch.setattr(PlanRegistry, "add_encoded", lambda *_: released.wait(DEADLINE_S))
     with closing(memory.worker(0)) as worker:
         _, step = made(worker)
-        worker._settings = ClusterSettings(request_timeout_s=0.2)
+        worker.requests.timeout_s = 0.2
         with pytest.raises(DeadlineExceeded, match=r"ps:0 did not register a plan within 0\.2 s; ps:0"):
             step(jnp.ones(3))
         released.set()

@@ -61,7 +61,7 @@ def test_of_turns_that_are_over_nothing_is_kept() -> None:
         assert rendezvous.take(STEP, f"e@{turn}", "ps", "waiter") == [EndWait("waiter", turn)]
         assert rendezvous.take(STEP, f"e@{turn}.0", "ps", "inner") == []
         assert rendezvous.put(STEP, f"e@{turn}.0", "value") == [EndWait("inner", "value")]
-    assert rendezvous._steps[STEP].edges == {}
+    assert rendezvous._steps[STEP] == {}
 
 
 @pytest.mark.parametrize("delivered", [False, True])

@@ -255,9 +255,9 @@ def test_a_wait_that_is_given_up_takes_nothing(memory: MemoryCluster, workers: t
     queue = fifo(workers[0])
     server = memory.tasks[str(queue.device)[5:].replace("/task", "")].server
     message = CallResource(queue.key, ResourceOp("queue.dequeue"), workers[0].task, 7)
-    pending = workers[0]._server.peer(str(queue.device)).start(message)
+    pending = workers[0].server.peer(str(queue.device)).start(message)
     until(lambda: waiting_at(memory, "q") == 1)
-    server.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
+    server.runs.cancel(StepId(workers[0].task, 7), TaskLost("given up"))
     with pytest.raises(TaskLost, match="given up"):
         pending.wait(DEADLINE_S)
     queue.enqueue(1.0)
@@ -273,7 +273,7 @@ def test_a_wait_that_is_given_up_here_is_given_up_on_the_task(
         return CallResource(queue.key, ResourceOp("queue.dequeue"), step.origin, step.number)
 
     with pytest.raises(DeadlineExceeded):
-        workers[0].request_step(str(queue.device), message, b"", 0.05 - SOON.request_timeout_s)
+        workers[0].requests.ask_step(str(queue.device), message, b"", 0.05 - SOON.request_timeout_s)
     until(lambda: waiting_at(memory, "q") == 0)
     queue.enqueue(1.0)
     assert int(queue.size()) == 1

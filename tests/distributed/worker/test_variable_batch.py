@@ -126,7 +126,7 @@ def test_slots_that_begin_as_the_parameters_are_read_from_them_by_the_first_work
 
     first = made(worker)
     np.testing.assert_array_equal(dflow.read(first.slots["twice"]), [[0, 0], [2, 2], [4, 4]])
-    worker.request(str(first.slots["twice"][1].device), WriteVariable("v1", "float32", (2,)), bytes(8))
+    worker.requests.ask(str(first.slots["twice"][1].device), WriteVariable("v1", "float32", (2,)), bytes(8))
     sent.clear()
     with closing(memory.worker(1)) as late:
         slots = made(late).slots

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dflow.distributed.steps.trampoline import run_soon
+from dflow.distributed.steps.plan_runs import run_soon
 
 
 def test_work_is_done_on_return_and_what_it_brings_after_it() -> None:

@@ -48,11 +48,7 @@ class UsedState:
             lost = {name: one for name, one in placed if one.task == task and one.process not in ("", info.process)}
             if lost:
                 end = self._end_of(task, next(iter(lost.values())).process)
-                text = lost_text([*map(repr, lost)], task, end, is_replaced=True)
-                return TaskLost(
-                    text,
-                    at=caller(),
-                )
+                return TaskLost(lost_text([*map(repr, lost)], task, end, is_replaced=True), at=caller())
         return None
 
     @contextmanager

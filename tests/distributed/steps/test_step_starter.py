@@ -1,4 +1,4 @@
-from dflow.distributed.steps.step_numbers import first_of_a_life
+from dflow.distributed.steps.step_starter import first_of_a_life
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 
 

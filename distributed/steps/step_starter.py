@@ -1,0 +1,133 @@
+"""The steps that a task starts: it sends one message to each task that has a part, which is answered at the part's end.
+
+A worker starts the steps of its program and waits for them. A step aggregator starts its updates over plans that
+workers have registered, so no worker's loss ends them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dflow.distributed.steps.peers import Peers
+from dflow.distributed.steps.plan_registry import PlanRegistry
+from dflow.distributed.steps.plan_runs import PlanRuns
+from dflow.distributed.transport.base import Peer, Reply
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.plans import CancelStep, RunPlan
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.errors import DflowError
+
+_lives = itertools.count()
+
+
+def first_of_a_life() -> int:
+    """Return a first step number for a task that starts now, greater than the numbers of its earlier lives."""
+    tenths_of_s = time.time_ns() // 100_000_000
+    return (tenths_of_s + next(_lives)) * STEPS_OF_A_LIFE
+
+
+class StepParts:
+    """Calls `on_over` once, from any thread: with the first error, or with this task's outcome when all have ended."""
+
+    def __init__(self, tasks: Iterable[str], on_over: Callable[[Outcome[Fetches]], None]) -> None:
+        self._on_over = on_over
+        self._lock = threading.Lock()
+        self._running = {*tasks}
+        self._outcome: Outcome[Fetches] = ()
+
+    @property
+    def running(self) -> list[str]:
+        """The tasks whose parts have not ended, by name."""
+        with self._lock:
+            return sorted(self._running)
+
+    def ended(self, task: str, outcome: Outcome[Fetches] | Reply[Ok]) -> None:
+        """Record that the part of `task` has ended; later calls after an error do nothing."""
+        with self._lock:
+            if not self._running:
+                return
+            self._running.discard(task)
+            if isinstance(outcome, BaseException):
+                self._running.clear()
+            if not isinstance(outcome, Reply):
+                self._outcome = outcome
+            if self._running:
+                return
+        self._on_over(self._outcome)
+
+
+def cancel_elsewhere(step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
+    """Notify other tasks that their parts of a step are cancelled."""
+    message = CancelStep(step.origin, step.number, f"{type(error).__name__}: {error}")
+    for peer in peers:
+        with contextlib.suppress(DflowError):  # the task is gone, and its part with it
+            peer.notify(message)
+
+
+class StepStarter:
+    """Starts the steps of the task `name`; thread-safe. Steps before number `first` are those of its earlier lives."""
+
+    def __init__(self, name: str, peers: Peers, plans: PlanRegistry, runs: PlanRuns) -> None:
+        self._name, self._peers, self._plans, self._runs = name, peers, plans, runs
+        self.first = first_of_a_life()
+        self._numbers = itertools.count(self.first + 1)
+
+    def next_step(self) -> StepId:
+        """Return the identity of a new step."""
+        return StepId(self._name, next(self._numbers))
+
+    def peers(self, tasks: Iterable[str]) -> dict[str, Peer]:
+        """Return the connections to those of `tasks` that are other tasks; may block while connecting."""
+        return {task: self._peers.get(task) for task in tasks if task != self._name}
+
+    def start(
+        self,
+        step: StepId,
+        peers: Mapping[str, Peer],
+        handles: Mapping[str, int],
+        feeds: Sequence[Any],
+        on_over: Callable[[Outcome[Fetches]], None],
+    ) -> StepParts:
+        """Run the plans `handles`, by task, as one step; `feeds` are for this task's plan.
+
+        `on_over` gets the first error, also one in starting, or the outcome of this task's part when all have ended.
+        """
+        parts = StepParts(handles, on_over)
+        try:
+            for task, peer in peers.items():
+                peer.start(RunPlan(handles[task], step.origin, step.number), on_reply=partial(parts.ended, task))
+            executable = self._plans.get(handles[self._name])
+            self._runs.run(executable, step, feeds, partial(parts.ended, self._name))
+        except Exception as error:
+            parts.ended(self._name, error)
+        return parts
+
+    def cancel(self, step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
+        """End all parts of a step with `error`."""
+        self._runs.cancel(step, error)
+        cancel_elsewhere(step, peers, error)
+
+    def start_unattended(
+        self, handles: Mapping[str, int], feeds: Sequence[Any], on_end: Callable[[BaseException | None], None]
+    ) -> None:
+        """Run the plans `handles` as a new step, which is cancelled when a part fails; may block while connecting.
+
+        `on_end` is called once, from any thread: with None when all parts have ended, or with the first error.
+        """
+        step, peers = self.next_step(), self.peers(handles)
+
+        def over(outcome: Outcome[Fetches]) -> None:
+            error = outcome if isinstance(outcome, BaseException) else None
+            if error is not None:
+                self.cancel(step, peers.values(), error)
+            on_end(error)
+
+        self.start(step, peers, handles, feeds, over)

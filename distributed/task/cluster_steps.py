@@ -1,0 +1,259 @@
+"""Steps of this task's program that run on several tasks: placed, partitioned, lowered, registered and run.
+
+A step starts with one small message to each task that has a part in it. Values then travel directly from task to
+task; this task waits for its own part and for each task's answer that its part has ended. An error anywhere cancels
+the step everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import weakref
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.distributed.steps.plan_registration import PlanRegistration
+from dflow.distributed.steps.rendezvous import describe
+from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.wire.messages.plans import ReleasePlan
+from dflow.lowering.passes.base import Observer, run_passes
+from dflow.lowering.pipeline import pipeline
+from dflow.lowering.programs.program import LoweredProgram, lower_program
+from dflow.lowering.programs.shared_exports import SharedExports
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state_backend import LoweredStep, Runner
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.steps.local_step import fetched, lower_programs
+from dflow.lowering.steps.lowered import Lowered, literals, make_plans
+from dflow.lowering.steps.plan import Plan
+from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, described_end
+from dflow.lowering.steps.spread_variables import refuse_spread
+from dflow.lowering.values.devices import devices_in_order
+from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed, VariableError
+from dflow.tracing.jaxprs.trace import Traced
+from dflow.tracing.source import at
+
+#: Time for the report of a step's end or error to travel from task to task, in s.
+WORD_S = 5.0
+
+
+class ClusterSteps:
+    """The steps that the program of this task starts; thread-safe.
+
+    `timeout_s`  longest duration of a step, in s
+    """
+
+    def __init__(self, server: TaskServer, requests: TaskRequests, timeout_s: float) -> None:
+        self._task, self.server, self._requests, self.timeout_s = server.name, server, requests, timeout_s
+        #: The plans of functions that were garbage-collected. A finalizer runs on any thread, between any two
+        #: instructions, so it must take no lock and send nothing. The next registration releases them.
+        self._unused: deque[Mapping[str, int]] = deque()
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        """Place, partition and register a traced function; calling the result runs one step of it."""
+        step = self.lower(traced, check=check, observe=observe)
+        return self.register(step, step.own())
+
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
+        """Place and partition a traced function."""
+        _refuse_two_handles(traced.variables)
+        if traced.compiler_options:
+            raise _no_options(traced.name)
+        passes = pipeline(self._task, self._requests.tasks, devices_in_order())
+        graph = run_passes(traced.graph, passes, check=check, observe=observe)
+        refuse_spread(graph, traced, self.server.store)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        return PartitionedStep(self, traced, make_plans(graph, self._task, keys), literals(graph))
+
+    def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
+        """Register a traced function that the task `host` will run as a step of `host`.
+
+        Returns the plan handles by task, and the arrays to feed `host`'s part before and after the arguments.
+        """
+        graph = run_passes(traced.graph, pipeline(host, self._requests.tasks), check=False, observe=None)
+        keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
+        return self._registered(make_plans(graph, host, keys)), traced.constants, literals(graph)
+
+    def register(self, step: PartitionedStep, own: Sequence[LoweredProgram]) -> Runner:
+        """Register the plans with all tasks, given the lowered programs of this one; the result runs one step."""
+        self._release_unused()
+        others = {task: part for task, part in step.plans.items() if task != self._task}
+        # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
+        compiling = ThreadPoolExecutor(1, "dflow-compile")
+        try:
+            programs = compiling.submit(lambda: [program.compile() for program in own])
+            handles = self._registered(others)
+            handles[self._task] = self.server.plans.add(step.plans[self._task].plan, programs.result())
+        finally:
+            compiling.shutdown(wait=False)
+        first, last = list(step.traced.constants), step.literals
+
+        def run(leaves: Sequence[Any]) -> Sequence[Any]:
+            arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+            return self.run(handles, [*first, *arrays, *last])
+
+        weakref.finalize(run, self._unused.append, handles).atexit = False
+        return run
+
+    def _registered(self, parts: Mapping[str, Lowered]) -> dict[str, int]:
+        """Register parts of a step with other tasks, concurrently; return the handles."""
+        exports = SharedExports()
+        with self._requests.used.explained([*parts]):
+            asked = {task: PlanRegistration(self.server.peer(task), part, exports) for task, part in parts.items()}
+        handles = {}
+        for task, registration in asked.items():
+            with self._requests.explained(task):
+                handles[task] = registration.handle(self._requests.timeout_s)
+        return handles
+
+    def _release_unused(self) -> None:
+        tasks = {*self._requests.tasks} - {self._task}
+        while self._unused:
+            handles = self._unused.popleft()
+            self.server.plans.release(handles[self._task])
+            for task in tasks & {*handles}:
+                with contextlib.suppress(DflowError):  # the task is gone, and its plans with it
+                    self.server.peer(task).notify(ReleasePlan(handles[task]))
+
+    def run(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """Run one step on every task that has a part in it; return this task's fetches.
+
+        raises  the first error of any task, whose text names it; TaskLost when a task left
+        """
+        step = self.server.starter.next_step()
+        began_ns = self.server.recorder.note(STEP_BEGAN, step)
+        try:
+            with self._requests.used.explained(handles):
+                fetches = self._run(step, handles, feeds)
+        except BaseException as error:
+            self._ended(step, began_ns, error)
+            raise
+        self._ended(step, began_ns, None)
+        return fetches
+
+    def _ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
+        ended_ns = self.server.recorder.note(STEP_ENDED, step, "", described_end(error))
+        self.server.steps.ended((ended_ns - began_ns) / 1e9, error)
+
+    def _run(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+        starter, timeout_s = self.server.starter, self.timeout_s
+        peers = starter.peers(handles)
+        end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue()
+        try:
+            parts = starter.start(step, peers, handles, feeds, end.put)
+            try:
+                # Slightly longer than the receives' own timeout, whose error says more than this one.
+                return fetched(end.get(timeout=timeout_s + min(WORD_S, timeout_s)))
+            except queue.Empty:
+                whose = "; ".join(map(self._requests.coordinator.describe, parts.running))
+                text = f"{describe(step)} did not end within {timeout_s:g} s; still at it: {whose}"
+                raise DeadlineExceeded(text + self.server.stalled(text)) from None
+        except TransportClosed as error:
+            gone = [short_task_name(task) for task, peer in peers.items() if peer.closed]
+            lost = TaskLost(
+                f"{' and '.join(gone) or 'a task'} was lost in {describe(step)}: {error}",
+                "see its output; if its process has ended, its variables are lost: start the whole cluster again",
+            )
+            starter.cancel(step, peers.values(), lost)
+            raise lost from None
+        except BaseException as error:
+            starter.cancel(step, peers.values(), error)
+            raise
+
+
+@dataclass(frozen=True)
+class PartitionedStep:
+    """The plans of a traced function by task, this task's first, and the literals that the function returns."""
+
+    steps: ClusterSteps
+    traced: Traced
+    plans: Mapping[str, Lowered]
+    literals: Sequence[jax.Array]
+
+    def own(self, platforms: tuple[str, ...] | None = None) -> list[LoweredProgram]:
+        """Lower the programs of this task."""
+        traced, mine = self.traced, next(iter(self.plans.values()))
+        given_up = [len(traced.constants) + leaf for leaf in traced.donated]
+        return lower_programs(
+            mine, self.steps.server.store, given_up, traced.name, platforms=platforms, meshes=traced.meshes
+        )
+
+    def lower(self, platforms: tuple[str, ...] | None = None) -> LoweredStep:
+        """Lower the programs of all tasks, for `platforms` if not None, else for this process's devices."""
+        own, (mine, *others) = self.own(platforms), self.plans.values()
+        parts = [LoweredPart(mine.plan, [program.stage for program in own])]
+        for part in sorted(others, key=lambda part: part.plan.task):
+            stages = [
+                lower_program(
+                    pure.fn, pure.types, len(pure.written), len(pure.read), name=self.traced.name, platforms=platforms
+                ).stage
+                for pure in part.functions
+            ]
+            parts.append(LoweredPart(part.plan, stages))
+        return LoweredStep(parts, partial(self._compiled, own, platforms))
+
+    def _compiled(
+        self, own: Sequence[LoweredProgram], platforms: tuple[str, ...] | None, options: dict[str, Any] | None
+    ) -> tuple[Runner, None]:
+        """Register the plans with their tasks, which compile their programs. Raises DflowError for options."""
+        if options:
+            raise _no_options(self.traced.name)
+        if platforms is not None:
+            raise DflowError(
+                f"{self.traced.name} was lowered for {', '.join(platforms)}, and each task compiles for its own "
+                f"platform",
+                "lower it without lowering_platforms",
+            )
+        return self.steps.register(self, own), None
+
+
+@dataclass(frozen=True)
+class LoweredPart:
+    """A task's part of a step: its plan and its programs, with the methods of JAX's `Lowered`."""
+
+    plan: Plan
+    stages: Sequence[jax.stages.Lowered]
+
+    def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
+        """Return the name of the task and the items of its plan, as comments, then its programs."""
+        items = [f"//   {item!r}" for item in self.plan.items]
+        texts = [stage.as_text(dialect, debug_info=debug_info) for stage in self.stages]
+        return "\n".join([f"// {short_task_name(self.plan.task)}", *items, *texts])
+
+    def cost_analysis(self) -> Mapping[str, float]:
+        """Return XLA's estimates, summed over the programs."""
+        total: Counter[str] = Counter()
+        for stage in self.stages:
+            total.update(stage.cost_analysis() or {})
+        return total
+
+
+def _no_options(name: str) -> DflowError:
+    """Return the error for compiler options, which do not reach the tasks that compile."""
+    return DflowError(
+        f"{name} has variables on other tasks, which compile for themselves, so it takes no compiler_options",
+        "set XLA_FLAGS where the tasks are started",
+    )
+
+
+def _refuse_two_handles(variables: Sequence[Any]) -> None:
+    """Raise VariableError for two handles of one variable: each would get its buffer, and its updates no order."""
+    held: dict[tuple[str | None, str], Any] = {}
+    for variable in variables:
+        other = held.setdefault((variable.device, variable.key), variable)
+        if other is not variable:
+            raise VariableError(
+                f"a function uses variable {variable.name!r} by two handles, made{at(other.loc)}\n  and"
+                f"{at(variable.loc)}\n  use one of the two, or give the other another name or `prefix=`"
+            )

@@ -1,0 +1,46 @@
+"""The server of a task that has joined a cluster, as parameter tasks and workers have one."""
+
+from __future__ import annotations
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.observe.flight_recorder import FlightRecorder
+from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.transport.base import Transport
+from dflow.lowering.state.store import Store
+
+
+def joined_server(
+    client: CoordinatorClient,
+    transport: Transport,
+    task: str,
+    address: str,
+    flights: FlightRecorder,
+    *,
+    store: Store | None = None,
+    settings: TaskSettings | None = None,
+) -> TaskServer:
+    """Start the server of `task`, listening at `address`, and join by `client`, which is closed after an error.
+
+    `flights`  writes the events of the task to a file when something is stuck here or elsewhere
+    """
+    client.session.call_on_dump(flights.dump_soon)
+    server = TaskServer(
+        task,
+        transport,
+        process=client.session.process,
+        store=store,
+        address=address,
+        settings=settings,
+        flights=flights,
+        on_stall=client.ask_for_dumps,
+        described=client.describe,
+    )
+    server.channel.count_from(server.starter.first)
+    client.session.call_on_roster(server.roster_changed)
+    try:
+        client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
+    except BaseException:
+        server.close()
+        client.close("could not join")
+        raise
+    return server
