@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import os
 import random
 import shutil
-import tracemalloc
 import zlib
 from pathlib import Path
 from typing import Any
@@ -119,15 +117,12 @@ def test_a_link_to_a_file_is_as_good_as_the_file(path: Path) -> None:
     assert read_arrays(path).read({"w": None})["w"].sum() == 15
 
 
-def test_a_compressed_chunk_is_refused_before_it_unpacks(path: Path) -> None:
+def test_a_compressed_array_is_refused_by_its_codecs_before_a_chunk_is_read(path: Path) -> None:
     """2 MB of gzip may hold 2 GiB."""
-    (path / "w" / "c.0").write_bytes(gzip.compress(bytes(1 << 24)))
+    (path / "w" / "c.0").write_bytes(b"not gzip, which reading would report instead")
     codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "gzip", "configuration": {"level": 9}}]
     rewrite(path / "w" / "zarr.json", codecs=codecs)
-    tracemalloc.start()
     refused(path, "(?s)array 'w' .* is damaged or missing: .*codec")
-    assert tracemalloc.get_traced_memory()[1] < 1 << 24
-    tracemalloc.stop()
 
 
 def test_a_chunk_larger_than_its_array_is_refused(path: Path) -> None:
