@@ -39,6 +39,7 @@ def test_digits_on_a_cluster() -> None:
     assert re.search(r"\n Variables: 25, ", "\n " + output.replace("\n", "\n ")), output
 
 
+@pytest.mark.once
 def test_actors_and_a_learner() -> None:
     # With garbage collection at exit, as in a user's process.
     with Spawned("examples/actor_learner.py", cwd=ROOT, PYTHONPATH="") as ran:

@@ -22,6 +22,9 @@ from tests.fuzz.scripts import MESSAGES, Script, hello, numbered, packed, script
 from tests.fuzz.siege import Tally, Usage, Victim, besiege, send_script
 from tests.fuzz.values import ENCODER, struct_of
 
+# The messages and the frames are the same on every Python and JAX.
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(scope="module")
 def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Victim]:

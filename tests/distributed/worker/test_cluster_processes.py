@@ -109,6 +109,7 @@ cluster.close()
 """
 
 
+@pytest.mark.once
 def test_the_rounds_go_on_without_a_worker_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_IN_ROUNDS)
     with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "3", "train.py", cwd=tmp_path) as launched:
@@ -210,6 +211,7 @@ cluster.close()
 """
 
 
+@pytest.mark.once
 def test_a_cluster_goes_on_from_what_an_earlier_one_saved(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_AND_SAVE)
     for _ in range(2):
