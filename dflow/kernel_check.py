@@ -19,7 +19,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from dflow.tracing.errors import KernelError
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.jax_frontend import closed_parts, inner_parts, is_jaxpr
+from dflow.tracing.jax_frontend import closed_parts, equations_within, is_jaxpr
 from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.kernels import Kernel
 from dflow.tracing.primitives.kernel_choice import Implementation, floating
@@ -116,7 +116,7 @@ def _way_to_run(
         raise
     except Exception as error:  # such as an import of a library for that platform only
         return f"no {platform} device here, and not traced, for {type(error).__name__}: {error}", None
-    if not _has_pallas(closed_parts(closed)[0]):
+    if not any(equation.primitive.name == "pallas_call" for equation in equations_within(closed_parts(closed)[0])):
         return f"no {platform} device here, types agree", None
     return "interpreted", lambda fn, *operands: jax_jit(_interpreted(fn, operands))(*operands)
 
@@ -191,13 +191,6 @@ def _cotangents(types: Sequence[Any]) -> list[jax.Array]:
     wanted = [type for type in types if jnp.issubdtype(type.dtype, jnp.inexact)]
     keys = jax.random.split(jax.random.key(0), len(wanted))
     return [jax.random.normal(key, type.shape, type.dtype) for key, type in zip(keys, wanted, strict=True)]
-
-
-def _has_pallas(jaxpr: Any) -> bool:
-    return any(
-        equation.primitive.name == "pallas_call" or any(_has_pallas(inner) for inner, _ in inner_parts(equation.params))
-        for equation in jaxpr.eqns
-    )
 
 
 def _interpreted(fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:

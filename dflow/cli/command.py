@@ -1,6 +1,6 @@
 """Subcommands of the command line, and types of their options, which parse a text or raise an error with the remedy.
 
-Invariant: building the parser imports only the options; a command imports what it needs when it runs.
+Invariant: building the parser does not import JAX; a command imports what it needs when it runs.
 """
 
 from __future__ import annotations

@@ -93,6 +93,12 @@ class _Barrier:
         """Return the members that have not arrived."""
         return [task for task in self.generation.members if task not in self.waiting]
 
+    def is_complete(self) -> bool:
+        """Whether it has members, and all have arrived."""
+        members = self.generation.members
+        # Each arrival asks, so the members are looked at only once as many tasks wait.
+        return 0 < len(members) <= len(self.waiting) and not self.missing()
+
     def is_over(self, at_s: float) -> bool:
         """Whether no task waits, and none can repeat an arrival."""
         return not self.waiting and at_s >= self.until_s + ASKED_AGAIN_S
@@ -145,7 +151,7 @@ class Barriers:
     def _pass_if_complete(self, barrier: _Barrier) -> list[SendReply]:
         replies: list[SendReply] = []
         # A loop, since late arrivals may complete the next generation immediately.
-        while barrier.generation.members and not barrier.missing():
+        while barrier.is_complete():
             arrivals = {task: barrier.waiting.pop(task) for task in barrier.here()}
             replies += [SendReply(arrival.ask, _answer(barrier.generation)) for arrival in arrivals.values()]
             numbers = {task: (arrival.life, arrival.request.number) for task, arrival in arrivals.items()}

@@ -121,6 +121,7 @@ class StepStarter:
         """Run the plans `handles` as a new step, which is cancelled when a part fails; may block while connecting.
 
         `on_end` is called once, from any thread: with None when all parts have ended, or with the first error.
+        raises  TaskLost when a task cannot be reached; `on_end` is then not called
         """
         step, peers = self.next_step(), self.peers(handles)
 

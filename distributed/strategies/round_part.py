@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
-from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (
@@ -59,7 +59,7 @@ class RoundTasks(StrategyCluster, Protocol):
     """The part of a cluster that is needed here; see `Cluster`."""
 
     #: Messages to other tasks, and steps that run on them.
-    requests: TaskRequests
+    requests: OutgoingRequests
     steps: ClusterSteps
 
     def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
-from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.wire.messages.plans import ReleasePlan
 from dflow.lowering.passes.base import Observer, run_passes
@@ -54,7 +54,7 @@ class ClusterSteps:
     `timeout_s`  longest duration of a step, in s
     """
 
-    def __init__(self, server: TaskServer, requests: TaskRequests, timeout_s: float) -> None:
+    def __init__(self, server: TaskServer, requests: OutgoingRequests, timeout_s: float) -> None:
         self._task, self.server, self._requests, self.timeout_s = server.name, server, requests, timeout_s
         #: The plans of functions that were garbage-collected. A finalizer runs on any thread, between any two
         #: instructions, so it must take no lock and send nothing. The next registration releases them.
@@ -144,7 +144,7 @@ class ClusterSteps:
 
     def _ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
         ended_ns = self.server.recorder.note(STEP_ENDED, step, "", described_end(error))
-        self.server.steps.ended((ended_ns - began_ns) / 1e9, error)
+        self.server.step_counts.ended((ended_ns - began_ns) / 1e9, error)
 
     def _run(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         starter, timeout_s = self.server.starter, self.timeout_s

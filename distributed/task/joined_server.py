@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
@@ -24,23 +26,22 @@ def joined_server(
     `flights`  writes the events of the task to a file when something is stuck here or elsewhere
     """
     client.session.call_on_dump(flights.dump_soon)
-    server = TaskServer(
-        task,
-        transport,
-        process=client.session.process,
-        store=store,
-        address=address,
-        settings=settings,
-        flights=flights,
-        on_stall=client.ask_for_dumps,
-        described=client.describe,
-    )
-    server.channel.count_from(server.starter.first)
-    client.session.call_on_roster(server.roster_changed)
-    try:
+    with ExitStack() as undo:
+        undo.callback(client.close, "could not join")
+        server = TaskServer(
+            task,
+            transport,
+            process=client.session.process,
+            store=store,
+            address=address,
+            settings=settings,
+            flights=flights,
+            on_stall=client.ask_for_dumps,
+            described=client.describe,
+        )
+        undo.callback(server.close)
+        server.channel.count_from(server.starter.first)
+        client.session.call_on_roster(server.roster_changed)
         client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
-    except BaseException:
-        server.close()
-        client.close("could not join")
-        raise
+        undo.pop_all()
     return server

@@ -18,7 +18,7 @@ def task_metrics(server: TaskServer) -> Iterator[Metric]:
     from prometheus_client.core import InfoMetricFamily
 
     yield InfoMetricFamily("dflow_task", "Which task this is.", {"task": short_task_name(server.name)})
-    yield from of_steps("step", "steps that this task started", server.steps.totals())
+    yield from of_steps("step", "steps that this task started", server.step_counts.totals())
     yield from of_steps("part", "parts of steps that this task ran", server.runs.counts.totals())
     sent: dict[str, int] = {}
     for entry in server.traffic():

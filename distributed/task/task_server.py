@@ -146,7 +146,7 @@ class TaskServer:
         self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process)
         self.pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
         #: Counts of the steps that this task has started.
-        self.steps = StepCounts()
+        self.step_counts = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state)
         self._gate = MemberGate(name)
         #: Connections to the other tasks.
@@ -212,7 +212,7 @@ class TaskServer:
 
     def state(self) -> TaskState:
         """Counters and present load of this task, for tools that watch it."""
-        steps, held = self.steps.totals(), self.statistics()
+        steps, held = self.step_counts.totals(), self.statistics()
         return TaskState(
             steps=steps.ended,
             step_s=steps.mean_s,
@@ -310,8 +310,10 @@ class TaskServer:
     def _handle(self, table: HandlerTable[TaskServer, Any, None], message: Message, arrival: Arrival) -> None:
         handle = table.get(type(message))
         if handle is None:
-            how = "answer" if table is REQUESTS else "take the notification"
-            raise NotImplementedError(f"a task does not {how} {type(message).__name__}")
+            kind = type(message).__name__
+            if table is NOTICES and REQUESTS.get(type(message)) is not None:
+                raise NotImplementedError(f"{kind} is a request; use `call`")
+            raise NotImplementedError(f"a task does not {'answer' if table is REQUESTS else 'take'} {kind}")
         if message.speaker and (whose := getattr(message, message.speaker)) != arrival.peer.name:
             kind = type(message).__name__
             raise SecurityError(f"{arrival.peer.name} may not speak for {whose}, as this {kind} does")

@@ -71,7 +71,9 @@ _COPIED_BYTES = 1 << 10
 _AS_THEY_ARE = frozenset(dtype for dtype in DTYPES.values() if dtype.isnative)
 
 _FILES = [
-    importlib.import_module(f"{messages.__name__}.{file.name}") for file in pkgutil.iter_modules(messages.__path__)
+    importlib.import_module(f"{messages.__name__}.{file.name}")
+    for file in pkgutil.iter_modules(messages.__path__)
+    if file.name != "message"
 ]
 
 #: Every message that is sent: each class in a file of `messages/`, except the bases.
@@ -79,8 +81,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
     found
     for file in _FILES
     for found in vars(file).values()
-    if isinstance(found, type) and issubclass(found, Message)
-    if found.__module__ == file.__name__ != Message.__module__
+    if isinstance(found, type) and issubclass(found, Message) and found.__module__ == file.__name__
 )
 
 #: Their union, for a decoder.

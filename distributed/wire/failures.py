@@ -30,5 +30,6 @@ def error_of(failure: Failure, peer: str = "") -> DflowError:
     """Return the exception for a failure, with the name of the `peer` that failed unless the text already names it."""
     kind = _KINDS.get(failure.kind)
     if kind is None:
-        return RemoteError(f"{peer} failed: {failure.kind}: {failure.text}".removeprefix(" failed: "))
+        text = f"{failure.kind}: {failure.text}"
+        return RemoteError(f"{peer} failed: {text}" if peer else text)
     return kind(f"{peer}: {failure.text}" if peer else failure.text)

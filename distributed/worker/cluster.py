@@ -24,8 +24,8 @@ from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.joined_server import joined_server
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_metrics import task_metrics
-from dflow.distributed.task.task_requests import TaskRequests
 from dflow.distributed.task.task_server import TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
@@ -109,7 +109,7 @@ class Cluster:
         self.server = joined_server(
             self.coordinator, transport, self.task, address, self.flights, store=store, settings=waits
         )
-        self.requests = TaskRequests(self.server, self.coordinator, settings.request_timeout_s)
+        self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)
         try:
             self._await_other_jobs(settings.join_timeout_s)

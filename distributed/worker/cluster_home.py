@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.task.cluster_steps import ClusterSteps
-from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.task.cluster_steps import ClusterSteps, PartitionedStep
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
@@ -36,12 +36,13 @@ from dflow.distributed.worker.variable_batch import (
     settle,
 )
 from dflow.lowering.files.array_files import ArrayFiles
+from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner
 from dflow.tracing.errors import DflowError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
-from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.primitives.state_primitives import record_update
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import Initial, TypedInitial
@@ -57,10 +58,9 @@ class ClusterHome(ClusterResources):
     shares_names = True
     is_local = False
 
-    def __init__(self, requests: TaskRequests, steps: ClusterSteps, job: str) -> None:
+    def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
         super().__init__(requests, job)
-        #: Place, partition and register a traced function; the first result can be lowered, the second runs one step.
-        self.lower, self.runner = steps.lower, steps.runner
+        self._steps = steps
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
     def __eq__(self, other: object) -> bool:
@@ -68,6 +68,12 @@ class ClusterHome(ClusterResources):
 
     def __hash__(self) -> int:
         return hash(id(self._requests))
+
+    def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
+        return self._steps.lower(traced, check=check, observe=observe)
+
+    def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
+        return self._steps.runner(traced, check=check, observe=observe)
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
         refuse_unnamed(variable, f"a variable of {variable.type}", VariableError)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
@@ -45,7 +45,7 @@ from dflow.tracing.state.resources import Variable
 class ClusterResources:
     """The queues and accumulators on the tasks of one job."""
 
-    def __init__(self, requests: TaskRequests, job: str) -> None:
+    def __init__(self, requests: OutgoingRequests, job: str) -> None:
         self._requests, self._job = requests, job
 
     def create_resource(self, resource: HostResource) -> Slot:
@@ -99,7 +99,7 @@ class ClusterResources:
 class TaskQueueProducer:
     """The producer of the queue `key` on another task; `where` is the user's line that feeds it."""
 
-    requests: TaskRequests
+    requests: OutgoingRequests
     task: str
     key: str
     where: str

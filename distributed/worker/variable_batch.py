@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
-from dflow.distributed.task.task_requests import TaskRequests
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure
@@ -126,7 +126,7 @@ class PendingVariable:
 class VariableBatch:
     """Variables that are created together on the tasks of one cluster; thread-safe."""
 
-    def __init__(self, requests: TaskRequests) -> None:
+    def __init__(self, requests: OutgoingRequests) -> None:
         self.requests = requests
         self._lock = threading.RLock()
         self._wanted: list[PendingVariable] = []
@@ -168,7 +168,7 @@ _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", 
 
 
 @contextmanager
-def created_together(requests: TaskRequests) -> Iterator[None]:
+def created_together(requests: OutgoingRequests) -> Iterator[None]:
     """Create the variables made inside together, at the latest when the block ends."""
     batch = _batch_of(requests)
     token = _current.set(batch)
@@ -179,7 +179,7 @@ def created_together(requests: TaskRequests) -> Iterator[None]:
     batch.create()
 
 
-def create(requests: TaskRequests, wanted: PendingVariable) -> None:
+def create(requests: OutgoingRequests, wanted: PendingVariable) -> None:
     """Create a variable, together with the batch that is open in this context, if any."""
     batch = _batch_of(requests)
     if wanted.near is not None and _batches[wanted.near] is not batch:
@@ -195,7 +195,7 @@ def settle(variable: Variable) -> None:
         _batches[variable].create_again(variable)
 
 
-def _batch_of(requests: TaskRequests) -> VariableBatch:
+def _batch_of(requests: OutgoingRequests) -> VariableBatch:
     open_one = _current.get()
     return open_one if open_one is not None and open_one.requests is requests else VariableBatch(requests)
 
@@ -203,7 +203,7 @@ def _batch_of(requests: TaskRequests) -> VariableBatch:
 class _Creation:
     """One creation of many variables."""
 
-    def __init__(self, requests: TaskRequests) -> None:
+    def __init__(self, requests: OutgoingRequests) -> None:
         self._requests = requests
         self._exports = Exports()
         #: Results of initialisers that several variables share, by the initialiser's identity.

@@ -47,11 +47,25 @@ class Run(Protocol):
 
 #: Called with each item that is done and its results, each with its slot.
 OnItem = Callable[[int, Sequence[tuple[int, Any]]], None]
-#: Creates a run of the body with this index, without starting it, in the iteration with this number. The mapping is the
-#: number of releases that an item waits for, by item.
-MakeRun = Callable[
-    [int, Sequence[Any], Callable[[Outcome[Sequence[Any]]], None], int, Mapping[int, int], OnItem | None], Run
-]
+
+
+class MakeRun(Protocol):
+    """Creates a run of the body with this index, without starting it.
+
+    `turn`     number of the iteration
+    `held`     number of releases that an item waits for, by item
+    `on_item`  called with each item that is done
+    """
+
+    def __call__(
+        self,
+        body: int,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome[Sequence[Any]]], None],
+        turn: int,
+        held: Mapping[int, int] = ...,
+        on_item: OnItem | None = None,
+    ) -> Run: ...
 
 
 @dataclass
@@ -138,7 +152,7 @@ class Loop:
                 return None
             if self._is_wanted is None:
                 assert isinstance(item, While)
-                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested, number, {}, None)
+                turn.test = self._make_run(item.test, [*self._kept, *turn.carried], self._tested, number)
                 return turn.test.start
             return self._turned(number, turn).start
 
@@ -152,7 +166,12 @@ class Loop:
         feeds = [*self._kept, *turn.carried, *(_row(x, self._row_of(number)) for x in self._rows)]
         turn.test = None
         turn.run = self._make_run(
-            self._item.body, feeds, partial(self._turn_ended, number), number, held, partial(self._item_done, number)
+            self._item.body,
+            feeds,
+            partial(self._turn_ended, number),
+            number,
+            held=held,
+            on_item=partial(self._item_done, number),
         )
         self._turns[number + 1] = _Turn([PENDING] * len(turn.carried))
         self._next, self._is_wanted = number + 1, None

@@ -118,8 +118,8 @@ def test_an_error_is_noted_where_it_came_up_and_where_the_step_was_started(
     assert [event.text for event in ps if event.what == "item failed"] == ["VariableError"]
     (ended,) = (event for event in own if event.what == STEP_ENDED)
     assert ended.text.startswith("VariableError: ")
-    assert worker.server.steps.totals().errors == {"VariableError": 1}
-    assert worker.server.steps.totals().done == 1
+    assert worker.server.step_counts.totals().errors == {"VariableError": 1}
+    assert worker.server.step_counts.totals().done == 1
 
 
 def test_connections_and_the_roster_are_noted(memory: MemoryCluster, worker: Cluster) -> None:

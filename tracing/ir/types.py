@@ -27,6 +27,7 @@ _KEYS = {"key<fry>": "threefry2x32", "key<rbg>": "rbg", "key<urbg>": "unsafe_rbg
 
 
 def _short_name(name: str) -> str:
+    # In this order: `uint` has `int` in it. `float` is also replaced within `bfloat16`, which is bf16.
     return name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("complex", "c")
 
 

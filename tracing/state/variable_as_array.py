@@ -32,7 +32,16 @@ _SYMBOLS = {
 }
 _OTHER_OPERATORS = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
 #: Attributes of arrays that the class `jax.Array` does not declare.
-_UNDECLARED = ("__dlpack__", "__dlpack_device__", "__iter__", "__bool__", "__int__", "__float__", "__index__")
+_UNDECLARED = ("__dlpack__", "__dlpack_device__")
+#: Python's conversions, which raise TypeError for a value that has none, such as a key.
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool,
+    "int": int,
+    "float": float,
+    "complex": complex,
+    "index": operator.index,
+    "iter": iter,
+}
 
 
 def register_as_array(cls: type[Any]) -> None:
@@ -42,6 +51,8 @@ def register_as_array(cls: type[Any]) -> None:
     for word in _SYMBOLS:
         setattr(cls, f"__r{word}__", _reflected(getattr(operator, f"__{word}__")))
         setattr(cls, f"__i{word}__", _refused_in_place(word))
+    for word, convert in _CONVERSIONS.items():
+        setattr(cls, f"__{word}__", _converted(convert))
     own = set(dir(object)) | vars(cls).keys() | {"__slots__", "__weakref__"}
     for name in {*dir(jax.Array), *_UNDECLARED} - own:
         setattr(cls, name, _of_value(name))
@@ -52,6 +63,10 @@ def register_as_array(cls: type[Any]) -> None:
 
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda variable, *others: function(variable.read(), *map(jnp.asarray, others))
+
+
+def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda variable: convert(variable.read())
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:

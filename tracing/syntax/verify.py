@@ -124,8 +124,8 @@ def _inferred(node: Node, types: tuple[ArrayType, ...]) -> Sequence[Type] | None
     try:
         hash(applied)
     except TypeError:  # an attribute may be an array
-        return _result_types_by_jax.__wrapped__(applied)
-    return _result_types_by_jax(applied)
+        return _result_types_by_jax(applied)
+    return _kept_result_types(applied)
 
 
 @dataclass(frozen=True)
@@ -139,8 +139,10 @@ class _Applied:
     node: Node = field(compare=False)
 
 
-@lru_cache(maxsize=4096)
 def _result_types_by_jax(applied: _Applied) -> Sequence[Type]:
     structs = [type.struct for type in applied.types]
     _, _, out = make_jaxpr(lambda *operands: bind_node(applied.node, operands), *structs)
     return [array_type_of(struct) for struct in out]
+
+
+_kept_result_types = lru_cache(maxsize=4096)(_result_types_by_jax)

@@ -27,8 +27,15 @@ if TYPE_CHECKING:
 SKEW = timedelta(hours=1)
 #: All uses of a key, in the words of `x509.KeyUsage`.
 _USAGES = (
-    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
-    *("key_cert_sign", "crl_sign", "encipher_only", "decipher_only"),
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
 )
 _HOST = re.compile(r"(?!.*\.\.)[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers
+from dflow.distributed.coordinator.barriers import ASKED_AGAIN_S, Barriers, _Barrier
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
@@ -54,6 +54,17 @@ class Room:
 def text(reply: SendReply) -> str:
     assert isinstance(reply.message, Failure)
     return f"{reply.message.kind}: {reply.message.text}"
+
+
+def test_members_are_looked_for_only_when_enough_tasks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    found = _Barrier.missing
+    monkeypatch.setattr(_Barrier, "missing", lambda barrier: looks.append(barrier) or found(barrier))
+    tasks = [f"/job:worker/task:{index}" for index in range(100)]
+    room = Room(*tasks)
+    replies = [reply for ask, task in enumerate(tasks) for reply in room.arrive(ask, task)]
+    assert len(replies) == len(tasks)
+    assert len(looks) == 1
 
 
 def test_all_go_when_the_last_has_come_and_are_told_the_same() -> None:

@@ -95,3 +95,17 @@ def test_one_whose_name_is_taken_listens_no_longer() -> None:
     network.listen("memory:second", name=PS0, handler=RefuseAll()).close()
     first.close()
     coordinator.close()
+
+
+def test_one_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = MemoryNetwork()
+    coordinator = Coordinator(network, "", {"ps": 1})
+    taken = network.listen("memory:taken", name=PS0, handler=RefuseAll())
+    closed: list[str] = []
+    monkeypatch.setattr(CoordinatorClient, "close", lambda client, why: closed.append(why))
+    with pytest.raises(OSError, match="memory:taken"):
+        StockTask(network, PS0, coordinator.address, "memory:taken")
+    assert closed == ["could not join"]
+    monkeypatch.undo()
+    taken.close()
+    coordinator.close()

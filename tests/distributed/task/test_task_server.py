@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflow.distributed.task import task_server
+from dflow.distributed.task.arrivals import Arrival
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.connection import Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
+from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, TaskState
 from dflow.distributed.wire.messages.plans import CancelStep, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
@@ -96,6 +98,16 @@ def test_a_request_that_fails_says_why_and_the_task_goes_on(
     with pytest.raises(kind, match=text):
         cluster.ask(message, payload())
     assert read(cluster) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [(GetClock(), "GetClock is a request; use `call`"), (Ok(), "a task does not take Ok")],
+    ids=["request", "answer"],
+)
+def test_a_notification_that_a_task_does_not_take_says_so(cluster: Cluster, message: Message, text: str) -> None:
+    with pytest.raises(NotImplementedError, match=text):
+        cluster.ps._handle(task_server.NOTICES, message, Arrival(cluster.client, memoryview(b"")))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError
 MOST_PLACED = 256
 
 
-class TaskRequests:
+class OutgoingRequests:
     """Sends the requests of the task that `server` serves; thread-safe.
 
     `timeout_s`  longest wait for an answer, in s
