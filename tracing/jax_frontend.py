@@ -576,7 +576,10 @@ def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
 
 
 def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
-    """The variables read and the variables written by a set of effects, each once, in order of creation."""
+    """The variables read and the variables written by a set of effects, each once, in order of creation.
+
+    A variable that is added to is in both lists.
+    """
     added = (Access.ADD, Access.SUM)
     return _touched(effects, Access.READ, *added), _touched(effects, Access.WRITE, *added)
 

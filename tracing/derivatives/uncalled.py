@@ -49,7 +49,7 @@ def _remedy(title: str) -> str:
 
 
 def refuse_uncalled(use: str, value: Any) -> None:
-    """Raise GraphTypeError if a value is a function that was to be called."""
+    """Raise GraphTypeError if `value` is the function returned by `grad` and the like, which was not called."""
     if isinstance(value, Derivative):
         value.refuse(use)
 

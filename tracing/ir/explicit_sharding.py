@@ -36,7 +36,7 @@ def is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
 
 
 def explicit_sharding(sharding: Any, shape: tuple[int, ...]) -> NamedSharding | None:
-    """The part of a sharding that the type of an array of this shape has; None where it has none."""
+    """The sharding as JAX keeps it in the type of an array of this shape; None for a mesh without explicit axes."""
     if not is_explicit(sharding):
         return None
     abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
@@ -60,7 +60,7 @@ def meshes_of(shardings: Iterable[Any]) -> dict[AbstractMesh, Mesh]:
 
 
 def on_devices(struct: jax.ShapeDtypeStruct, meshes: Mapping[AbstractMesh, Mesh]) -> jax.ShapeDtypeStruct:
-    """A type whose sharding is over the mesh of devices that its abstract mesh stands for, where one is known."""
+    """The type with its abstract mesh replaced by the mesh of devices in `meshes`, if that has one."""
     mesh = None if struct.sharding is None else meshes.get(struct.sharding.mesh)
     return struct if mesh is None else struct.update(sharding=NamedSharding(mesh, struct.sharding.spec))
 
@@ -83,14 +83,14 @@ def manual_axes() -> set[Any]:
 
 
 def sharding_here(sharding: NamedSharding | None, shape: tuple[int, ...]) -> NamedSharding | None:
-    """A sharding as the trace that runs now has it: inside a `shard_map` over the mesh, some or all axes are manual."""
+    """The sharding in the current trace: inside a `shard_map` over the mesh, without the axes that are manual there."""
     if sharding is None or not manual_axes():
         return sharding
     return explicit_sharding(NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec), shape)
 
 
 def with_sharding(value: Any, sharding: NamedSharding | None) -> Any:
-    """A value of the trace that runs now, spread as `sharding` says over the explicit axes; None leaves it."""
+    """The value, resharded to `sharding` in the current trace; unchanged for None and inside a `shard_map`."""
     if sharding is None or manual_axes() or sharding_of_aval(jax.typeof(value)) == sharding:
         return value
     return jax.sharding.reshard(value, sharding)

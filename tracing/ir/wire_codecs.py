@@ -66,7 +66,7 @@ def encoded(codec: str, value: jax.Array) -> jax.Array:
 
 
 def decoded(codec: str, sent: jax.Array, type: ArrayType) -> jax.Array:
-    """The array of this type that is left of one that was `encoded`."""
+    """The array that `encoded` encoded, with this type; its values may have lost precision."""
     if codec == "bfloat16":
         return sent.astype(type.dtype)
     dtype, count = scale_dtype(type), math.prod(type.shape)

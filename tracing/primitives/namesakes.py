@@ -18,7 +18,7 @@ from dflow.tracing.source import Loc, at, warn_at
 
 
 class DuplicateNameWarning(UserWarning):
-    """Warns that several variables (or queues, or accumulators) have one name, which on a cluster are one."""
+    """Warns that several variables (or queues, or accumulators) share a name; on a cluster they are one variable."""
 
 
 #: The living resources of a kind and a name in a home. Each keeps its group alive.
@@ -65,7 +65,7 @@ def joined_namesakes(resource: Any) -> WeakSet[Any]:
 
 
 def use_beside_namesakes(resources: Iterable[Any]) -> None:
-    """Let copies be used beside what they are copies of, such as variables of a loaded model."""
+    """Exempt resources from warnings about namesakes, because they are copies: variables of a loaded model, say."""
     for resource in resources:
         with _lock:
             resource.namesakes.discard(resource)
@@ -73,7 +73,7 @@ def use_beside_namesakes(resources: Iterable[Any]) -> None:
 
 
 def warn_of_namesakes(used: Iterable[Any]) -> None:
-    """Warn, once and where the later one was made, of resources in use that have a namesake made after them."""
+    """Warn of used resources that have a later namesake: once for each, at the line that made the namesake."""
     names: defaultdict[tuple[str, bool, Loc | None, Loc | None], list[str]] = defaultdict(list)
     for resource in used:
         if len(resource.namesakes) > 1 and (later := _later(resource)) is not None:

@@ -196,7 +196,10 @@ def _written_names(bodies: Sequence[Any]) -> str:
 def _refuse_divided_writes(
     primitive: Any, bodies_of: Callable[..., list[Any]], is_divided: Callable[..., bool]
 ) -> None:
-    """Make JAX's batching of a control-flow primitive refuse updates where it would run them once too often."""
+    """Make `vmap` of a control-flow primitive raise VariableError where the elements may disagree about updates.
+
+    JAX would run an update for every element, also for those whose condition excludes it.
+    """
     batch = batching.fancy_primitive_batchers[primitive]
 
     def checked(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
@@ -247,7 +250,7 @@ wrap_differentiation(jax_primitives.scan_p, _refuse_lost_writes)
 
 
 def _identity(primitive: Any) -> Any:
-    """Have a primitive give its operand as it is. Its parameters are for the graph."""
+    """Register a primitive that returns its operand unchanged; its parameters only appear in the graph."""
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda value, **_: value)
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])
