@@ -13,9 +13,9 @@ from dflow.tracing.source import at, caller
 
 
 class Derivative:
-    """A function of the arguments of `fun`, which it differentiates.
+    """The function that `grad` and the like return: it differentiates `fun`, and takes the same arguments.
 
-    Raises GraphTypeError where it is unpacked, indexed or computed with.
+    Using it like a result, in arithmetic, indexing or unpacking, raises GraphTypeError.
     """
 
     def __init__(self, title: str, fun: Callable[..., Any], call: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class Derivative:
         return f"<dflow.{self._title} of {getattr(self, '__name__', 'a function')}>"
 
     def refuse(self, use: str, error: type[DflowError] = GraphTypeError) -> NoReturn:
-        """Raise an error: this was used without a call."""
+        """Raise an error which says that the function was used, as `use` names, but not called."""
         raise error(
             f"dflow.{self._title} returns a function, and {use} needs what that returns{at(caller())}\n"
             f"{_remedy(self._title)}"

@@ -308,7 +308,7 @@ queue_size, queue_is_closed = _property("queue.size", QueueType), _property("que
 
 @op("queue.close", (Effect.RELEASE, 0))
 def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
-    """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
+    """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
     _resource("queue.close", queue, QueueType)
     return (TokenType(),)
 
@@ -320,9 +320,10 @@ def _check_step(name: str, step: Type) -> None:
 
 @op("accumulator.apply", (Effect.RELEASE, 0))
 def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
-    """Add a gradient that was computed in the step that is the last operand; whether it was fresh.
+    """Add a gradient, unless it is stale; return whether it was added.
 
-    Of a row-sparse component it takes the indices and the rows, as many as there are.
+    The operands are its components, then the step in which it was computed. A row-sparse component is two operands,
+    indices and rows, of any number of rows.
     """
     parts = _resource("accumulator.apply", accumulator, AccumulatorType).components
     *given, step = [strong(operand) for operand in operands] or [TokenType()]
@@ -348,7 +349,7 @@ def _gradient(parts: Sequence[ArrayType | RowsType], given: Sequence[Type]) -> l
 def accumulator_take(
     accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
-    """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
+    """Wait for `count` gradients; return the mean or the sum of all that are there, and increment the step."""
     return _resource("accumulator.take", accumulator, AccumulatorType).arrays
 
 

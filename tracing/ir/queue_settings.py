@@ -11,7 +11,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class QueueKind(Enum):
-    """In which order elements come out."""
+    """The order in which elements are dequeued."""
 
     FIFO = "fifo"
     SHUFFLE = "shuffle"

@@ -33,12 +33,12 @@ def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_large(constant: Any) -> bool:
-    """Whether a closed-over array is one that becomes an input."""
+    """Whether a closed-over array is large enough to become an input."""
     return is_array_type(jax.typeof(constant)) and array_type_of(constant).size_bytes >= CAPTURE_BYTES
 
 
 def captured(constant: Any) -> jax.Array:
-    """A closed-over array as its trace holds it: over the same memory, or a copy where the memory may be written to."""
+    """The array that a trace keeps for a closed-over one: it shares its memory, or is a copy if that may change."""
     if not isinstance(constant, jax.Array):
         return jnp.array(constant, copy=True)
     number = id(constant)

@@ -27,9 +27,9 @@ BATCHED, LOOPED = "BatchTrace", "JaxprTrace"
 
 
 class WatchedPrimitive(jex.Primitive):
-    """A primitive that sees every trace it is bound in, also when no operand is traced.
+    """A primitive that can refuse traces of JAX, even if none of its operands is traced.
 
-    `refuse` is given the trace, one of the names above, and the parameters; it raises where the trace may not be.
+    Binding it in a BATCHED or LOOPED trace calls `refuse` with this name and the parameters; it raises to refuse.
     """
 
     def __init__(self, name: str, refuse: Callable[[str, Mapping[str, Any]], None]) -> None:

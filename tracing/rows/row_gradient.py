@@ -103,7 +103,7 @@ def _sealed_dtype() -> Any:
 
 
 def _sealed(indices: Any) -> Any:
-    """Indices as keys; what is no array of indices as it is."""
+    """Integer indices as PRNG keys; any other value unchanged."""
     is_array = isinstance(indices, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     if not is_array or not jnp.issubdtype(indices.dtype, jnp.integer):
         return indices

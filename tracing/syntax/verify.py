@@ -106,7 +106,7 @@ def _result_types(node: Node) -> Sequence[Type] | None:
 
 
 def _signatures(node: Node) -> Mapping[str, tuple[BodySignature, ...]]:
-    """The types of a node's bodies, which must be well formed, as the op's rule is given them."""
+    """Verify a node's bodies; return their types as the argument `bodies` of the op's rule."""
     for body in node.bodies:
         verify(body)
     given = tuple(
