@@ -59,7 +59,7 @@ METER = Meter()
 class LocalHome:
     """The home of variables that live in this process. A new variable takes over an old one's name.
 
-    `placement_s` is how long pricing and search may take for a function whose devices are chosen.
+    `placement_s` is the time limit of pricing and search for a function whose devices dflow chooses, in s.
     """
 
     shares_names = False

@@ -283,7 +283,10 @@ class _Cut:
 
 
 def _cut_of_divided(node: Node, body: Graph, fresh_edge: FreshNames) -> _Cut:
-    """Return the cut of a body of several tasks: carried values are on their homes, other inputs on their users'."""
+    """Return the cut of a body that several tasks run.
+
+    A loop's carried values are inputs on their homes; other inputs are on the tasks that use them.
+    """
     where = {value: value.device or "" for value in body.refs}
     if node.op in ops.LOOPS:
         first = len(body.inputs) - node.attributes["carry"] - node.attributes.get("rows", 0)
