@@ -38,7 +38,7 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
 
 
 def converted(value: Any, wanted: ArrayType) -> Any:
-    """The value as an array. A Python number is converted to the wanted dtype, if that is of its kind or a wider one."""
+    """The value as an array. A Python number is converted to the wanted dtype if that is of its kind or wider."""
     given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
     if not given.weak or jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
         return array
