@@ -627,7 +627,7 @@ def touches_state(effects: Any) -> bool:
 
 
 def names_the_dead(effects: Any) -> bool:
-    """Whether any of the effects is on a variable, a queue or an accumulator that is gone."""
+    """Whether any of the effects is on a variable, a queue or an accumulator that has been deleted."""
     return any(isinstance(effect, ResourceEffect) and effect.handle.is_dead for effect in effects)
 
 

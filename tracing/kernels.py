@@ -209,10 +209,10 @@ def kernel(
     vmap: Literal["own", "plain"] = "own",
 ) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any = "own", **others: Any) -> Any:
-    """A function with implementations for some platforms; or, of such a kernel, a decorator for one of these.
+    """Make a kernel of a plain function; or, given a kernel and a platform, return a decorator for an implementation.
 
         @dflow.kernel
-        def softmax(x): ...                          # plain jax.numpy: what it means, and what runs elsewhere
+        def softmax(x): ...                          # plain jax.numpy: the reference, and the default elsewhere
 
         @dflow.kernel(softmax, platform="gpu")
         def softmax_triton(x): ...                   # takes the same arguments, gives the same types
@@ -220,14 +220,16 @@ def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any =
     fn          a function from arrays (in pytrees, by position or keyword) and static values (hashable, by keyword) to
                 a pytree of arrays, without state or other effects; or a kernel
     platform    where the implementation runs: `cpu`, `cuda`, `rocm`, `tpu`, `gpu` for cuda and rocm, or a list of them
-    derivative  `own`: there, the gradient is the implementation's, in reverse mode, and the kernel has no forward mode;
-                `plain`: it is the plain function's. Without it, what `jax.custom_vjp` made has its own
-    vmap        `own`: there, a batch is what `jax.vmap` makes of the implementation; `plain`: the plain function runs
-    raises      KernelError for a platform that there is not, or that has an implementation already, and where one is
-                added after the kernel was called; TypeError for options without a kernel, and for others than these
+    derivative  the gradient on these platforms. `own`: the implementation's, in reverse mode only, also for the kernel
+                as a whole; `plain`: the plain function's. Default: `own` for a function made by `jax.custom_vjp`, else
+                `plain`
+    vmap        batches on these platforms. `own`: `jax.vmap` of the implementation; `plain`: the plain function runs
+    raises      KernelError for an unknown platform, one that has an implementation already, and an implementation
+                added after a call of the kernel; TypeError for unknown options, and for options without a kernel
 
-    Which one runs is chosen when a program is lowered, also by `.lower(lowering_platforms=...)` and `jax.export`. One
-    that gives other types raises KernelError when it is first lowered; `dflow.check_kernel` compares the numbers.
+    The implementation is chosen when a program is lowered, also by `.lower(lowering_platforms=...)` and `jax.export`.
+    If its results have other types than the plain function's, its first lowering raises KernelError.
+    `dflow.check_kernel` compares the numbers.
     """
     options = ("platform", "derivative", "vmap")
     refuse_keywords("kernel", others, options, options)

@@ -45,7 +45,7 @@ def value_and_grad(
     has_aux: bool = False,
     rows: bool = False,
 ) -> Callable[..., Any]:
-    """A function that gives `fun`'s value and its gradient.
+    """Return a function that computes `fun`'s value and its gradient.
 
     fun        returns a real scalar, or `(scalar, aux)` when `has_aux` is set; it may read and write variables
     variables  a pytree of variables to differentiate with respect to
@@ -53,7 +53,7 @@ def value_and_grad(
     returns    `(value, gradient)`; the gradient has the structure of `variables` (of the argument, of the tuple of
                arguments when `argnums` is a sequence) with arrays for leaves, and is the pair of both when both are
                given
-    rows       give a `RowGradient`, and no array, for a variable that `fun` only looks rows up in
+    rows       whether the gradient of a variable that `fun` only looks rows up in is a `RowGradient`, not an array
     raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
                VariableError for a variable that is not trainable
 

@@ -26,7 +26,7 @@ from dflow.tracing.syntax.text import marked
 
 
 def verify(graph: Graph) -> None:
-    """Return if `graph` keeps the rules above; else raise VerifyError, which names the node and quotes the graph."""
+    """Raise VerifyError, which names the node and quotes the graph, unless `graph` keeps the rules above."""
     seen = _DefinedValues(graph)
     for node in graph.nodes:
         seen.check(node)
