@@ -1,11 +1,11 @@
-"""Functions with a derivative rule of their own whose body touches variables, as pure functions that keep the rule.
+"""Functions with a custom derivative rule and a body that uses variables, as pure functions that keep the rule.
 
-The pure function is given to JAX with the same rule: `jax.custom_jvp` or `jax.custom_vjp` around the body, and for
-the rule what JAX makes of the original call when it differentiates it. The function has run once: what its body
-writes is written, by ordinary derivatives where a later read asks for them, and the rule writes nothing more.
+The pure function has the same rule: it is `jax.custom_jvp` or `jax.custom_vjp` of the discharged body, and its rule
+calls JAX's derivative of the original call. The body's writes happen once; a later read of a written variable has
+ordinary derivatives. The rule writes nothing.
 
-A rule speaks of the function's arguments alone. So a result that depends on a variable through which derivatives
-flow is refused, as JAX refuses a closed-over array there: no rule says what its derivative is.
+A rule gives derivatives with respect to the function's arguments only. So a result that depends on a differentiated
+variable is refused, as JAX refuses a closed-over array there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The lookups of a function that are taken apart from other uses of a variable, those inside bodies included.
+"""The lookups of a function in variables that it uses by lookups only, with those inside bodies.
 
 A lookup in the body of a `scan`, a `cond` or a `checkpoint` is done before that equation. A part of the body computes
-the places of the lookups of all iterations and branches, one lookup finds their rows, and the body takes its rows as
-an operand. So their gradient is rows too, and a loop over a table on another task takes one lookup there.
+the places for all iterations and branches, one lookup finds their rows, and the body takes its rows as an operand. So
+their gradient is rows too, and a loop over a table on another task needs one lookup there.
 
-That cannot be where a place depends on rows that the same equation looks up (a decoder that feeds its own output
-back), and it does not pay where the iterations look up as many rows as the table has, or more.
+This is impossible where a place depends on rows that the same equation looks up (a decoder that feeds its own output
+back). It does not pay where the iterations look up at least as many rows as the table has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The functions that `grad` and `value_and_grad` return, which say so when they are used as if they had been called."""
+"""The functions that `grad` and `value_and_grad` return. Using one like its result raises an error with the remedy."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ Over `Auto` axes XLA decides how an array is spread, and over `Manual` axes, ins
 shard. Neither is part of a type. A sharding here is a `NamedSharding` over an abstract mesh, with one entry for each
 dimension, as `jax.typeof` gives it.
 
-The text is JAX's, with the mesh behind it: `[8@x,2@(y,z)]{x=2 y=2 z=4}`. A mesh axis that is not `Explicit` has its
-kind behind it (`w=2:auto`); `unreduced:x` and `reduced:x` are those sets of the spec.
+The text is JAX's, followed by the mesh: `[8@x,2@(y,z)]{x=2 y=2 z=4}`. A mesh axis that is not `Explicit` is followed by
+its kind (`w=2:auto`); `unreduced:x` and `reduced:x` are the spec's sets of these names.
 """
 
 from __future__ import annotations

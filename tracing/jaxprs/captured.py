@@ -1,7 +1,6 @@
-"""Closed-over arrays, as a trace keeps them: with the values of the moment of the trace, whatever becomes of theirs.
+"""Closed-over arrays as a trace keeps them: they are constants, with their values at the time of the trace.
 
-A NumPy array may be written to afterwards, and an array of JAX deleted or donated; what a function closed over when it
-was traced is a constant of it all the same.
+So a trace must not be affected when a NumPy array is written to later, or a JAX array is deleted or donated.
 """
 
 from __future__ import annotations

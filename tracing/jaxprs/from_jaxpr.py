@@ -1,10 +1,10 @@
 """From a jaxpr to a `Graph`.
 
-Inner functions that touch state, or that hold ops with a device of their own, are taken apart so that placement
-sees their ops; all others stay one node. Control flow that touches state becomes a pure node between reads before
-it and assigns after it, where the state is, if that is one other task. Control flow that touches queues or
-accumulators becomes a node with bodies, since it may have to wait; so does what is to run on several devices or tasks,
-or changes state on one task and uses another's.
+Inner functions that touch state, or that have ops with a device scope, are inlined so that placement sees their ops;
+all others stay one node. Control flow that touches variables becomes a pure node, with reads before it and assigns
+after it; if it changes state on one other task only, all of these run there. Control flow becomes a node with bodies
+if it touches queues or accumulators, since it may wait, if it runs on several devices or tasks, or if it changes state
+on one task and uses state of another.
 """
 
 from __future__ import annotations

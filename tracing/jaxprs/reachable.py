@@ -1,7 +1,7 @@
-"""The variables, queues and accumulators that a function reaches by its names, to see whether they are others now.
+"""The variables, queues and accumulators that a function refers to, to detect that a trace of it is out of date.
 
-A trace holds those of its moment. Where a name stands for another variable since then, the trace is no longer that of
-the function.
+A trace uses the variables of its time. If a name in the function refers to another variable later, the trace is no
+longer valid for the function.
 """
 
 from __future__ import annotations

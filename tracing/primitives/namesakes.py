@@ -1,9 +1,9 @@
-"""The warning about several variables, or queues, of one name: in one process separate, on a cluster one and the same.
+"""The warning about namesakes, several variables or queues of one name: they are separate here, but one on a cluster.
 
-The warning comes at the use of an earlier one, and not when the later is made: a program that runs again, such as a
-cell of a notebook, makes its variables again, and caches may keep the old ones alive, which nothing uses. A call of a
-compiled step does not look at its variables; the making of a namesake sets a mark at the steps that use an earlier one
-(`StepResources`), and their next call warns. Names that dflow makes up are shared freely.
+The warning comes when an earlier namesake is used, not when the later one is created: a program that runs again, such
+as a notebook cell, creates its variables again, while caches may keep the unused old ones alive. A call of a compiled
+step does not check its variables. Instead, a new namesake marks the steps that use an earlier one (`StepResources`),
+and their next call warns. There is no warning about names that dflow makes up.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ is refused, since the state would be lost, and so is an update that depends on a
 `jax.grad`, since JAX would drop the update.
 
 Under `vmap` a read is shared and a lookup is batched. An update by a value that is the same for the whole batch
-happens once; one by values that differ is refused, unless it says that they are to be summed. An update in a branch
-that the batch does not agree on is refused: JAX runs both branches then, and an update cannot be half run.
+happens once. An update by values that differ is refused, unless its `reduce` sums them. An update in a branch is
+refused if the elements of the batch take different branches: JAX runs both branches then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The primitive that makes rows the dense array they stand for.
+"""The primitive that makes a dense array of rows.
 
 The gradient of a table that a function only looks rows up in is a result of this primitive. To every program, JAX's
 transformations included, it is an ordinary dense array. `keep_rows` finds it again in a traced program, and leaves the

@@ -1,6 +1,6 @@
 """Users' handles to state that the host keeps between XLA computations: queues and accumulators.
 
-Such a resource is a name, a type and a home, which holds its contents. In traced code its methods record ops that the
+Such a resource has a name, a type and a home, which holds its contents. In traced code its methods record ops that the
 executor runs in the order of the program; elsewhere they run immediately. Its ops may wait.
 """
 

@@ -1,7 +1,7 @@
 """Handles to state, as a user holds them.
 
-A `Variable` is a name, a type and a home; its value is in the home. In traced code its methods record ops with an
-effect; elsewhere they run immediately.
+A `Variable` has a name, a type and a home, which holds its value. In traced code its methods record ops with an effect;
+elsewhere they run immediately.
 
 A variable is a `jax.Array` and a leaf of pytrees. Wherever JAX takes it as an operand, JAX reads it there: an argument
 that is a variable is an array inside of a `jax.grad`, a `jax.jit`, a `scan`. Only functions of `dflow.jit`, and what is

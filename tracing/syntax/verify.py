@@ -1,4 +1,4 @@
-"""Is this graph well formed? What every pass may assume, and must leave true.
+"""Check that a graph is well formed. Every pass may assume these rules, and must keep them.
 
 - Each value is defined once, before its use, under a name no other value of the graph has.
 - Each op accepts the types of its operands, and its results have the types its rule gives. A node read from text
