@@ -53,8 +53,8 @@ from dflow.tracing.rows.lookups import (
 class Border:
     """The values of variables that enter a region of a program, and the values that leave it.
 
-    A variable that the region only adds to, and for which `adds` is true, enters as zero; its final value is added to
-    the variable as one update. So what other steps add meanwhile is not lost.
+    A variable that the region only adds to enters as zero, if `adds` is true of it or all adds are sums over a batch.
+    Its final value is added to the variable as one update, so what other steps add meanwhile is not lost.
     """
 
     def __init__(self, effects: Any, adds: Callable[[Any], bool]) -> None:

@@ -61,7 +61,7 @@ class Whole:
 
 @dataclass(frozen=True, eq=False)
 class RowResult:
-    """The result of an equation on other rests. Scalar operands may be plain arrays."""
+    """The result of an equation on other rests. An operand without a dimension of rows is a plain array."""
 
     equation: Equation
     operands: tuple[Any, ...]
