@@ -51,7 +51,7 @@ def sharding_of_aval(aval: Any) -> NamedSharding | None:
 
 
 def meshes_of(shardings: Iterable[Any]) -> dict[AbstractMesh, Mesh]:
-    """The meshes with explicit axes among those of `shardings`, each under its abstract form, which types have."""
+    """The meshes of devices of those `shardings` with explicit axes, by abstract mesh."""
     return {
         sharding.mesh.abstract_mesh: sharding.mesh
         for sharding in shardings

@@ -56,9 +56,9 @@ _HOLDING = {"remat2": "jaxpr", "checkpoint": "jaxpr", **RULED}
 def graph_of(
     jaxpr: Jaxpr, consts: Sequence[Any], argument_names: Sequence[str]
 ) -> tuple[Graph, tuple[Any, ...], tuple[Any, ...]]:
-    """The graph of a traced function, the variables and the closed-over arrays that its first inputs stand for.
+    """Return the graph of a traced function, its variables, queues and accumulators, and its closed-over arrays.
 
-    The graph's inputs are one `ref` for each variable touched, then the closed-over arrays, then the arguments.
+    Its inputs are, in order: a handle for each variable, queue and accumulator, the closed-over arrays, the arguments.
     """
     jaxpr, consts = keep_rows(jaxpr, consts)
     reads, writes = accesses(jaxpr.effects)

@@ -73,7 +73,7 @@ def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
 
 
 def _state_primitive(name: str, abstract: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """A primitive that is run, outside of a trace, by a function of the variable, the operands and the parameters."""
+    """A primitive on a variable. Outside of a trace it is run by `run(variable, *operands, **params)`."""
 
     def run_now(*operands: Any, handle: Handle, **params: Any) -> Any:
         variable = handle.variable

@@ -130,7 +130,7 @@ class _Branches:
 
 
 def _place(value: Any, inner: list[Index]) -> int | None:
-    """The number of the index of a branch's result."""
+    """The position in `inner` of the index of a branch's result; None for a result without one."""
     if not isinstance(value, Rowwise) or value.index is None:
         return None
     if value.index not in inner:
