@@ -59,7 +59,7 @@ METER = Meter()
 class LocalHome:
     """The home of variables that live in this process. A new variable takes over an old one's name.
 
-    `placement_s` is how long pricing and search may take for a function whose devices are chosen.
+    `placement_s` is the time limit of pricing and search for a function whose devices dflow chooses, in s.
     """
 
     shares_names = False
@@ -202,9 +202,9 @@ def _keys(variables: Mapping[str, Variable]) -> dict[str, str]:
 
 
 def _for_eager_ops(value: jax.Array) -> jax.Array:
-    """Return the value for ops outside of steps; with `jax.disable_jit` on the first device.
+    """Return the value for ops outside of steps; under `jax.disable_jit`, moved to the first device.
 
-    There all ops run one by one, and JAX does not combine arrays that are committed to different devices.
+    Under `jax.disable_jit` all ops run one by one, and JAX does not combine arrays committed to different devices.
     """
     if not jit_disabled() or not value.committed or len(value.sharding.device_set) > 1:
         return value

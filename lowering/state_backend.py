@@ -25,10 +25,11 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 class LoweredStep(NamedTuple):
-    """The programs of a step, lowered to StableHLO; `compile`, given compiler options, returns what runs the step.
+    """A step lowered to StableHLO.
 
-    That is the step's runner, and the compiled programs: None if each of several tasks compiles its own. On a cluster
-    `programs` are the parts of the tasks.
+    `programs`  the programs; on a cluster, those of the tasks' partitions
+    `compile`   takes compiler options; returns the step's runner and the compiled programs, or None in place of the
+                latter if each of several tasks compiles its own
     """
 
     programs: Sequence[Any]
@@ -46,8 +47,8 @@ class Lowerable(Protocol):
 class StateBackend(Home, Protocol):
     """A home of variables that can be saved, restored and used by compiled steps.
 
-    All variables passed to a method live here. Where a method takes values at one moment, a cluster does so on each
-    task; the moments of two tasks may have steps between them.
+    All variables passed to a method live here. "At one moment" holds for each task of a cluster separately: between
+    the moments of two tasks, steps may run.
     """
 
     #: Whether all that lives here is in this process.

@@ -19,7 +19,7 @@ _OF_A_SERVICE = re.compile(r"DFLOW_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d\w*)")
 
 
 class EnvironmentVariable(NamedTuple):
-    """A variable. `default` says what holds if it is not set or empty."""
+    """An environment variable of dflow. `default` describes its value if it is not set or empty."""
 
     name: str
     legal: str

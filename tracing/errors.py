@@ -60,7 +60,7 @@ class VariableShapeError(VariableError, TypeError):
 
 
 class KernelError(DflowError, ValueError):
-    """A kernel is used against what it takes, or an implementation gives what the plain function does not."""
+    """A kernel is used in an unsupported way, or an implementation's results differ from the plain function's."""
 
 
 class PlainJitError(DflowError, RuntimeError):
@@ -95,7 +95,7 @@ class TransportClosed(DflowError, ConnectionError):
 
 
 class TaskLost(DflowError, ConnectionError):
-    """A task that a step or a wait needs has left, or was started again empty; the message names it, when, and why."""
+    """A task that a step needs has left, or was restarted without its state; the message names it, when, and why."""
 
 
 class DeadlineExceeded(DflowError, TimeoutError):
@@ -103,7 +103,7 @@ class DeadlineExceeded(DflowError, TimeoutError):
 
 
 class StrategyError(DflowError, ValueError):
-    """A strategy cannot train by a step or with settings like these; the message says what it needs."""
+    """A strategy cannot run this training step, or cannot use these settings; the message says what it needs."""
 
 
 class StepCancelled(DflowError, RuntimeError):
@@ -115,7 +115,7 @@ class RemoteError(DflowError, RuntimeError):
 
 
 class SecurityError(DflowError, PermissionError):
-    """A connection was asked for that dflow cannot protect, or a peer that may not speak; the message says which."""
+    """dflow cannot protect a requested connection, or a peer failed authentication; the message says which."""
 
 
 class CheckpointError(DflowError, ValueError):
@@ -123,7 +123,7 @@ class CheckpointError(DflowError, ValueError):
 
 
 class CheckpointExists(CheckpointError, FileExistsError):
-    """There is something where a checkpoint would be written."""
+    """The path where a checkpoint would be written exists already."""
 
 
 class NoCheckpoint(CheckpointError, FileNotFoundError):
@@ -135,7 +135,7 @@ class ConfigError(DflowError, ValueError):
 
 
 class QueueError(DflowError, ValueError):
-    """A queue was made or used in a way that it cannot serve; the message says which and what it can."""
+    """A queue was created or used in an unsupported way; the message says how, and what is supported."""
 
 
 class QueueTypeError(QueueError, TypeError):
@@ -147,7 +147,7 @@ class FeedError(DflowError, RuntimeError):
 
 
 class InputError(DflowError, ValueError):
-    """Data or settings of an input pipeline cannot be used; the message says which and what can."""
+    """Data or settings of an input pipeline are not supported; the message says which, and what is supported."""
 
 
 class QueueClosed(DflowError, RuntimeError):

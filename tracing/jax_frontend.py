@@ -98,7 +98,7 @@ class Access(Enum):
 
 
 class Handle:
-    """A variable as JAX's traces hold it: weakly, since JAX keeps parameters of primitives in global caches."""
+    """A weak reference to a variable, used in JAX's traces: JAX keeps parameters of primitives in global caches."""
 
     def __init__(self, variable: Any) -> None:
         self._variable = weakref.ref(variable)
@@ -114,7 +114,7 @@ class Handle:
 
     @property
     def handle(self) -> Handle:
-        """Itself: a handle stands for its variable among the arguments of a compiled function."""
+        """The handle itself, so that code may take either a variable or a handle."""
         return self
 
     @property
@@ -127,7 +127,7 @@ class Handle:
 
 
 def is_resource(value: Any) -> bool:
-    """Whether `value` is what a handle stands for: a variable, a queue, an accumulator."""
+    """Whether `value` is a variable, a queue, an accumulator, or a handle to one."""
     return isinstance(getattr(value, "handle", None), Handle)
 
 
@@ -146,7 +146,7 @@ class ResourceEffect(jax_effects.Effect):
 
 @dataclass(frozen=True)
 class NoteEffect(jax_effects.Effect):
-    """Effect of an op that a trace must keep although the trace is only inspected."""
+    """Effect of an op that only marks values for inspection; the effect keeps JAX from removing the op."""
 
     def __str__(self) -> str:
         return "note"
@@ -203,7 +203,7 @@ class EquationOrigin:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Bind as if where the equation was traced."""
+        """Bind primitives inside with the context and the line of the equation."""
         stack = source_info_util.current_name_stack() + self.source_info.name_stack
         with (
             source_info_util.user_context(self.source_info.traceback, name_stack=stack),
@@ -213,18 +213,18 @@ class EquationOrigin:
 
 
 def without_callers() -> AbstractContextManager[None]:
-    """Lower programs with each op's own line alone, without its callers', so that equal programs compare equal."""
+    """Lower programs with only each op's own line, not the lines of its callers, so that equal programs are equal."""
     setting: AbstractContextManager[None] = jax_config.include_full_tracebacks_in_locations(False)
     return setting
 
 
 def line_bound() -> Loc | None:
-    """The user's line of the op that JAX transforms now; where the op has none, that of the transformation."""
+    """The user's line of the op that JAX is transforming; if the op has none, the line of the transformation."""
     return EquationOrigin(None, source_info_util.current()).loc or caller()
 
 
 def line_of_program() -> Loc | None:
-    """As `line_bound`, but a line of the user's own program, if there is one, rather than of a library it uses."""
+    """As `line_bound`, but prefer a line of the user's own program to one of an installed library."""
     return EquationOrigin(None, source_info_util.current()).own_loc or caller()
 
 
@@ -234,7 +234,7 @@ def origin_of(equation: Equation) -> EquationOrigin:
 
 
 def bind(primitive: Any, params: Any, values: Sequence[Any], origin: Any) -> list[Any]:
-    """Apply a JAX primitive to values in the trace that runs now; always a list of results."""
+    """Apply a JAX primitive to values in the current trace; always return a list of results."""
     with origin.restored() if isinstance(origin, EquationOrigin) else nullcontext():
         results = primitive.bind(*values, **primitive.get_bind_params(params))
     return list(results) if primitive.multiple_results else [results]
@@ -267,7 +267,7 @@ class LivingTraces:
 
 
 def source_of_trace(trace: Any) -> str:
-    """The function that a trace is of, with its line; empty where JAX traces a jaxpr instead."""
+    """The name and the line of the function that is traced; empty where JAX traces a jaxpr instead."""
     return getattr(trace.frame.debug_info, "func_src_info", "")
 
 
@@ -283,7 +283,7 @@ def line_of_tracer(tracer: Any) -> Loc | None:
 
 
 class HandleNeeded(BaseException):
-    """Ends the dispatch of a function that takes variables by their handles, and was given one as it is."""
+    """Raised at dispatch when a caller marked by `passes_handles` passes a variable itself instead of its handle."""
 
 
 #: A function of the public API whose errors reach the user without the frames of JAX and of dflow.
@@ -291,7 +291,7 @@ hides_frames: Callable[[F], F] = traceback_util.api_boundary
 
 
 def hide_frames(error: Exception) -> None:
-    """Take the frames of JAX and of dflow out of an error's traceback, as JAX does and where its setting says so."""
+    """Remove the frames of JAX and dflow from an error's traceback, as JAX's setting for traceback filtering says."""
     with suppress(type(error)):
         _raised(error)
     frames, own = error.__traceback__, (__file__, traceback_util.__file__)
@@ -316,7 +316,7 @@ _OF_RESULTS = jax_pxla.reflatten_outputs_for_dispatch.__code__
 
 
 def passes_handles(caller: F) -> F:
-    """Have compiled functions that this function calls raise HandleNeeded for a variable that is no handle."""
+    """Decorate a function that passes handles to compiled functions: passing a variable then raises HandleNeeded."""
     _PASSING.add(caller.__code__)
     return caller
 
@@ -334,7 +334,7 @@ _looked: ContextVar[tuple[Any, dict[int, Handle]] | None] = ContextVar("dflow_lo
 
 @contextmanager
 def resources_returned() -> Iterator[dict[int, Handle]]:
-    """Find the resources among the flat results of a function that is traced directly within, by their places."""
+    """Collect the resources that a function traced directly inside returns, by index among its flat results."""
     found: dict[int, Handle] = {}
     token = _looked.set((jax_core.trace_ctx.trace, found))
     try:
@@ -344,7 +344,7 @@ def resources_returned() -> Iterator[dict[int, Handle]]:
 
 
 def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned: Mapping[int, Handle]) -> list[Any]:
-    """Run a jaxpr on values, with handles in the places of results that are resources, which are not read."""
+    """Run a jaxpr on values, without the equations that read the resources in `returned`; return handles for these."""
     env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
     unread = {jaxpr.outvars[place] for place in returned}
 
@@ -360,12 +360,12 @@ def replayed(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], returned:
 
 
 def returned_variables(jaxpr: Jaxpr) -> bool:
-    """Whether a function of this jaxpr's line returned a variable when JAX traced it."""
+    """Whether the function at this jaxpr's source line has returned a resource while JAX traced it."""
     return source_of(jaxpr) in _returning
 
 
 def _look_at_returned(frame: FrameType, handle: Handle) -> None:
-    """Note that the function whose results JAX looks at in this frame returned a resource."""
+    """If `frame` is where JAX checks the results of a traced function, record that the function returned `handle`."""
     if frame.f_code is _OF_TRACED_RESULTS:
         _returning.add(frame.f_locals["dbg"].func_src_info)
         outer, found = _looked.get() or (None, {})
@@ -378,7 +378,7 @@ _OF_RESULT_TREES = tuple(str(Path(jax_core.__file__).with_name(name)) for name i
 
 
 def _trace_of_results(frame: FrameType | None) -> Any:
-    """The trace whose function's results JAX converts in this frame, or None."""
+    """The trace that has just ended, if `frame` is where JAX converts its function's results; else None."""
     while frame is not None and frame.f_code.co_filename in _OF_RESULT_TREES:
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename != jax_partial_eval.__file__:
@@ -387,10 +387,10 @@ def _trace_of_results(frame: FrameType | None) -> Any:
 
 
 def register_leaf(cls: type[Any]) -> None:
-    """Make a class of resources, with a value's `aval` and `read`, a leaf of pytrees that JAX reads as an operand.
+    """Make a class of resources a leaf of pytrees, whose value JAX reads when it is an operand.
 
-    The rule for dispatch runs in each call of a compiled function, in the frame of the caller. For a handle among the
-    function's results, the caller gets the resource.
+    The class has `aval`, `handle` and `read`. The rule for dispatch runs at each call of a compiled function, in the
+    frame of the caller. The caller gets the resource itself for a handle among the results.
     """
 
     def dispatched(resource: Any) -> tuple[tuple[Any, ...], Handle | None]:
@@ -422,13 +422,13 @@ def register_leaf(cls: type[Any]) -> None:
 
 
 def register_refused(cls: type[Any], refuse: Callable[[Any], Any]) -> None:
-    """Have JAX call `refuse` where an object of a class is an operand."""
+    """Make JAX call `refuse` with each operand that is of this class."""
     jax_core.pytype_aval_mappings[cls] = refuse
     jax_dtypes.register_canonicalize_value_handler(cls, refuse)  # which `jax.lax` asks first
 
 
 def register_missing(names: Iterable[str], refuse: Callable[[str, Any], NoReturn]) -> None:
-    """Have `refuse` called, with the name and the array, where a traced array is asked for one of these attributes."""
+    """Make access to one of these attributes of a traced array call `refuse` with the name and the array."""
     for name in names:
         setattr(jax_core.ShapedArray, name, jax_core.aval_property(functools.partial(refuse, name)))
 
@@ -438,7 +438,7 @@ jax.tree_util.register_pytree_node(Handle, lambda handle: ((), handle), lambda h
 
 
 def forget_failed_dispatch(jitted: Any) -> None:
-    """Let calls of a `jax.jit` function be fast again after one raised: JAX keeps a failed one on its slow path.
+    """Make calls of a `jax.jit` function fast again after one raised: JAX keeps to the slow path for its arguments.
 
     The public `clear_cache` would drop the traces too.
     """
@@ -446,10 +446,10 @@ def forget_failed_dispatch(jitted: Any) -> None:
 
 
 def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
-    """A function that calls the programs of the `jax.jit` function `jitted` as fast as that does.
+    """Return a function that calls the compiled programs of the `jax.jit` function `jitted`, as fast as that does.
 
-    For arguments without a program `on_miss` is called with them; it gives what `compiled_by_jax` gives, or raises.
-    As with `jax.jit`, all functions of one Python function and the same options share programs.
+    For arguments without a program it calls `on_miss`, which must return the result of `compiled_by_jax`, or raise.
+    As with `jax.jit`, all dispatchers of one Python function with the same options share programs.
     """
     info = jitted._jit_info
     fields = [field.name for field in dataclasses.fields(jax_pxla.JitGlobalCppCacheKeys)]
@@ -465,7 +465,7 @@ def dispatcher(jitted: Any, on_miss: Callable[..., Any]) -> Any:
 
 
 def compiled_by_jax(jitted: Any, args: Any, kwargs: Any) -> Any:
-    """Have JAX compile and run a `jax.jit` function for these arguments; what a dispatcher's `on_miss` gives."""
+    """Have JAX compile and run a `jax.jit` function; return JAX's internal result, as `dispatcher` expects it."""
     return jitted._cache_miss(*args, **kwargs)
 
 
@@ -479,9 +479,9 @@ def jit_options(jitted: Any) -> dict[str, Any]:
 
 
 def uninterrupted(compiled: Any) -> Callable[..., Any]:
-    """Return the C function behind a `jax.stages.Compiled`, if any: no interrupt comes between a call and its results.
+    """Return the C function behind a `jax.stages.Compiled`, if any, which an interrupt cannot end before its results.
 
-    The public call is a Python function around it, which an interrupt may end when what was donated is gone already.
+    The public call is a Python function: an interrupt may end it after the donated buffers are gone.
     """
     found: Callable[..., Any] = compiled
     if isinstance(compiled, jax.stages.Compiled):
@@ -495,9 +495,9 @@ def donates(stage: Any) -> bool:
 
 
 def compiled_for(stage: Any, args_info: Any, compiler_options: dict[str, Any] | None) -> Any:
-    """Compile a `jax.stages.Lowered`, for arguments of the structure of `args_info`, which may have handles.
+    """Compile a `jax.stages.Lowered` for arguments structured as `args_info`, which may have handles.
 
-    JAX takes the structure from its own `args_info`, where a resource stands for each handle, as a leaf.
+    In JAX's own `args_info` each handle is replaced by its resource, a leaf, so the structure would not fit.
     """
     compiled = stage.compile(compiler_options)
     _, in_tree = jax_tree_util.tracing_registry.flatten(args_info)
@@ -511,9 +511,9 @@ def jit_disabled() -> bool:
 
 
 def runs_plainly() -> bool:
-    """Whether a call of a compiled function is just that: no trace runs, nothing is disabled, no numbers are checked.
+    """Whether no trace or mapped axis is active, `jax.disable_jit` is off, and results are not checked for NaN or inf.
 
-    Asked at every call, so each setting is looked at where it is: JAX's own `trace_state_clean` takes twice as long.
+    It runs at every call, so it reads each setting directly: JAX's own `trace_state_clean` takes twice as long.
     """
     return (
         _trace.value is jax_core.eval_trace
@@ -527,13 +527,13 @@ _disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debu
 
 
 def checked_numbers() -> list[str]:
-    """Which of `nan` and `inf` JAX is to look for in results. The public flags do not tell what a context says."""
+    """Those of `nan` and `inf` that JAX checks results for, with context managers, which the public flags ignore."""
     flags = {"nan": jax_config.debug_nans, "inf": jax_config.debug_infs}
     return [name for name, flag in flags.items() if flag.value]
 
 
 def trace_context() -> Any:
-    """All settings of JAX that a trace depends on (64-bit numbers, device scopes, meshes), as something to hash."""
+    """A hashable key of all JAX settings that a trace depends on, such as 64-bit numbers, device scopes and meshes."""
     return jax_config.trace_context()
 
 
@@ -576,7 +576,10 @@ def closed_parts(closed: Any) -> tuple[Jaxpr, list[Any]]:
 
 
 def accesses(effects: Any) -> tuple[list[Any], list[Any]]:
-    """The variables read and the variables written by a set of effects, each once, in order of creation."""
+    """The variables read and the variables written by a set of effects, each once, in order of creation.
+
+    A variable that is added to is in both lists.
+    """
     added = (Access.ADD, Access.SUM)
     return _touched(effects, Access.READ, *added), _touched(effects, Access.WRITE, *added)
 
@@ -624,7 +627,7 @@ def touches_state(effects: Any) -> bool:
 
 
 def names_the_dead(effects: Any) -> bool:
-    """Whether any of the effects is on a variable, a queue or an accumulator that is gone."""
+    """Whether any of the effects is on a variable, a queue or an accumulator that has been deleted."""
     return any(isinstance(effect, ResourceEffect) and effect.handle.is_dead for effect in effects)
 
 
@@ -640,12 +643,12 @@ def source_of(jaxpr: Jaxpr) -> str:
 
 
 def is_array_type(aval: Any) -> bool:
-    """Whether a JAX type is of arrays: not of a `jax.Ref`, and not one that a library brought."""
+    """Whether a JAX type is that of an array, and not of a `jax.Ref` or a type that a library added."""
     return isinstance(aval, jax_core.ShapedArray)
 
 
 def strange_types(jaxpr: Jaxpr) -> list[Any]:
-    """The types of closed-over values, arguments and results that are of no arrays."""
+    """The types of closed-over values, arguments and results that are not arrays."""
     variables = (*jaxpr.constvars, *jaxpr.invars, *jaxpr.outvars)
     return [variable.aval for variable in variables if not is_array_type(variable.aval)]
 
@@ -667,7 +670,7 @@ def make_jaxpr(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], An
 
 
 def live_part(jaxpr: Jaxpr, used: bool | Sequence[bool] = True) -> Jaxpr:
-    """The part of a program that its used outputs need, those of loops and calls within it too; the same inputs."""
+    """The program without equations that no used output needs, also inside loops and calls. Its inputs are the same."""
     live, _ = jax_partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)
     return live
 
@@ -675,7 +678,7 @@ def live_part(jaxpr: Jaxpr, used: bool | Sequence[bool] = True) -> Jaxpr:
 def retraced(
     param: Any, run: Callable[[Jaxpr, list[Any], Sequence[Any]], list[Any]], is_meant: Callable[[Jaxpr], bool]
 ) -> Any:
-    """A parameter of an equation; a jaxpr that `is_meant` selects is traced again, run by `run`."""
+    """A parameter of an equation; a jaxpr that `is_meant` selects is replaced by the trace of `run` on it."""
     if not is_jaxpr(param) or not is_meant(closed_parts(param)[0]):
         return param
     jaxpr, consts = closed_parts(param)
@@ -688,8 +691,8 @@ def retraced(
 def dispatched(fn: Callable[[], Any]) -> tuple[Jaxpr, list[Any], Any]:
     """Trace `fn` like `make_jaxpr`, with one equation for each program that JAX would dispatch if `fn` ran now.
 
-    Evaluated one by one they give the bits that `fn` gives. `make_jaxpr` differs: it inlines small jitted functions,
-    whose ops XLA would have fused.
+    Evaluated one by one, the equations give the same bits as `fn`. Those of `make_jaxpr` may not: it inlines small
+    jitted functions, whose ops XLA would have fused.
     """
 
     def recorded() -> Any:
@@ -704,7 +707,7 @@ _KEPT_CALL: Any = jax.Inline.AUTO if hasattr(jax, "Inline") else False
 
 
 class _AsDispatched(jax_core.Trace):
-    """Hands everything to the trace around it, with no jitted function inlined and no derivative rule kept."""
+    """Forwards everything to the outer trace, but does not inline jitted functions and drops derivative rules."""
 
     def __init__(self, outer: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -736,15 +739,15 @@ class _AsDispatched(jax_core.Trace):
 
 
 def closed_tracers(traced: Any) -> list[Any]:
-    """The values of outer traces that what `jax.jit(fn).trace(...)` gave closes over: its jaxpr's first arguments.
+    """The values of outer traces that a `jax.stages.Traced` closes over: the first arguments of its jaxpr.
 
-    JAX's own stages hand them on; there is no public form.
+    There is no public way to get them.
     """
     return list(traced._consts)
 
 
 def is_staged() -> bool:
-    """Whether the trace that runs now only notes what is called in it."""
+    """Whether the current trace stages ops into a jaxpr instead of running them."""
     return isinstance(jax_core.trace_ctx.trace, jax_partial_eval.DynamicJaxprTrace)
 
 
@@ -798,10 +801,10 @@ def is_open(jaxpr: Any) -> bool:
 
 
 def same_buffers(array: Any) -> Any:
-    """An array over the same memory, which stays valid when `array` is deleted; XLA copies what is donated meanwhile.
+    """An array over the same memory, which stays valid when `array` is deleted; XLA copies a donated `array` meanwhile.
 
-    None where the memory cannot be shared so: of a PRNG key, of numbers of less than a byte, of an array that is on
-    another device than the first, or on several. Only on the CPU, where it was seen what a donation does.
+    None where memory cannot be shared like this: for a PRNG key, a dtype of less than a byte, an array on several
+    devices or not on the first, and on backends other than the CPU, where the effect of a donation is untested.
     """
     if not isinstance(array, ArrayImpl) or jax.default_backend() != "cpu":
         return None
@@ -825,7 +828,7 @@ def key_implementation(dtype: Any) -> Any:
 
 @cache
 def primitives_by_name() -> Mapping[str, Any]:
-    """Every primitive with a lowering, and every public one; of two with one name, the public one."""
+    """Every primitive with a lowering and every public primitive, by name; a public one takes precedence."""
     members = [getattr(jax_primitives, member) for member in dir(jax_primitives)]
     listed = [member for member in members if isinstance(member, jex.Primitive)]
     return {primitive.name: primitive for primitive in (*jax_mlir._lowerings, *listed)}
@@ -839,10 +842,10 @@ STABLE_CALL_TARGETS: frozenset[str] = frozenset(jax_export._CUSTOM_CALL_TARGETS_
 
 
 def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
-    """Of an exported program that was not read yet, each node of its trees: whether it is of a plain kind, its depth.
+    """Yield, for each node of the pytrees in a serialised program, whether it is of a plain kind, and its depth.
 
-    The trees of its derivatives follow, each deeper than that which it derives. Raises whatever reading malformed bytes
-    raises. There is no end to the nodes of bytes made to have none.
+    The trees of its derivatives follow, one level deeper for each order. Raises any error of reading malformed bytes;
+    maliciously made bytes may have infinitely many nodes.
     """
     table, order = export_tables.Exported.GetRootAsExported(blob), 0
     kinds = export_tables.PyTreeDefKind
@@ -857,9 +860,10 @@ def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
 
 
 def with_module(exported: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
-    """An exported program of that module as JAX runs it, and its ops, each with what it calls if it is a custom call.
+    """Return the exported program with the module `text` in place of its own, and the ops of this module.
 
-    Raises what MLIR raises for a text that is no module.
+    An op is its name and its target, which is empty unless the op is a custom call. Raises MLIR's errors for a text
+    that is not a module.
     """
     with jax_mlir.make_ir_context():
         module = _EXPORT.ir.Module.parse(text)
@@ -872,12 +876,15 @@ def with_module(exported: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
 
 
 def with_derivative(exported: Any, derivative: Any) -> Any:
-    """An exported program whose derivative is this one, or that has none."""
+    """Return the exported program with this derivative; None for no derivative."""
     return dataclasses.replace(exported, _get_vjp=None if derivative is None else lambda _: derivative)
 
 
 def _ops_of(root: Any) -> Iterator[tuple[str, str]]:
-    """Of operations inside `root`, which are only views of it, so that it has to be kept meanwhile."""
+    """Yield name and custom-call target of each operation inside `root`.
+
+    Operations are views of `root`, so the caller must keep a reference to it.
+    """
     stack = [root]
     while stack:
         operation = stack.pop()

@@ -30,7 +30,7 @@ _BY_KEYWORD = "give what is static by keyword"
 
 
 class Kernel(Generic[P, R]):
-    """A function of arrays that runs as another on some platforms. Made by `kernel`."""
+    """A function of arrays with other implementations for some platforms. Made by `kernel`."""
 
     def __init__(self, fn: Callable[P, R]) -> None:
         functools.update_wrapper(self, fn)
@@ -44,11 +44,11 @@ class Kernel(Generic[P, R]):
 
     @property
     def implementations(self) -> Mapping[str, Callable[..., Any]]:
-        """The functions that run in the plain function's place, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
+        """The functions that replace the plain one, by platform: `cpu`, `cuda`, `rocm`, `tpu`."""
         return {platform: made.fn for platform, made in self.registered.items()}
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Apply it. Arrays and trees of arrays may be given in any way, what is static by keyword."""
+        """Apply the kernel. Pass arrays and pytrees of arrays by position or keyword, static values by keyword."""
         call, leaves = self.call_of(args, kwargs)
         try:
             results = call.choice(*leaves)
@@ -58,7 +58,10 @@ class Kernel(Generic[P, R]):
             raise
 
     def call_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[_Call, list[Any]]:
-        """The choice of a call with these arguments, and its operands. Raises KernelError."""
+        """Return the `_Call` for these arguments, cached by structure and static values, and the flat operands.
+
+        Raises KernelError for an argument that is neither an array nor static.
+        """
         static = {key: value for key, value in kwargs.items() if not _holds_array(value)}
         given = (args, {key: value for key, value in kwargs.items() if key not in static})
         leaves, in_tree = jax.tree_util.tree_flatten(read(given))
@@ -69,7 +72,7 @@ class Kernel(Generic[P, R]):
         return self._choices[key], leaves
 
     def _advise(self, error: TypeError, leaves: Sequence[Any]) -> None:
-        """Add to an error about a value that the kernel needed while it was traced, if it was given a number."""
+        """If an error says that a concrete value was needed, and a number was passed by position, add the remedy."""
         numbers = [leaf for leaf in leaves if isinstance(leaf, int)]
         asked = isinstance(error, jax.errors.JAXTypeError) or "concrete values" in str(error)
         if numbers and asked and not any(_BY_KEYWORD in note for note in getattr(error, "__notes__", ())):
@@ -132,7 +135,7 @@ class Kernel(Generic[P, R]):
 
 
 class _Call:
-    """A kernel's choice for one structure of arguments and one set of static ones."""
+    """A kernel specialised to one structure of arguments and one set of static values."""
 
     def __init__(self, kernel: Kernel[Any, Any], in_tree: Any, static: Mapping[str, Any]) -> None:
         self._kernel, self._in_tree, self._static = kernel, in_tree, dict(static)
@@ -145,7 +148,7 @@ class _Call:
         self.choice = Choice(kernel.name, flat, by_platform, in_tree.num_leaves)
 
     def result_paths(self, leaves: Sequence[Any]) -> list[str]:
-        """Where each array of the result is in its structure, as code: `[0]`, `['loss']`, nothing for the whole."""
+        """The path of each array in the result, as code: `[0]`, `['loss']`, or empty if the result is one array."""
         types, tree = self.plain_types(leaves)
         paths, _ = jax.tree_util.tree_flatten_with_path(jax.tree_util.tree_unflatten(tree, types))
         return [jax.tree_util.keystr(path) for path, _ in paths]
@@ -172,7 +175,7 @@ class _Call:
         return found
 
     def _checked(self, platform: str, made: Implementation, *leaves: Any) -> list[Any]:
-        """Results of an implementation, checked to have the types of the plain function's results."""
+        """Return an implementation's results. Raises KernelError if their types are not the plain function's."""
         try:
             results, tree = self._flat(made.fn, leaves)
         except Exception as error:
@@ -206,10 +209,10 @@ def kernel(
     vmap: Literal["own", "plain"] = "own",
 ) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
 def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any = "own", **others: Any) -> Any:
-    """A function with implementations for some platforms; or, of such a kernel, a decorator for one of these.
+    """Make a kernel of a plain function; or, given a kernel and a platform, return a decorator for an implementation.
 
         @dflow.kernel
-        def softmax(x): ...                          # plain jax.numpy: what it means, and what runs elsewhere
+        def softmax(x): ...                          # plain jax.numpy: the reference, and the default elsewhere
 
         @dflow.kernel(softmax, platform="gpu")
         def softmax_triton(x): ...                   # takes the same arguments, gives the same types
@@ -217,14 +220,16 @@ def kernel(fn: Any, *, platform: Any = None, derivative: Any = None, vmap: Any =
     fn          a function from arrays (in pytrees, by position or keyword) and static values (hashable, by keyword) to
                 a pytree of arrays, without state or other effects; or a kernel
     platform    where the implementation runs: `cpu`, `cuda`, `rocm`, `tpu`, `gpu` for cuda and rocm, or a list of them
-    derivative  `own`: there, the gradient is the implementation's, in reverse mode, and the kernel has no forward mode;
-                `plain`: it is the plain function's. Without it, what `jax.custom_vjp` made has its own
-    vmap        `own`: there, a batch is what `jax.vmap` makes of the implementation; `plain`: the plain function runs
-    raises      KernelError for a platform that there is not, or that has an implementation already, and where one is
-                added after the kernel was called; TypeError for options without a kernel, and for others than these
+    derivative  the gradient on these platforms. `own`: the implementation's, in reverse mode only, also for the kernel
+                as a whole; `plain`: the plain function's. Default: `own` for a function made by `jax.custom_vjp`, else
+                `plain`
+    vmap        batches on these platforms. `own`: `jax.vmap` of the implementation; `plain`: the plain function runs
+    raises      KernelError for an unknown platform, one that has an implementation already, and an implementation
+                added after a call of the kernel; TypeError for unknown options, and for options without a kernel
 
-    Which one runs is chosen when a program is lowered, also by `.lower(lowering_platforms=...)` and `jax.export`. One
-    that gives other types raises KernelError when it is first lowered; `dflow.check_kernel` compares the numbers.
+    The implementation is chosen when a program is lowered, also by `.lower(lowering_platforms=...)` and `jax.export`.
+    If its results have other types than the plain function's, its first lowering raises KernelError.
+    `dflow.check_kernel` compares the numbers.
     """
     options = ("platform", "derivative", "vmap")
     refuse_keywords("kernel", others, options, options)
@@ -264,6 +269,6 @@ def _shown(types: Sequence[ArrayType], tree: Any) -> str:
 
 
 def _holds_array(value: Any) -> bool:
-    """Whether a keyword's value is an operand: it is, or has in it, an array or a variable."""
+    """Whether a keyword's value is an operand: an array, a variable, or a pytree with one of these."""
     leaves = jax.tree_util.tree_leaves(value, is_leaf=is_variable)
     return any(is_variable(leaf) or isinstance(leaf, (jax.Array, np.ndarray, np.generic)) for leaf in leaves)

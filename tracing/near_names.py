@@ -15,7 +15,7 @@ R = TypeVar("R")
 
 
 def did_you_mean(given: str, known: Iterable[str], otherwise: str) -> str:
-    """The question after the known names near to the one given; `otherwise` where none is."""
+    """Return "did you mean ...?" with the known names similar to `given`; `otherwise` if there are none."""
     near = difflib.get_close_matches(given, list(known))
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 
@@ -40,7 +40,7 @@ def keywords_of(fn: Callable[..., object], given: Iterable[str]) -> Iterable[str
 
 
 def suggests_keywords(fn: Callable[P, R]) -> Callable[P, R]:
-    """The function, whose error about a keyword that it does not have names those near it."""
+    """Wrap a function: its TypeError about an unknown keyword also suggests similar keywords."""
     known = frozenset(inspect.signature(fn).parameters)
 
     @functools.wraps(fn)
@@ -57,7 +57,7 @@ def suggests_keywords(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def near_keywords(fn: Callable[..., object], given: Iterable[str]) -> str | None:
-    """A remedy for the first keyword that `fn` does not have, with the near ones; None when it has them all."""
+    """Return a remedy that suggests similar names for the first keyword that `fn` lacks; None if it has them all."""
     known = [name for name in inspect.signature(fn).parameters if name not in ("self", "fun")]
     strange = next((name for name in given if name not in known), None)
     return None if strange is None else did_you_mean(strange, known, f"the options are {', '.join(known)}")

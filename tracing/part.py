@@ -27,9 +27,8 @@ _CALLS = {
 def part_of(graph: Graph, wanted: Sequence[Value], given: Collection[Value]) -> Graph:
     """The part of `graph` that computes `wanted` from its inputs and the values `given`.
 
-    Its inputs are the variables it touches, then its other inputs, then those of `given` it needs. A write runs when
-    it is wanted, or when something that runs reads the variable after it; so every value is the one that the whole
-    graph would have computed.
+    Its inputs are the variables it touches, then its other inputs, then those of `given` it needs. A write is kept if
+    it is wanted, or if a kept node reads the variable after it. So all values are those of the whole graph.
     """
     needed, read_later = {*wanted} - {*given}, set[Value]()
     used = {*wanted}
@@ -55,7 +54,7 @@ def _writes(node: Node) -> set[Value]:
 
 
 def _without(node: Node, given: Collection[Value], fresh: FreshNames) -> Node:
-    """The node with fresh results in place of the values `given`, and with no order edges from these."""
+    """The node with fresh names for those of its results that are `given`, and without order edges from `given`."""
     outputs = tuple(
         Value(fresh(value.name), value.type, value.device) if value in given else value for value in node.outputs
     )
@@ -84,9 +83,9 @@ def is_call(node: Node) -> bool:
 
 
 def opened(graph: Graph, call: Node) -> tuple[Graph, dict[Value, Any]]:
-    """The graph with the body of `call` in its place, and the new inputs of the graph that hold its constants.
+    """Replace the node `call` by its body; return the graph, and its new inputs with the body's constants.
 
-    A name of the body stays as it is unless the graph has it already.
+    Values of the body keep their names, unless the graph has the same name.
     """
     body: Body = attributes_of(call)[_CALLS[call.op.name]]
     fresh = graph.fresh_names()

@@ -1,8 +1,8 @@
 """Fewer collections of garbage while a function is traced and planned.
 
 Why: a trace of hundreds of variables makes a million objects that stay. CPython then visits all objects of the process
-again and again to find garbage, which takes up to a fifth of the first call. Invariant: what the collector was set to
-before is set again when the last thread is done, unless the user has changed it meanwhile.
+again and again to find garbage, which takes up to a fifth of the first call. Invariant: the collector's earlier
+thresholds are restored when the last thread is done, unless the user has changed them meanwhile.
 """
 
 from __future__ import annotations

@@ -68,14 +68,14 @@ def caller() -> Loc | None:
 
 
 def raised_at(error: BaseException) -> Loc | None:
-    """The innermost line of the user's that an error came through."""
+    """The innermost of the user's lines in an error's traceback."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [Loc(frame.f_code.co_filename, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
     return lines[-1] if lines else None
 
 
 def as_code(name: str) -> str:
-    """A variable's name as it may stand in a program; `variable` for one that no program can hold."""
+    """A variable's name if it is a Python identifier, else `variable`, for use in code that a message suggests."""
     return name if name.isidentifier() else "variable"
 
 

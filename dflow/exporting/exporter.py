@@ -63,7 +63,10 @@ class SavableFunctions:
         return place
 
     def mlir_module(self, signature: str | None = None) -> str:
-        """Return the StableHLO text of a function. Raises ExportError for an unknown name, or None of several."""
+        """Return the StableHLO text of a function; its name is needed if there are several.
+
+        Raises ExportError for an unknown or missing name.
+        """
         return str(self._programs[self._chosen(signature)].mlir_module())
 
     def _chosen(self, name: str | None) -> str:

@@ -57,8 +57,8 @@ class Optimizer:
     lazy_rows       leave a row of a variable, and of the slots of its shape, as it is when its gradient is all zero
     wire            codec of the gradients on their way to variables on other tasks, one of those of `dflow.wire`
 
-    Each array of the transformation's state becomes a variable, on the task of the variable it belongs to where it
-    belongs to one (a momentum), initialised there. `apply` runs where the variables live, so that on a cluster only
+    Each array of the transformation's state becomes a variable, a slot. A slot that belongs to one of `variables`, such
+    as its momentum, is initialised on the same task. `apply` runs where the variables live, so that on a cluster only
     gradients travel. Raises VariableError when `variables` holds anything but variables, and GraphTypeError when
     `transformation` is no transformation.
     """
@@ -112,14 +112,14 @@ class Optimizer:
         scaling, and chains of these), the update reads and writes the rows that were looked up. Other transformations
         (momentum, Adam, weight decay) read and write every row, unless `lazy_rows` is set.
 
-        In a step that a synchronous strategy runs, the gradients are given to that, and the variables are updated by
-        the average once the step has ended: what the step reads after `apply` is what it read before. Extra arguments
+        In a step that a synchronous strategy runs, the strategy gets the gradients, and updates the variables by the
+        average after the step has ended. So a read after `apply` in the step returns the old value. Extra arguments
         are averaged with the gradients.
 
         Raises GraphTypeError when the structure, or the shape of a gradient, is another than the variables', and for
-        an extra argument that is missing or that nothing in the transformation uses; VariableError in a step that
-        workers share out, for variables of this process alone; StrategyError in a synchronous step for an extra
-        argument that has no mean, such as a function.
+        an extra argument that is missing or that nothing in the transformation uses; VariableError in a step of a
+        shared run, for variables that only this process has; StrategyError in a synchronous step for an extra argument
+        that has no mean, such as a function.
         """
         refuse_own_variables(self)
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)

@@ -41,10 +41,10 @@ class SessionSettings:
     `longest_pause_s`  limit of the pauses
     `connect_s`        longest duration of each attempt
     `join_s`           longest wait for the answer to a Join; then the link counts as dead
-    `give_up_s`        time after which the session gives the coordinator up
+    `give_up_s`        length of an outage after which the session ends
     `heartbeat_s`      interval between the heartbeats of a task
-    `rejoins_anew`     whether a task that was declared dead meanwhile joins as a new task of the same name. This suits
-                       one that holds variables and runs no program that would have to start again
+    `rejoins_anew`     whether a task that the coordinator declared dead meanwhile joins as a new task of the same name.
+                       This suits a task server, which runs no program that would have to start again
     """
 
     first_pause_s: float = 0.05
@@ -171,7 +171,7 @@ class CoordinatorSession:
         return self._open_at_s if self._link is None else self._join_by_s
 
     def outage(self, at_s: float) -> str:
-        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
+        """The duration and the reason of the outage, as the end of a sentence; empty while there is a connection."""
         if self._down_since_s is None:
             return ""
         return f"; there is no connection to it since {at_s - self._down_since_s:.1f} s: {self._down_reason}"
@@ -344,7 +344,7 @@ class CoordinatorSession:
     # Rosters.
 
     def _note_mark(self, message: Message) -> None:
-        """Keep the newest mark; one of another start of the coordinator is newer."""
+        """Keep the newest mark of the coordinator's state. A mark from another start of the coordinator is newer."""
         if isinstance(message, Marked) and message.mark.start:
             is_newer = message.mark.start != self._mark.start or message.mark.revision > self._mark.revision
             self._mark = message.mark if is_newer else self._mark

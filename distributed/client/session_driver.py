@@ -132,7 +132,7 @@ class SessionDriver:
 
     @property
     def outage(self) -> str:
-        """How long the connection has been down and why, as the end of a sentence; empty while there is one."""
+        """The duration and the reason of the outage, as the end of a sentence; empty while there is a connection."""
         with self._changed:
             return self._session.outage(self._clock.now_s)
 

@@ -142,7 +142,10 @@ class TaskActor:
         self._child: ChildProcess = ThisMachine(python=sys.executable).start(program, self._take)
 
     def run(self) -> int:
-        """Wait for the program's end and return its exit status; end the actor instead if Ray may restart it."""
+        """Wait for the program's end and return its exit status.
+
+        If the program failed and Ray may restart the actor, end the actor's process instead, so that Ray restarts it.
+        """
         while (status := self._child.poll()) is None:
             time.sleep(_POLL_S)
         with self._changed:

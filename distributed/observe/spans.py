@@ -28,7 +28,7 @@ _ENDS = {STEP_ENDED: "step", PART_ENDED: "part", ITEM_ENDED: "item", ITEM_FAILED
 
 @dataclass
 class Span:
-    """A step, a part of one, or an item; `ended` is None while it runs.
+    """A step, a task's part of a step, or an item of a plan; `ended` is None while it runs.
 
     `computed`  event that the results of an XLA call were seen to be ready
     """

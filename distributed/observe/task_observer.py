@@ -36,7 +36,7 @@ Observation = GetClock | StartTrace | StopTrace | GetTaskState
 
 
 class TaskObserver:
-    """Answers for the task whose events are in `recorder`; thread-safe."""
+    """Answers observations of the task whose events are in `recorder`; thread-safe."""
 
     def __init__(self, recorder: Recorder, state: Callable[[], TaskState]) -> None:
         self._recorder, self._state = recorder, state

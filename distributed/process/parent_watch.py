@@ -18,8 +18,8 @@ ORPHANED = 70
 def watch() -> bool:
     """Start a thread that ends this process by `os._exit` when its launcher ends; return whether there is a launcher.
 
-    Without a launcher, or when called again, this does nothing. It removes the variable from the environment, since
-    processes started by this one do not have the pipe.
+    Without a launcher, or when called again, this does nothing. It removes `DFLOW_LIFELINE_FD` from the environment,
+    since processes started by this one do not inherit the pipe.
     """
     number = os.environ.pop(LIFELINE_VARIABLE, "")
     if not number.isdigit():

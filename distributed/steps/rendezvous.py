@@ -209,8 +209,8 @@ class Rendezvous(Generic[Waiter, Value]):
     def lose(self, task: str, error: DflowError) -> list[EndWait[Waiter, Value]]:
         """Handle the loss of a task: abort its steps, and fail waits for its values until `welcome`.
 
-        Which of its steps had ended is forgotten, since a new task of that name may count from 0. Steps that end now,
-        or before `welcome`, are remembered: if the same task comes back, their values may still arrive.
+        Forget the steps of the task that ended earlier, since a new task of that name may count from 0. Remember those
+        that end now or before `welcome`: if the same task comes back, their values may still arrive.
         """
         commands = self.stop_waiting_for(task, error)
         if task not in self._lost:
@@ -244,7 +244,7 @@ class Rendezvous(Generic[Waiter, Value]):
         )
 
     def _open(self, step: StepId) -> _Edges[Waiter, Value]:
-        """Return the edges of a step that has not ended; those of a step first heard of are none."""
+        """Return the edges of a step, creating the step if it is new. Raises if it has ended or its origin is lost."""
         edges = self._steps.get(step)
         if edges is not None:
             return edges

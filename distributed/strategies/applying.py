@@ -40,7 +40,7 @@ class GivenOptimizer(Protocol):
 
 
 class Applier(Protocol):
-    """Receives the gradients of steps traced under it, in place of the optimizer; no two have the same `name`."""
+    """Receives the gradients of steps traced under it, in place of the optimizer. Its `name` is unique."""
 
     name: str
 
@@ -53,13 +53,13 @@ _current: ContextVar[Applier | None] = ContextVar("dflow_applier", default=None)
 
 
 def current_applier() -> Applier | None:
-    """Return the applier that takes the gradients here; None where the optimizer applies them."""
+    """Return the applier of the current context; None if the optimizer itself applies the gradients."""
     return _current.get()
 
 
 @contextmanager
 def applying(applier: Applier) -> Iterator[None]:
-    """Have `applier` take the gradients of functions traced inside."""
+    """Return a context in which `applier` receives the gradients of the functions traced."""
     token = _current.set(applier)
     try:
         with set_xla_metadata(**{_KEY: applier.name}):
@@ -78,7 +78,8 @@ _is_shared: ContextVar[bool] = ContextVar("dflow_shared_steps", default=False)
 def shared_step() -> Iterator[None]:
     """Return a context for a step of a run that several workers share: `refuse_own_variables` checks its updates.
 
-    Functions are traced again inside if an update that is refused there was traced outside, where it is allowed.
+    Outside, updates of a process's own variables are allowed. If one was traced there, functions are traced again
+    inside, so that the check also sees functions with a cached trace.
     """
     token = _is_shared.set(True)
     try:
@@ -89,7 +90,7 @@ def shared_step() -> Iterator[None]:
 
 
 def refuse_own_variables(optimizer: GivenOptimizer) -> None:
-    """Raise VariableError for an optimizer of variables that each worker has for itself, in a step that they share."""
+    """In a `shared_step`, raise VariableError if a variable of the optimizer lives in this process only."""
     is_refused = _is_shared.get()
     variable = _own_variable(optimizer) if is_refused or is_tracing() else None
     if variable is not None and not is_refused:

@@ -68,7 +68,7 @@ class RoundTasks(StrategyCluster, Protocol):
 
 
 class RoundPart:
-    """This worker's messages to the host of a run."""
+    """This worker's messages to the step aggregator of a run, called the host here."""
 
     def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
@@ -106,7 +106,7 @@ class RoundPart:
     def _be_hosted(
         self, optimizer: GivenOptimizer, accumulator: ConditionalAccumulator, steps: int, wanted: int
     ) -> None:
-        """Register the update with the host, which applies the averages; no effect if another worker has done so."""
+        """Register the update that the host applies averages with; no effect if another worker has done so."""
         mean_types = tuple(array.struct for array in accumulator.type.arrays)
         traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
@@ -148,7 +148,7 @@ class RoundPart:
 
 
 class _Found:
-    """An applier that records the gradients of a step, and applies none."""
+    """An applier that records a step's optimizers and types of gradients, and applies no gradient."""
 
     def __init__(self) -> None:
         self.name = f"looked at {next(_serials)}"
@@ -212,7 +212,7 @@ def _digest(spec: Any, wanted: int) -> str:
 
 
 class Gradients:
-    """The applier that gives a step's gradients to the accumulator, with the number of the worker's present opening."""
+    """The applier that adds a step's gradients to the accumulator, with the number of the worker's current opening."""
 
     def __init__(self, accumulator: ConditionalAccumulator) -> None:
         self.name = f"{accumulator.name} {next(_serials)}"
@@ -243,7 +243,7 @@ def _typed(part: Any) -> Any:
 
 
 def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
-    """Return a gradient's type, by rows of the type `rows`; with None, or if it is by rows already, return `part`."""
+    """Return the type `part` of a gradient with rows of the type `rows`; unchanged if it has rows or `rows` is None."""
     if rows is None or is_row_gradient(part):
         return part
     return RowGradient(jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32), rows, part.shape)

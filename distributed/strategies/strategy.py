@@ -41,7 +41,7 @@ class StrategyCluster(Protocol):
 class Strategy(ABC):
     """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
 
-    A subclass defines `_results`, and `run_prefix`: runs without a name are called by it and a number.
+    A subclass defines `_results`, and `run_prefix`, which begins the names of unnamed runs: `run` for `run_0`.
     """
 
     run_prefix: ClassVar[str]
@@ -55,7 +55,7 @@ class Strategy(ABC):
         step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
         batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
                  leaves the loop, the run ends for this worker, and the other workers go on without it
-        steps    number of steps, as the class says which
+        steps    number of steps; the class defines what it counts
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
         raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
                  that are not on tasks, so that no other worker sees them; the errors that the class lists

@@ -24,13 +24,13 @@ class Arrival(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestArrival(Arrival, frozen=True, gc=False):
-    """The same of a request, and how to answer it."""
+    """The connection of a request, its payload, and the responder that answers it."""
 
     responder: Responder
 
 
 class HasPool(Protocol):
-    """A task with a pool for its work."""
+    """A task with a thread pool for its work."""
 
     pool: Executor
 

@@ -38,7 +38,10 @@ class Arrived:
 
 
 class MemberGate:
-    """The gate of the task `name`; thread-safe. Its methods call `deliver` and `refuse`."""
+    """Delivers, holds or refuses the messages to the task `name`, by membership of the sender; thread-safe.
+
+    Its methods call `deliver` and `refuse`.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -156,7 +156,7 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _MeanUpdate:
-    """How a run takes and applies its averages."""
+    """The accumulator of a run, and the plans that apply its averages."""
 
     key: str
     accumulator: HeldAccumulator

@@ -25,7 +25,11 @@ _LEVEL = 1
 
 
 def pack(message: Message, *, goes_to_many: bool = False) -> tuple[Message, bytes]:
-    """Return the message to send and its payload: `message` itself, or a `Packed`."""
+    """Return the message to send and its payload.
+
+    A roster, roster change or status becomes a `Packed` with a compressed payload if it is large or `goes_to_many`;
+    every other message is returned as it is, with an empty payload.
+    """
     if isinstance(message, (Roster, RosterChange, Status)):
         data = encode_message(message)
         if goes_to_many or len(data) > LARGE_BYTES:
@@ -34,7 +38,10 @@ def pack(message: Message, *, goes_to_many: bool = False) -> tuple[Message, byte
 
 
 class RosterPacker:
-    """Packs the rosters of one coordinator process: an earlier roster, which is encoded once, and the changes since."""
+    """Packs the rosters of one coordinator process.
+
+    A large roster is sent as an earlier roster, whose encoding is cached, and the changes since.
+    """
 
     def __init__(self) -> None:
         self._base = Roster((), ())
@@ -52,7 +59,7 @@ class RosterPacker:
 
 
 def unpack(message: Message, payload: Payload) -> Message:
-    """Return the message that was packed; raises WireError if the payload is not one."""
+    """Undo `pack`: return the original message. Raises WireError if the payload is malformed."""
     match message:
         case Packed():
             return decode_message(_decompressed(payload))

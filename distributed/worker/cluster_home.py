@@ -53,7 +53,10 @@ _restores = itertools.count()
 
 
 class ClusterHome(ClusterResources):
-    """The home of variables spread over the tasks of one job; equal for one cluster, where functions run alike."""
+    """The home of variables spread over the tasks of one job.
+
+    Homes with the same connection to a cluster are equal, whatever their job: functions run the same on each.
+    """
 
     shares_names = True
     is_local = False
@@ -172,7 +175,7 @@ class ClusterHome(ClusterResources):
         return step(operands)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
-        """Let go of the value on its task; whoever uses it afterwards gets a VariableError that says these two."""
+        """Free the value on its task. Later use of the variable raises VariableError with this reason and remedy."""
         self.forget_state(task_of_resource(variable), variable.key, True, reason, remedy)
 
 
@@ -190,7 +193,7 @@ def _by_task(variables: Mapping[str, Variable]) -> dict[str, dict[str, Variable]
 
 
 def _first_value(variable: Variable, initial: Initial) -> TypedInitial | HostArray:
-    """An initialiser that can run later; the value of one that reads variables, whose values it is to have now."""
+    """Return the initialiser if it may run later. If it reads variables, run it now and return its value."""
     if isinstance(initial, TypedInitial) and not (isinstance(initial, InitialOps) and initial.reads_state):
         return initial
     return on_host(jnp.array(initial() if callable(initial) else initial, variable.dtype))

@@ -12,7 +12,7 @@ from dflow.lowering.state.store import Store
 
 
 class NoCalls:
-    """A clock that makes no calls: there is no other task to send heartbeats to, and no connection to lose."""
+    """A clock that never runs the calls scheduled on it: a standalone process needs no heartbeats or reconnects."""
 
     @property
     def now_s(self) -> float:

@@ -233,7 +233,10 @@ class _Creation:
         return _by_task(each for each in wanted if each.variable not in self._failed)
 
     def _parcels(self, task: str, missing: Sequence[PendingVariable]) -> Iterator[_Parcel]:
-        """Yield messages that create variables: one each for those made there, which may take long, else many each."""
+        """Yield messages that create variables, with many values in each.
+
+        A variable whose value the task computes, which may take long, gets its own message.
+        """
         for part in _parts([each for each in missing if each.ops is None]):
             values = [each.value(self._computed) for each in part]
             arrays, payload = encode_arrays(values)

@@ -68,11 +68,11 @@ class _EdgeValue(NamedTuple):
 
 
 class _Cut:
-    """One graph while it is cut.
+    """A graph while it is partitioned: its nodes and the transfers between them, added so far.
 
     where    device of each input
-    divided  inputs of a body of several tasks; each is replaced by one input for each task that takes it, or for the
-             task in `where`
+    divided  the inputs to split, if this is a body that several tasks run: each becomes one input on the task in
+             `where`, or without that, one input on every task that uses it
     """
 
     def __init__(
@@ -146,7 +146,10 @@ class _Cut:
         self._add(replace(node, inputs=inputs, attributes=attributes, bodies=bodies, device=tasks[0]))
 
     def part(self, node: Node, body: Graph, tasks: Sequence[str]) -> tuple[Operand, ...]:
-        """Cut this body of a divided node; return its outputs, each on its home, the result of a loop's test on all."""
+        """Cut this body of a divided node; return its outputs, each on its home.
+
+        If the body is a loop's test, return a copy of its result on every task.
+        """
         self.add_all()
         if node.op is ops.ctrl_while and body is node.bodies[0]:
             return tuple(self.at(body.outputs[0], task) for task in tasks)
@@ -280,7 +283,10 @@ class _Cut:
 
 
 def _cut_of_divided(node: Node, body: Graph, fresh_edge: FreshNames) -> _Cut:
-    """Return the cut of a body of several tasks: carried values are on their homes, other inputs on their users'."""
+    """Return the cut of a body that several tasks run.
+
+    A loop's carried values are inputs on their homes; other inputs are on the tasks that use them.
+    """
     where = {value: value.device or "" for value in body.refs}
     if node.op in ops.LOOPS:
         first = len(body.inputs) - node.attributes["carry"] - node.attributes.get("rows", 0)

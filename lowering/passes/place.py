@@ -212,9 +212,10 @@ def _on(device: str, node: Node) -> Node:
 
 
 def _places_fed(graph: Graph, refs: Mapping[Value, Value], local: str) -> Mapping[int, frozenset[str]]:
-    """Return, for each node, the devices of the variables that its results reach through ops of the update alone.
+    """Return, by id of each node, the devices of the variables that it touches or that its results feed.
 
-    A result that any other op takes counts as feeding the caller's task, `local`.
+    Only ops that are part of an update pass a result on to a variable. A result that the caller gets, or that any other
+    op takes, feeds the caller's task, `local`.
     """
     outputs = {output for output in graph.outputs if isinstance(output, Value)}
     fed: dict[int, frozenset[str]] = {}

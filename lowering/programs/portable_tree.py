@@ -228,7 +228,7 @@ _named_tuple = cache(namedtuple)
 
 
 def is_bound(treedef: Any) -> bool:
-    """Whether a structure has no arrays, but nodes of classes other than those supported, such as variables."""
+    """Whether a structure has no leaves and contains a node of an unsupported class, such as a variable."""
     return treedef.num_leaves == 0 and _holds_strange(treedef)
 
 

@@ -26,7 +26,7 @@ ROW_ELEMENTS = range(32, 65)
 
 
 def prefetched(table: Any, indices: Any) -> Any:
-    """`indices`, in a program that reads the rows of `table` at them first where that pays."""
+    """Return `indices`. On the CPU, if it pays, first read their rows of `table`, to bring them into the cache."""
     if not _pays(table, indices):
         return indices
     return jax.lax.platform_dependent(table, indices, cpu=_after_a_read, default=lambda _, indices: indices)

@@ -92,7 +92,7 @@ class Executable:
             self.uses[slot] += 1
 
     def _awaited_by(self, index: int) -> tuple[int, ...]:
-        """Return the slots that must be computed before an item starts: one of each item that a copy is ordered after.
+        """Return the slots that must be computed before a copy starts: one result of each item in its `after`.
 
         Only a copy to a CPU device waits for them, as it would start once its source is ready. Other devices run their
         work in the order of submission.

@@ -95,9 +95,9 @@ class LocalStep:
 
 
 def single_call(lowered: Lowered, variables: Sequence[Any]) -> Call | None:
-    """Return the one call of a plan of nothing else, if JAX runs it where it has to run; `variables` are the step's.
+    """Return the call of a plan that is nothing but one call, if JAX will run it on the right device; else None.
 
-    JAX runs a call on the device of its variables. So a call with a device must use a variable there.
+    JAX runs a call on the device of its variables. So a call with a device must use one of `variables` there.
     """
     items = lowered.plan.items
     if len(items) != 1 or not isinstance(call := items[0], Call):
@@ -118,11 +118,13 @@ def lower_programs(
     platforms: tuple[str, ...] | None = None,
     meshes: Mapping[AbstractMesh, Mesh] = MappingProxyType({}),
 ) -> list[LoweredProgram]:
-    """Lower a plan's programs, under a name that compilation logs and profiles show.
+    """Lower a plan's programs for this process, or for `platforms`.
 
-    What they write stays spread as the variables in the `store` are.
-    They are for this process, or for other platforms if they are named. Feeds numbered in `given_up` are the caller's
-    to lose: they are donated to the one call that takes them. `meshes` are those of the feeds.
+    `given_up`  indices of feeds that the caller donates; one is donated if a single call takes it
+    `name`      the name that compilation logs and profiles show
+    `meshes`    the meshes of the feeds
+
+    Written variables keep the shardings that they have in the `store`.
     """
     plan = lowered.plan
     uses = Counter([*plan.fetches, *(slot for item in plan.items for slot in takes(item))])
@@ -153,7 +155,7 @@ def lower_programs(
 
 
 def _run_here(executable: Executable, store: Store, feeds: Sequence[Any]) -> Outcome[Fetches]:
-    """Run a plan on this thread; what others bring for it is done here too, not on their threads."""
+    """Run a plan on this thread. Items that other threads make ready also run on this thread."""
     outcomes: list[Outcome[Fetches]] = []
     work: SimpleQueue[Callable[[], None]] = SimpleQueue()
 

@@ -253,7 +253,7 @@ class Loop:
 
 
 class _Stack:
-    """Rows written into one array; of random keys, their data."""
+    """An array of `length` rows, written one by one. Rows that are random keys are stored as their key data."""
 
     def __init__(self, type: str, length: int) -> None:
         row: Any = parse_type(type)

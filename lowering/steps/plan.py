@@ -114,9 +114,9 @@ class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
 class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     """Run `body` `length` times on `takes`.
 
-    The last `rows` of `takes` are arrays, and each iteration gets one row of each. `body` returns new values of the
-    `carry` slots before these, and results of the types `stacked`, which are stacked. At most `parallel` iterations run
-    concurrently.
+    `takes` ends with `carry` initial values of the carry, then `rows` arrays, of which each iteration gets one row.
+    `body` returns the new carry, then results of the types `stacked`, which are stacked over the iterations. At most
+    `parallel` iterations run concurrently.
     """
 
     body: int

@@ -14,7 +14,7 @@ from dflow.tracing.source import at, caller
 
 
 def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
-    """Raise DeviceError where a placed graph runs ops on one device of a variable that is spread over several."""
+    """Raise DeviceError if a placed graph has a single device for a variable that is sharded over several devices."""
     for ref, variable in zip(graph.refs, traced.variables, strict=True):
         _, local = split_device_name(ref.device or "")
         if local and (place := store.place(variable.key)) is not None and len(place.device_set) > 1:
@@ -28,7 +28,7 @@ def refuse_spread(graph: Graph, traced: Traced, store: Store) -> None:
 
 
 def _named_device(traced: Traced) -> str:
-    """The first thing in a function that is on one device."""
+    """Describe the first variable or op in the function that is placed on a named device."""
     for variable in traced.variables:
         if variable.device is not None:
             return f"variable {variable.name!r} is on {short_device_name(variable.device)}"

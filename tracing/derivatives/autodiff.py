@@ -45,7 +45,7 @@ def value_and_grad(
     has_aux: bool = False,
     rows: bool = False,
 ) -> Callable[..., Any]:
-    """A function that gives `fun`'s value and its gradient.
+    """Return a function that computes `fun`'s value and its gradient.
 
     fun        returns a real scalar, or `(scalar, aux)` when `has_aux` is set; it may read and write variables
     variables  a pytree of variables to differentiate with respect to
@@ -53,7 +53,7 @@ def value_and_grad(
     returns    `(value, gradient)`; the gradient has the structure of `variables` (of the argument, of the tuple of
                arguments when `argnums` is a sequence) with arrays for leaves, and is the pair of both when both are
                given
-    rows       give a `RowGradient`, and no array, for a variable that `fun` only looks rows up in
+    rows       whether the gradient of a variable that `fun` only looks rows up in is a `RowGradient`, not an array
     raises     GraphTypeError when the value is no real scalar or something to differentiate is not floating;
                VariableError for a variable that is not trainable
 
@@ -207,12 +207,12 @@ class _Wrt:
             raise _nothing(function, "there is no variable and no array")
 
     def gradient(self, by_variable: Sequence[Any], by_argument: Sequence[Any]) -> Any:
-        """Values for the variables and leaves in the structure of the gradient that the user gets."""
+        """Put values for the variables and the leaves into the structure of the gradient that the user gets."""
         both = tuple(map(jax.tree_util.tree_unflatten, self._trees, (by_variable, by_argument)))
         return both[1] if not self._by_variable else both[0] if not self._by_argument else both
 
     def flat(self, direction: Any) -> tuple[list[Any], list[Any]]:
-        """The values of a direction, which has that structure, for the variables and for the leaves."""
+        """The inverse of `gradient` for a direction: its values for the variables and for the leaves."""
         is_pair = self._by_variable and self._by_argument
         parts = tuple(direction) if is_pair else (direction, ()) if self._by_variable else (None, direction)
         first, second = (_flat_like("the direction", part, tree) for part, tree in zip(parts, self._trees, strict=True))
@@ -224,7 +224,7 @@ class _Wrt:
 class _Pure:
     """A function with state, traced once, as pure functions of the values of `wrt` and of the `picked` leaves.
 
-    `fun` takes the leaves and gives a pair: what is differentiated, and what is only handed on.
+    `fun` takes the leaves and returns a pair: the result to differentiate, and the aux.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class _Pure:
         self.start = [self._before[variable] for variable in self._whole]
 
     def values_first(self, values: list[Any], leaves: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The results; and beside them the values that the variables are left with."""
+        """Return the results, and the final values of the variables that are written."""
         results, _, after, _ = self._run(values, leaves, [])
         return results, after
 
@@ -269,7 +269,7 @@ class _Pure:
         return value, after
 
     def value_and_grad(self, rows: bool) -> tuple[tuple[Any, Any], tuple[list[Any], list[Any]]]:
-        """The value and what is handed on; and the gradients by variable and by leaf. Writes what was written."""
+        """Return `((value, aux), (gradients by variable, gradients by leaf))`, and write the variables."""
 
         def loss(values: list[Any], leaves: list[Any], taps: list[Any]) -> tuple[Any, Any]:
             (value,), *rest = self._run(values, leaves, taps)
@@ -301,13 +301,13 @@ class _Pure:
 
 
 def _advise(error: ValueError) -> None:
-    """Add to JAX's error about a loop that has no gradient, unless that was done for a gradient within."""
+    """Add the remedy to JAX's error about a loop without reverse-mode gradient, unless an inner gradient did so."""
     if str(error).startswith(NOT_REVERSED) and not any(REVERSED in note for note in getattr(error, "__notes__", ())):
         error.add_note(f"{at(caller())}\n{REVERSED}".removeprefix("\n"))
 
 
 def _finished(variable: Variable, gradient: Any) -> Any:
-    """A variable's gradient as the user gets it: by the variable's own function, and named."""
+    """A variable's gradient for the user: changed by the variable's `gradient` function, and named."""
     if variable.gradient is not None:
         changed = variable.gradient(gradient)
         _check_fits(f"what the gradient function of variable {variable.name!r} gives", changed, variable.type)
@@ -316,7 +316,7 @@ def _finished(variable: Variable, gradient: Any) -> Any:
 
 
 def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
-    """Like `_finished`, for a gradient that is known by rows."""
+    """Like `_finished`, for a gradient given by rows; with `as_rows` a `RowGradient`, if no function changes it."""
     if as_rows and variable.gradient is None:
         return RowGradient(indices, name(rows, f"grad/{variable.name}"), variable.shape)
     return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
@@ -382,7 +382,7 @@ def _check_floating(what: str, dtype: Any) -> None:
 def _pick(
     function: str, args: tuple[Any, ...], argnums: int | Sequence[int] | None
 ) -> tuple[list[Any], Any, Callable[..., Any]]:
-    """The leaves of the arguments to differentiate, their structure, and how to put leaves back among the others."""
+    """The leaves of the arguments to differentiate, their structure, and a function from new leaves to arguments."""
     numbers = [] if argnums is None else [argnums] if isinstance(argnums, int) else list(argnums)
     for number in numbers:
         if not args:

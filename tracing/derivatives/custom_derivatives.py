@@ -1,11 +1,11 @@
-"""Functions with a derivative rule of their own whose body touches variables, as pure functions that keep the rule.
+"""Functions with a custom derivative rule and a body that uses variables, as pure functions that keep the rule.
 
-The pure function is given to JAX with the same rule: `jax.custom_jvp` or `jax.custom_vjp` around the body, and for
-the rule what JAX makes of the original call when it differentiates it. The function has run once: what its body
-writes is written, by ordinary derivatives where a later read asks for them, and the rule writes nothing more.
+The pure function has the same rule: it is `jax.custom_jvp` or `jax.custom_vjp` of the discharged body, and its rule
+calls JAX's derivative of the original call. The body's writes happen once; a later read of a written variable has
+ordinary derivatives. The rule writes nothing.
 
-A rule speaks of the function's arguments alone. So a result that depends on a variable through which derivatives
-flow is refused, as JAX refuses a closed-over array there: no rule says what its derivative is.
+A rule gives derivatives with respect to the function's arguments only. So a result that depends on a differentiated
+variable is refused, as JAX refuses a closed-over array there.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _Values = list[Any]
 
 @dataclass(frozen=True, eq=False)
 class CustomCall:
-    """One call: `names` are the variables whose values come first to everything here.
+    """One call of a function with a custom derivative rule that uses variables.
 
-    `body`      from values and operands to results and the values it leaves for some of the variables
-    `original`  from operands to results, touching the variables; JAX knows its rule
-    `run`       a function that touches the variables, on operands and values
+    `names`     names of the variables; "values" are theirs, in this order
+    `body`      from values and operands to results and the new values of the variables that it writes
+    `original`  from operands to results; it uses the variables themselves and has JAX's rule
+    `run`       runs a function that uses the variables, on operands and values
     """
 
     names: Sequence[str]
@@ -40,7 +41,7 @@ class CustomCall:
     run: Callable[[Callable[..., _Values], _Values, _Values], _Values]
 
     def with_jvp(self, values: _Values, operands: _Values) -> tuple[_Values, _Values]:
-        """The call of a `custom_jvp` function."""
+        """Call it as a `custom_jvp` function; return the results and the values of the variables written."""
 
         def rule(primals: Any, tangents: Any) -> Any:
             return self._along(*primals, *tangents)
@@ -50,7 +51,7 @@ class CustomCall:
         return call(values, operands)
 
     def with_vjp(self, values: _Values, operands: _Values) -> tuple[_Values, _Values]:
-        """The call of a `custom_vjp` function."""
+        """Call it as a `custom_vjp` function; return the results and the values of the variables written."""
         call = jax.custom_vjp(self.body)
         call.defvjp(self._forward, self._backward, symbolic_zeros=True)
         return call(values, operands)
@@ -88,7 +89,7 @@ class CustomCall:
         return jax.jvp(written, live.pick(whole), live.pick(along))
 
     def _parts(self, live: _Participants, operands: Sequence[Any], *given: Any) -> tuple[_Values, _Values]:
-        """The floating results as a function of the live operands; and the others."""
+        """Call `original` on the live operands; return the results with a floating dtype, and the others."""
         results = self.original(live.fill(operands, given))
         return [r for r in results if _is_floating(r)], [r for r in results if not _is_floating(r)]
 
@@ -138,7 +139,7 @@ class CustomCall:
         return total[:count], total[count:]
 
     def _refuse_moved(self, values: _Values, operands: _Values, is_moved: list[bool]) -> None:
-        """Raise when a result depends on a value that derivatives flow through."""
+        """Raise DflowError if a result depends on a differentiated variable: the rule gives no derivative for it."""
         if not any(is_moved):
             return
         jaxpr, _, _ = make_jaxpr(lambda vs, os: self.body(vs, os)[0], values, operands)
@@ -158,28 +159,28 @@ class CustomCall:
 
 
 class _Participants:
-    """The places of a list whose values take part in a derivative."""
+    """The positions in a list of the values that take part in a derivative."""
 
     def __init__(self, is_live: Sequence[bool]) -> None:
         self.places = [place for place, live in enumerate(is_live) if live]
 
     def pick(self, values: Sequence[Any]) -> _Values:
-        """The values at the places."""
+        """The values at the positions."""
         return [values[place] for place in self.places]
 
     def fill(self, values: Sequence[Any], given: Sequence[Any]) -> _Values:
-        """All values, with the given ones at the places."""
+        """A copy of `values`, with `given` at the positions."""
         by_place = dict(zip(self.places, given, strict=True))
         return [by_place.get(place, value) for place, value in enumerate(values)]
 
     def joined(self, given: Sequence[Any], others: Sequence[Any]) -> _Values:
-        """All values: the given ones at the places, the others between them."""
+        """One list of both: `given` at the positions, `others` at the rest."""
         at_places, between = iter(given), iter(others)
         return [next(at_places if place in self.places else between) for place in range(len(given) + len(others))]
 
 
 def _needed(jaxpr: Jaxpr) -> Iterator[Any]:
-    """The variables of a jaxpr that its results depend on, as far as its equations tell."""
+    """The variables of a jaxpr that its results may depend on; an equation's results depend on all its operands."""
     live = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     for equation in reversed(jaxpr.eqns):
         if live.intersection(equation.outvars):

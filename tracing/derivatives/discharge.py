@@ -53,8 +53,8 @@ from dflow.tracing.rows.lookups import (
 class Border:
     """The values of variables that enter a region of a program, and the values that leave it.
 
-    With `adds`, a variable that the region only adds to comes in as zero, and what it is left with is added to it as
-    one update: so nothing is lost that others add meanwhile.
+    A variable that the region only adds to enters as zero, if `adds` is true of it or all adds are sums over a batch.
+    Its final value is added to the variable as one update, so what other steps add meanwhile is not lost.
     """
 
     def __init__(self, effects: Any, adds: Callable[[Any], bool]) -> None:
@@ -69,7 +69,7 @@ class Border:
         return jnp.zeros(variable.shape, variable.dtype) if variable in self.added else variable.read()
 
     def write_back(self, after: Sequence[Any]) -> None:
-        """Give the variables written what they are left with."""
+        """Write the values `after` the region to the variables that it writes, in order."""
         for variable, value in zip(self.writes, after, strict=True):
             if variable in self.added:
                 variable.assign_add(value, reduce="sum" if variable in self._summed else None)
@@ -107,11 +107,11 @@ class State(dict[Any, Any]):
         return [self[variable] for variable in variables]
 
     def within(self, values: Mapping[Any, Any] | Iterable[tuple[Any, Any]], lookups: Lookups | None = None) -> State:
-        """The state of a body, of these variables."""
+        """A state for a body inside this program: these values, and the same replacements for constants."""
         return State(values, lookups, self.given)
 
     def copy(self) -> State:
-        """The same values, which may be set without setting these."""
+        """A copy, whose values may be set independently."""
         return State(self, self.lookups, self.given)
 
     def constants(self, consts: Iterable[Any]) -> list[Any]:
@@ -119,7 +119,7 @@ class State(dict[Any, Any]):
         return [self.given.get(id(const), const) for const in consts]
 
     def gives(self, equation: Equation) -> bool:
-        """Whether a constant inside an equation is replaced."""
+        """Whether `given` replaces a constant inside an equation."""
         return bool(self.given) and any(
             id(const) in self.given for part in _open_parts(equation) for const in constants_within(*part)
         )
@@ -243,7 +243,7 @@ class _Body:
         self._within = state.within
 
     def __call__(self, operands: Sequence[Any], values: Sequence[Any], found: _Given = ()) -> _Looked:
-        """Run the body on operands, the values of the variables written, and rows."""
+        """Run the body. `values` are those of the variables it writes, `found` the results of its lookups."""
         lookups = BodyLookups(self._tables, found)
         inner = self._within(self._fixed, lookups)
         inner.update(zip(self._written, values, strict=True))
@@ -252,7 +252,7 @@ class _Body:
 
 
 def without_tables(operands: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
-    """The operands that are not tables, and a function from as many arrays to all operands."""
+    """The operands that are not tables, and a function that puts the tables back between new values of these."""
 
     def all_of(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
@@ -302,7 +302,7 @@ def _cond(params: Mapping[str, Any], operands: list[Any], state: State, written:
 
 
 def _first_places(sites: Iterable[Site]) -> list[Any]:
-    """Places of the first row, of the types that lookups have."""
+    """Zeros as the places of lookups in branches that do not run: the first row stands in."""
     return [jnp.zeros(site.places.shape, site.places.dtype) for site in sites]
 
 
@@ -434,7 +434,7 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
 
 
 def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None:
-    """Raise when a derivative rule touches variables in a way that its function does not."""
+    """Raise DflowError if a derivative rule reads or writes a variable that its function does not."""
     reads, writes = accesses(jaxpr.effects)
     strange = [variable.name for variable in reads if variable not in touched]
     strange += [variable.name for variable in writes if variable not in written and variable.name not in strange]

@@ -1,8 +1,8 @@
 """Loops and branches with state in the eager mode, run op by op.
 
 In this mode `jax.lax` runs loops and branches as Python, with two exceptions: inside `jax.checkpoint` and under
-`jax.vmap` JAX still traces them, and would compile them. Loops and branches with state are then passed back to
-`jax.lax`, which runs their traced bodies op by op.
+`jax.vmap` JAX traces them, and would compile them. Those with state are then called again by `jax.lax`, outside of the
+trace, so that their traced bodies run op by op.
 """
 
 from __future__ import annotations

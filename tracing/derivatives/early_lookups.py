@@ -1,11 +1,11 @@
-"""The lookups of a function that are taken apart from other uses of a variable, those inside bodies included.
+"""The lookups of a function in variables that it uses by lookups only, with those inside bodies.
 
 A lookup in the body of a `scan`, a `cond` or a `checkpoint` is done before that equation. A part of the body computes
-the places of the lookups of all iterations and branches, one lookup finds their rows, and the body takes its rows as
-an operand. So their gradient is rows too, and a loop over a table on another task takes one lookup there.
+the places for all iterations and branches, one lookup finds their rows, and the body takes its rows as an operand. So
+their gradient is rows too, and a loop over a table on another task needs one lookup there.
 
-That cannot be where a place depends on rows that the same equation looks up (a decoder that feeds its own output
-back), and it does not pay where the iterations look up as many rows as the table has, or more.
+This is impossible where a place depends on rows that the same equation looks up (a decoder that feeds its own output
+back). It does not pay where the iterations look up at least as many rows as the table has.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dflow.tracing.source import at
 
 
 def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
-    """Every lookup of the variables that `jaxpr` uses by lookups alone, in the order it runs them.
+    """The lookups in those of `variables` that `jaxpr` uses by lookups only, in the order it runs them.
 
-    A lookup in a table with an explicit sharding, which says how its result is spread, is a use like any other.
+    A variable with an explicit sharding counts as used in other ways, since the sharding sets that of the result.
     """
     search = Search()
     search.walk(jaxpr, {})
@@ -44,9 +44,9 @@ def lookup_sites(jaxpr: Jaxpr, variables: Sequence[Any]) -> list[Site]:
 
 
 def _looked_up_often(search: Search, tables: Collection[Any]) -> dict[Any, int]:
-    """The tables with lookups in bodies that find as many rows as there are, or more; each with that number.
+    """The tables with lookups in bodies and, in all, at least as many rows looked up as they have; with that number.
 
-    The rows of all branches of a `cond` count, since all are looked up, whichever branch runs.
+    Lookups in all branches of a `cond` count, since they all run before it, whichever branch runs.
     """
     inside = {site.variable for use in search.bodies for site in use.sites if site.variable in tables}
     found = {

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 
 def on_one_device(values: Sequence[Any]) -> list[Any]:
-    """The values on the devices of the one that is spread most widely; as they are, where JAX takes them so."""
+    """Move all values to the devices of the one that is on most devices; no change if JAX can combine them anyway."""
     placed = [value for value in values if _is_placed(value)]
     if len({frozenset(value.sharding.device_set) for value in placed}) < 2:
         return list(values)

@@ -1,4 +1,4 @@
-"""The functions that `grad` and `value_and_grad` return, which say so when they are used as if they had been called."""
+"""The functions that `grad` and `value_and_grad` return. Using one like its result raises an error with the remedy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dflow.tracing.source import at, caller
 
 
 class Derivative:
-    """A function of the arguments of `fun`, which it differentiates.
+    """The function that `grad` and the like return: it differentiates `fun`, and takes the same arguments.
 
-    Raises GraphTypeError where it is unpacked, indexed or computed with.
+    Using it like a result, in arithmetic, indexing or unpacking, raises GraphTypeError.
     """
 
     def __init__(self, title: str, fun: Callable[..., Any], call: Callable[..., Any]) -> None:
@@ -37,7 +37,7 @@ class Derivative:
         return f"<dflow.{self._title} of {getattr(self, '__name__', 'a function')}>"
 
     def refuse(self, use: str, error: type[DflowError] = GraphTypeError) -> NoReturn:
-        """Raise an error: this was used without a call."""
+        """Raise an error which says that the function was used, as `use` names, but not called."""
         raise error(
             f"dflow.{self._title} returns a function, and {use} needs what that returns{at(caller())}\n"
             f"{_remedy(self._title)}"
@@ -49,7 +49,7 @@ def _remedy(title: str) -> str:
 
 
 def refuse_uncalled(use: str, value: Any) -> None:
-    """Raise GraphTypeError if a value is a function that was to be called."""
+    """Raise GraphTypeError if `value` is the function returned by `grad` and the like, which was not called."""
     if isinstance(value, Derivative):
         value.refuse(use)
 

@@ -42,7 +42,7 @@ def full_device_name(name: str) -> str:
 
 
 def device_name(task: str, local: str) -> str:
-    """The full name of the device `local`, such as `cpu:1`, of a task; of the caller's, where `task` is empty."""
+    """The full name of the device `local`, such as `cpu:1`, of `task`; an empty `task` means the caller's."""
     platform, _, number = local.lower().partition(":")
     return f"{task}/device:{_FAMILY.get(platform, platform)}:{int(number)}"
 
@@ -55,7 +55,7 @@ def split_device_name(device: str) -> tuple[str, str]:
 
 
 def no_such_job(task: str, others: Collection[str]) -> str | None:
-    """The fact of an error about a task whose job none of `others` has; None where there may be such a task."""
+    """The first line of an error if `task` has a job that no task in `others` has; None if it may exist."""
     jobs = sorted({split_task_name(other)[0] for other in others}) if len(others) > 1 else []
     job, _ = split_task_name(task)
     near = get_close_matches(job, PLATFORMS, 1)

@@ -15,7 +15,7 @@ class Reduction(Enum):
 
 
 class AccumulatorSettings(msgspec.Struct, frozen=True, tag="accumulator"):
-    """Equal settings and equal ops make equal accumulators.
+    """Settings of an accumulator, whose results depend on nothing but these and its ops.
 
     `limit`  largest number of gradients in a take; later ones are dropped. None for any number
     """

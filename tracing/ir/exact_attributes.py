@@ -1,7 +1,7 @@
 """Keys of attributes, for finding nodes that compute the same.
 
-Python's `==` takes 0.0 for -0.0 and 1 for True, also within tuples and dataclasses. An op with the one is another op
-than one with the other, so such a pair must not make equal keys.
+Python's `==` holds for 0.0 and -0.0, and for 1 and True, also within tuples and dataclasses. Ops that differ in such
+attributes are different, so their keys must differ.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Over `Auto` axes XLA decides how an array is spread, and over `Manual` axes, ins
 shard. Neither is part of a type. A sharding here is a `NamedSharding` over an abstract mesh, with one entry for each
 dimension, as `jax.typeof` gives it.
 
-The text is JAX's, with the mesh behind it: `[8@x,2@(y,z)]{x=2 y=2 z=4}`. A mesh axis that is not `Explicit` has its
-kind behind it (`w=2:auto`); `unreduced:x` and `reduced:x` are those sets of the spec.
+The text is JAX's, followed by the mesh: `[8@x,2@(y,z)]{x=2 y=2 z=4}`. A mesh axis that is not `Explicit` is followed by
+its kind (`w=2:auto`); `unreduced:x` and `reduced:x` are the spec's sets of these names.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_explicit(sharding: Any) -> TypeGuard[NamedSharding]:
 
 
 def explicit_sharding(sharding: Any, shape: tuple[int, ...]) -> NamedSharding | None:
-    """The part of a sharding that the type of an array of this shape has; None where it has none."""
+    """The sharding as JAX keeps it in the type of an array of this shape; None for a mesh without explicit axes."""
     if not is_explicit(sharding):
         return None
     abstract = NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
@@ -51,7 +51,7 @@ def sharding_of_aval(aval: Any) -> NamedSharding | None:
 
 
 def meshes_of(shardings: Iterable[Any]) -> dict[AbstractMesh, Mesh]:
-    """The meshes with explicit axes among those of `shardings`, each under its abstract form, which types have."""
+    """The meshes of devices of those `shardings` with explicit axes, by abstract mesh."""
     return {
         sharding.mesh.abstract_mesh: sharding.mesh
         for sharding in shardings
@@ -60,7 +60,7 @@ def meshes_of(shardings: Iterable[Any]) -> dict[AbstractMesh, Mesh]:
 
 
 def on_devices(struct: jax.ShapeDtypeStruct, meshes: Mapping[AbstractMesh, Mesh]) -> jax.ShapeDtypeStruct:
-    """A type whose sharding is over the mesh of devices that its abstract mesh stands for, where one is known."""
+    """The type with its abstract mesh replaced by the mesh of devices in `meshes`, if that has one."""
     mesh = None if struct.sharding is None else meshes.get(struct.sharding.mesh)
     return struct if mesh is None else struct.update(sharding=NamedSharding(mesh, struct.sharding.spec))
 
@@ -83,14 +83,14 @@ def manual_axes() -> set[Any]:
 
 
 def sharding_here(sharding: NamedSharding | None, shape: tuple[int, ...]) -> NamedSharding | None:
-    """A sharding as the trace that runs now has it: inside a `shard_map` over the mesh, some or all axes are manual."""
+    """The sharding in the current trace: inside a `shard_map` over the mesh, without the axes that are manual there."""
     if sharding is None or not manual_axes():
         return sharding
     return explicit_sharding(NamedSharding(jax.sharding.get_abstract_mesh(), sharding.spec), shape)
 
 
 def with_sharding(value: Any, sharding: NamedSharding | None) -> Any:
-    """A value of the trace that runs now, spread as `sharding` says over the explicit axes; None leaves it."""
+    """The value, resharded to `sharding` in the current trace; unchanged for None and inside a `shard_map`."""
     if sharding is None or manual_axes() or sharding_of_aval(jax.typeof(value)) == sharding:
         return value
     return jax.sharding.reshard(value, sharding)

@@ -24,7 +24,7 @@ from dflow.tracing.source import Loc
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """A named value. `device` is set on graph inputs that live somewhere: variables."""
+    """A named value. `device` is where a variable lives; only graph inputs that are variables have one."""
 
     name: str
     type: Type

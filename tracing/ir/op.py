@@ -91,7 +91,7 @@ _NUMERIC: dict[tuple[Any, bool], OpDef] = {}
 
 
 def numeric(primitive: Any, *, unknown_effects: bool = False) -> OpDef:
-    """The op of a JAX primitive. One with effects that JAX does not tell us of orders with everything."""
+    """The op of a JAX primitive. With `unknown_effects` it is ordered with every other op that has an effect."""
     key = (primitive, unknown_effects)
     if key not in _NUMERIC:
         effects: tuple[Declared, ...] = ((Effect.UNKNOWN, None),) if unknown_effects else ()

@@ -46,7 +46,7 @@ def _check_indices(name: str, ref: Type, indices: Type) -> None:
 
 
 def _update(kind: str) -> OpDef:
-    """The op of one kind of update; of rows, it takes their indices before them."""
+    """The op of one kind of update. An update of rows takes their indices, then the rows."""
     name = f"var.{kind}"
 
     def rule(ref: RefType, /, *operands: ArrayType) -> tuple[Type, ...]:
@@ -104,14 +104,14 @@ def net_encode(value: ArrayType, /, *, codec: str) -> tuple[Type, ...]:
 
 @op("net.decode")
 def net_decode(sent: ArrayType, /, *, codec: str, type: ArrayType) -> tuple[Type, ...]:
-    """The array of this type that is left of one that was encoded."""
+    """The decoded array. It has the given type; its values may have lost precision."""
     _check_given("net.encode", [sent], [encoded_type(codec, type) or type])
     return (type,)
 
 
 @op("dev.copy")
 def dev_copy(value: ArrayType, /, *, source: str) -> tuple[Type, ...]:
-    """`value`, which lies on `source`, on the node's device: another one of the same task."""
+    """Copy `value` from the device `source` to the node's device. Both are devices of one task."""
     return (value,)
 
 
@@ -157,9 +157,9 @@ def ctrl_cond(
     picks: tuple[int, ...] = (),
     bodies: tuple[BodySignature, ...],
 ) -> tuple[Type, ...]:
-    """Run the body whose number is `index`: the first for less than 0, the last for more than there are.
+    """Run body number `index`, clamped to the range of the bodies.
 
-    Once it is cut, the operands numbered `picks` are the index as it is on each of its tasks.
+    After partitioning, the operands numbered `picks` are the copies of the index, one for each task.
     """
     _check_given("the index", [index], [ArrayType(np.dtype("int32"), ())])
     for body in bodies:
@@ -288,7 +288,7 @@ def queue_dequeue_many(queue: QueueType, /, *, count: int, timeout_s: float = DE
 
 @op("queue.dequeue_up_to", (Effect.ACQUIRE, 0), least_count=0)
 def queue_dequeue_up_to(queue: QueueType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S) -> tuple[Type, ...]:
-    """As `dequeue_many`, and how many there are: of a closed queue fewer, with zeros in the rows that are missing."""
+    """As `dequeue_many`, but a closed queue may give fewer elements, padded with zeros; also gives their number."""
     return (*_given_by("queue.dequeue_up_to", queue, (count,)), ArrayType(np.dtype("int32"), ()))
 
 
@@ -308,7 +308,7 @@ queue_size, queue_is_closed = _property("queue.size", QueueType), _property("que
 
 @op("queue.close", (Effect.RELEASE, 0))
 def queue_close(queue: QueueType, /, *, cancel_pending: bool = False) -> tuple[Type, ...]:
-    """Let nothing more in; with `cancel_pending`, fail the enqueues that wait."""
+    """Refuse later enqueues; with `cancel_pending`, pending ones fail too."""
     _resource("queue.close", queue, QueueType)
     return (TokenType(),)
 
@@ -320,9 +320,10 @@ def _check_step(name: str, step: Type) -> None:
 
 @op("accumulator.apply", (Effect.RELEASE, 0))
 def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
-    """Add a gradient that was computed in the step that is the last operand; whether it was fresh.
+    """Add a gradient, unless it is stale; return whether it was added.
 
-    Of a row-sparse component it takes the indices and the rows, as many as there are.
+    The operands are its components, then the step in which it was computed. A row-sparse component is two operands,
+    indices and rows, of any number of rows.
     """
     parts = _resource("accumulator.apply", accumulator, AccumulatorType).components
     *given, step = [strong(operand) for operand in operands] or [TokenType()]
@@ -348,7 +349,7 @@ def _gradient(parts: Sequence[ArrayType | RowsType], given: Sequence[Type]) -> l
 def accumulator_take(
     accumulator: AccumulatorType, /, *, count: int, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> tuple[Type, ...]:
-    """Wait for `count` gradients; the mean or the sum of all that are there, and the step goes on by one."""
+    """Wait for `count` gradients; return the mean or the sum of all that are there, and increment the step."""
     return _resource("accumulator.take", accumulator, AccumulatorType).arrays
 
 

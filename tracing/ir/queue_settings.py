@@ -11,7 +11,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class QueueKind(Enum):
-    """In which order elements come out."""
+    """The order in which elements are dequeued."""
 
     FIFO = "fifo"
     SHUFFLE = "shuffle"
@@ -19,7 +19,7 @@ class QueueKind(Enum):
 
 
 class QueueSettings(msgspec.Struct, frozen=True, tag="queue"):
-    """Equal settings and equal events make equal queues.
+    """Settings of a queue, whose contents depend on nothing but these and its events.
 
     `capacity`           largest number of elements
     `min_after_dequeue`  number of elements it holds back to shuffle the next with, until it is closed

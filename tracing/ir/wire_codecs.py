@@ -1,10 +1,10 @@
-"""Codecs that make a value smaller for its way between tasks: the encoded form of an array, and the decoded array.
+"""Codecs that make a value smaller for the transfer between tasks: encoding and decoding of arrays.
 
 `bfloat16` is a conversion. Those of one byte an element, `float8_e4m3fn`, `float8_e5m2` and `int8`, divide by a scale
 first, so that the largest element fits. There is one scale for the whole array; its bytes are sent last. Elements that
 are not finite do not count for the scale, and arrive as NaN, or unchanged where the format has them.
 
-What has no fraction (integers, booleans, complex numbers), and what a codec would not make smaller, travels as it is.
+Integers, booleans, complex numbers, and arrays that a codec would not make smaller are sent unchanged.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def encoded(codec: str, value: jax.Array) -> jax.Array:
 
 
 def decoded(codec: str, sent: jax.Array, type: ArrayType) -> jax.Array:
-    """The array of this type that is left of one that was `encoded`."""
+    """The array that `encoded` encoded, with this type; its values may have lost precision."""
     if codec == "bfloat16":
         return sent.astype(type.dtype)
     dtype, count = scale_dtype(type), math.prod(type.shape)

@@ -59,7 +59,7 @@ class Opaque:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A name that stands for something of JAX's: `f32`, `GatherScatterMode.CLIP`, `jax.add`, `prng.fry`."""
+    """The name of an object of JAX: `f32`, `GatherScatterMode.CLIP`, `jax.add`, `prng.fry`."""
 
     name: str
 
@@ -219,7 +219,7 @@ def _jit_defaults(inputs: int, outputs: int) -> Mapping[str, Any]:
 
 
 def restored(value: Any) -> Any:
-    """The inverse of `normal`; a value that cannot be made again stays an Opaque, a Record or a Body."""
+    """The inverse of `normal`; a value that cannot be rebuilt stays an Opaque, a Record or a Body."""
     if isinstance(value, Symbol):
         return _restored_symbol(value.name)
     if isinstance(value, Record):
@@ -253,7 +253,7 @@ def _restored_record(record: Record) -> Any:
 
 
 def opaque_in(value: Any) -> Opaque | Record | None:
-    """The first part of a restored attribute that has no value here, or None."""
+    """The first part of a restored attribute that `restored` could not rebuild, or None."""
     if isinstance(value, (Opaque, Record)):
         return value
     if isinstance(value, Body):
@@ -265,7 +265,7 @@ def opaque_in(value: Any) -> Opaque | Record | None:
 
 
 def opaque_attribute(node: Node) -> tuple[str, Opaque | Record] | None:
-    """The first attribute of a node that has no value here, and what it prints; None when the node can run."""
+    """The name and the part of the first attribute that `restored` could not rebuild; None when the node can run."""
     for key, value in node.attributes.items():
         if (found := opaque_in(value)) is not None:
             return key, found
@@ -317,7 +317,7 @@ def jaxpr_of(body: Body) -> Any:
 
 
 def evaluate(body: Body, operands: Sequence[Any]) -> list[Any]:
-    """Apply a body, which has no state, to values in the trace that runs now."""
+    """Apply a body, which has no state, to values in the current trace."""
     graph = body.graph
     if (found := opaque_in(body)) is not None:
         raise DflowError(f"a body closes over {found}, which the text of a graph does not carry")

@@ -1,7 +1,6 @@
-"""Closed-over arrays, as a trace keeps them: with the values of the moment of the trace, whatever becomes of theirs.
+"""Closed-over arrays as a trace keeps them: they are constants, with their values at the time of the trace.
 
-A NumPy array may be written to afterwards, and an array of JAX deleted or donated; what a function closed over when it
-was traced is a constant of it all the same.
+So a trace must not be affected when a NumPy array is written to later, or a JAX array is deleted or donated.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ def closed_over(jaxpr: Jaxpr, consts: Sequence[Any]) -> Iterator[Any]:
 
 
 def is_large(constant: Any) -> bool:
-    """Whether a closed-over array is one that becomes an input."""
+    """Whether a closed-over array is large enough to become an input."""
     return is_array_type(jax.typeof(constant)) and array_type_of(constant).size_bytes >= CAPTURE_BYTES
 
 
 def captured(constant: Any) -> jax.Array:
-    """A closed-over array as its trace holds it: over the same memory, or a copy where the memory may be written to."""
+    """The array that a trace keeps for a closed-over one: it shares its memory, or is a copy if that may change."""
     if not isinstance(constant, jax.Array):
         return jnp.array(constant, copy=True)
     number = id(constant)

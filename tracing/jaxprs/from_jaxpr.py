@@ -1,10 +1,10 @@
 """From a jaxpr to a `Graph`.
 
-Inner functions that touch state, or that hold ops with a device of their own, are taken apart so that placement
-sees their ops; all others stay one node. Control flow that touches state becomes a pure node between reads before
-it and assigns after it, where the state is, if that is one other task. Control flow that touches queues or
-accumulators becomes a node with bodies, since it may have to wait; so does what is to run on several devices or tasks,
-or changes state on one task and uses another's.
+Inner functions that touch state, or that have ops with a device scope, are inlined so that placement sees their ops;
+all others stay one node. Control flow that touches variables becomes a pure node, with reads before it and assigns
+after it; if it changes state on one other task only, all of these run there. Control flow becomes a node with bodies
+if it touches queues or accumulators, since it may wait, if it runs on several devices or tasks, or if it changes state
+on one task and uses state of another.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _HOLDING = {"remat2": "jaxpr", "checkpoint": "jaxpr", **RULED}
 def graph_of(
     jaxpr: Jaxpr, consts: Sequence[Any], argument_names: Sequence[str]
 ) -> tuple[Graph, tuple[Any, ...], tuple[Any, ...]]:
-    """The graph of a traced function, the variables and the closed-over arrays that its first inputs stand for.
+    """Return the graph of a traced function, its variables, queues and accumulators, and its closed-over arrays.
 
-    The graph's inputs are one `ref` for each variable touched, then the closed-over arrays, then the arguments.
+    Its inputs are, in order: a handle for each variable, queue and accumulator, the closed-over arrays, the arguments.
     """
     jaxpr, consts = keep_rows(jaxpr, consts)
     reads, writes = accesses(jaxpr.effects)
@@ -77,7 +77,7 @@ def graph_of(
 
 
 def clean_name(name: str) -> str:
-    """The name with only what a value's name may hold in the text form."""
+    """The name, with characters that the text form does not allow in a value's name replaced by `_`."""
     return re.sub(r"[^\w./]+", "_", name).strip("_") or "value"
 
 
@@ -92,7 +92,7 @@ def holds_device(jaxpr: Jaxpr) -> bool:
 
 
 def _holds_wire(jaxpr: Jaxpr) -> bool:
-    """Whether a value of the jaxpr, or of one called within it, is to travel by a codec."""
+    """Whether the jaxpr, or one called within it, sets the codec of a value."""
     inner = (
         closed_parts(one.params[CALLS[one.primitive.name]])[0] for one in jaxpr.eqns if one.primitive.name in CALLS
     )
@@ -111,9 +111,9 @@ def _border(equation: Equation) -> Border:
 
 
 def _tasks_of_changes(border: Border) -> set[str | None]:
-    """The tasks of the variables whose values come in, None among them for the caller.
+    """The tasks of the variables whose values enter a region, with None for the caller.
 
-    Empty if no variable of another task is written by more than adding to it.
+    Empty unless the region writes a variable of another task, other than by adding to it.
     """
     bound = [variable for variable in border.touched if variable not in border.added]
     is_changed = any(is_on_task(variable.device) and variable not in border.added for variable in border.writes)
@@ -136,7 +136,7 @@ def handle_type(resource: Any) -> Type:
 
 
 class _Builder:
-    """Appends nodes; the one place where a traced node is made."""
+    """Builds the nodes of a graph from jaxprs. All traced nodes are created here."""
 
     def __init__(self, variables: Sequence[Any]) -> None:
         self._fresh = FreshNames()
@@ -234,7 +234,7 @@ class _Builder:
     def _control(
         self, equation: Equation, inputs: list[Operand], names: Sequence[str | None], origin: EquationOrigin
     ) -> list[Value]:
-        """Control flow that may wait: a node whose bodies are graphs over the same state."""
+        """Control flow that may wait or run on several tasks: a node whose bodies are graphs over the same state."""
         kind = equation.primitive.name
         if kind not in _CONTROL:
             shown = ", ".join(resource.title for resource in host_resources(equation.effects))
@@ -324,7 +324,11 @@ class _Builder:
 
 
 class _Control(NamedTuple):
-    """Control flow as an op: `bodies` are jaxprs, each with the indices of its operands among those passed on."""
+    """Control flow as an op.
+
+    `types`   types of the operands handed to the bodies
+    `bodies`  the jaxprs, each with the indices of those operands that it takes
+    """
 
     op: OpDef
     attributes: Mapping[str, Any]
@@ -369,7 +373,10 @@ _CONTROL: Mapping[str, Callable[[Mapping[str, Any], Sequence[Operand]], _Control
 
 
 def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, ...], list[Any]]:
-    """The bodies, which all take the same: the resources touched, the constants of all, and what is handed on."""
+    """Return the bodies as graphs, and the constants of all bodies.
+
+    Every body has the same inputs: the resources touched, the constants of all bodies, and the operands handed on.
+    """
     builders = [_Builder(touched) for _ in control.bodies]
     arguments = [[builder.argument("arg", type) for type in control.types] for builder in builders]
     outputs = [
@@ -385,7 +392,7 @@ def _bodies_of(control: _Control, touched: Sequence[Any]) -> tuple[tuple[Graph, 
 
 
 def _constants(builder: _Builder, builders: Sequence[_Builder]) -> Iterator[Value]:
-    """The builder's constants in their place among those of all, whose it takes and does not use."""
+    """The inputs of one body for the constants of all bodies; it has unused inputs for those of the others."""
     for other in builders:
         yield from (value if other is builder else builder.argument("arg", value.type) for value in other.constants)
 

@@ -35,10 +35,10 @@ class Leak:
 
 
 class _Watches:
-    """The threads that watch the functions they trace; and these functions' names for warnings, by where they stand.
+    """The threads that watch for leaks, and the names of the functions that they traced, by source line.
 
-    Threads may trace the same function, and the values of a trace that goes on are kept by right. So the watch that
-    ends last looks for the values of all.
+    Threads may trace the same function, and the values of an unfinished trace are no leak. So the last watch to end
+    looks for the leaks of all.
     """
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def note_trace(source: str, name: str) -> None:
-    """Note for the watch of this thread, if there is one, that the function `name` at `source` was traced."""
+    """Record that this thread traced the function `name` at `source`, if the thread watches for leaks."""
     if threading.get_ident() in _watches.threads:
         _watches.names[source] = name
 
 
 @contextmanager
 def watched_for_leaks() -> Iterator[None]:
-    """Warn, once all within has ended well, of each value that is kept of a trace noted within."""
+    """Warn, after the block has ended without an error, of each value still referenced from a trace inside it."""
     if threading.get_ident() in _watches.threads:
         yield  # a value of an inner trace may be of use until the outermost has ended
         return
@@ -92,7 +92,7 @@ def watched_for_leaks() -> Iterator[None]:
 
 
 def _name_of(trace: Any, names: Mapping[str, str]) -> str | None:
-    """The name of the function of a living trace, if it was noted and not looked at before."""
+    """The name of the function of a living trace; None if it was not noted or was examined before."""
     if trace is None or trace in _looked_at or (name := names.get(source_of_trace(trace))) is None:
         return None
     _looked_at.add(trace)
@@ -128,13 +128,16 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
 
 
 def _has_values(trace: weakref.ref[Any]) -> bool:
-    """Whether a value of the trace is alive, perhaps as garbage. A jaxpr with a custom rule keeps its trace alone."""
+    """Whether a value of the trace is alive, perhaps as garbage.
+
+    The trace alone may be alive without a leak: a jaxpr with a custom rule references it.
+    """
     alive = trace()
     return alive is not None and bool(tracers_of(alive))
 
 
 def _described(holder: Any, value: Any, holders: list[Any]) -> str | None:
-    """A holder, one of `holders`, in words of the user; None when it is JAX's or ours."""
+    """A description of `holder`, one of `holders`, for the user; None when it belongs to JAX or dflow."""
     if isinstance(holder, types.FrameType) or _is_of(holder, "jax", "jaxlib", "dflow"):
         return None
     if isinstance(holder, dict):

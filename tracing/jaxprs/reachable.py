@@ -1,7 +1,7 @@
-"""The variables, queues and accumulators that a function reaches by its names, to see whether they are others now.
+"""The variables, queues and accumulators that a function refers to, to detect that a trace of it is out of date.
 
-A trace holds those of its moment. Where a name stands for another variable since then, the trace is no longer that of
-the function.
+A trace uses the variables of its time. If a name in the function refers to another variable later, the trace is no
+longer valid for the function.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ _WITHOUT_PARTS = (ModuleType, type, str, bytes, int, float, complex, np.ndarray,
 
 
 def reachable(fn: Any) -> list[Handle] | None:
-    """The handles of the resources that `fn` reaches by its closure, globals and defaults, and by the parts of these.
+    """The handles of the resources reachable from `fn`; None if there are too many objects to search.
 
-    Parts are those of containers, the attributes of objects, and what functions reach. Not looked at are attributes of
-    modules and classes, objects without a `__dict__`, and globals of installed libraries. None if there are too many
-    objects.
+    The search follows closures, defaults and globals of functions, items of containers and attributes of objects. It
+    skips attributes of modules and classes, objects without a `__dict__`, and globals of installed libraries.
     """
     found: list[Handle] = []
     seen: dict[int, Any] = {}

@@ -31,8 +31,8 @@ from dflow.tracing.state.variable_trees import handles
 class Traced:
     """A graph whose inputs are `variables`, then `constants`, then argument leaves; `out_tree` shapes its outputs.
 
-    The argument leaves numbered in `donated` are the caller's to lose. `name` is the function's, `compiler_options` are
-    for XLA.
+    The argument leaves numbered in `donated` may be overwritten. `name` is the function's; `compiler_options` are for
+    XLA.
     """
 
     graph: Graph
@@ -67,7 +67,7 @@ def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 def traced_from(
     looked: Any, names: Sequence[str], compiler_options: dict[str, Any] | None = None, leaves: Sequence[Any] = ()
 ) -> Traced:
-    """The bound graph of a stage that `jax.jit(fn).trace(...)` gave; the arguments have these `leaves` and `names`."""
+    """Return the graph of a `jax.stages.Traced` whose arguments have these `leaves` and `names`."""
     jaxpr, consts = closed_parts(looked.jaxpr)
     if len(jaxpr.invars) > len(names):
         error = jax.errors.UnexpectedTracerError(
@@ -105,7 +105,7 @@ def argument_names(
 ) -> list[str]:
     """A name for each leaf of the arguments: the parameter's, and the path within it.
 
-    Parameters, by position or name, that `is_left_out` says are left out; what `is_leaf` says is a leaf too.
+    `is_left_out` selects parameters, by position or name, to leave out; `is_leaf` selects values to treat as leaves.
     """
     try:
         parameters = list(inspect.signature(fn).parameters.values())

@@ -1,9 +1,9 @@
 """The JAX primitive that records ops on queues and accumulators, and the class of primitives that refuse some traces.
 
 One primitive records all of them: its parameter `op` is the op's declaration, whose typing rule is the primitive's,
-and the other parameters are the op's attributes. Its rules refuse what would change the meaning of such an op: JAX
-may not repeat it along a batch, compile it without dflow, drop it because its operand is differentiated, or move it out
-of a loop, as partial evaluation of a differentiated scan does with equal iterations.
+and the other parameters are the op's attributes. Its rules raise an error where JAX would change the meaning of such an
+op: repeat it along a batch, compile it without dflow, drop it because its operand is differentiated, or move it out of
+a loop, as partial evaluation of a differentiated scan does with an op that is the same in each iteration.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BATCHED, LOOPED = "BatchTrace", "JaxprTrace"
 
 
 class WatchedPrimitive(jex.Primitive):
-    """A primitive that sees every trace it is bound in, also when no operand is traced.
+    """A primitive that can refuse traces of JAX, even if none of its operands is traced.
 
-    `refuse` is given the trace, one of the names above, and the parameters; it raises where the trace may not be.
+    Binding it in a BATCHED or LOOPED trace calls `refuse` with this name and the parameters; it raises to refuse.
     """
 
     def __init__(self, name: str, refuse: Callable[[str, Mapping[str, Any]], None]) -> None:

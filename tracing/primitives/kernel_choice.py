@@ -32,7 +32,11 @@ Flat = Callable[..., Sequence[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Implementation:
-    """A way to compute a choice; `own_derivative` and `own_batching` say what is not the plain function's."""
+    """One way to compute a choice.
+
+    `own_derivative`  it has its own derivative; otherwise the plain function's is used
+    `own_batching`    under `vmap` it is batched itself; otherwise the plain function runs there
+    """
 
     fn: Callable[..., Any]
     label: str
@@ -46,7 +50,7 @@ class Implementation:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Choice:
-    """A plain function of `arity` arrays, and by platform (`cpu`, `cuda`, `rocm`, `tpu`) what runs there instead."""
+    """A plain function of `arity` arrays, and its replacements by platform (`cpu`, `cuda`, `rocm`, `tpu`)."""
 
     name: str
     plain: Implementation
@@ -106,7 +110,7 @@ class Choice:
         return "{" + ", ".join(f"{platform}: {label}" for platform, label in self.labels().items()) + "}"
 
     def _with_jvp(self) -> Flat:
-        """The derivative is the plain function's: along a direction it runs beside whatever is chosen."""
+        """The kernel as a `jax.custom_jvp` function, whose rule differentiates the plain function."""
         call = jax.custom_jvp(self._bound)
 
         def rule(primals: Any, tangents: Any) -> Any:
@@ -123,9 +127,8 @@ class Choice:
     def _with_vjp(self) -> Flat:
         """The function whose backward pass uses each implementation's own derivative where it has one.
 
-        What one keeps from its forward run for its backward run, another does not have. So nothing is kept but the
-        operands: the backward run repeats the forward run, which the compiler merges with the first where both
-        are in one program.
+        Implementations have different residuals, so only the operands are kept. The backward pass repeats the forward
+        pass, and the compiler merges the two if they are in one program.
         """
         call = jax.custom_vjp(self._bound)
         forward, backward = self._forward(), self.backward()
@@ -154,7 +157,7 @@ class Choice:
         return Choice(self.name, changed(self.plain), by_platform, self.arity)
 
     def backward(self) -> Choice:
-        """From the operands and the cotangents of the floating results to those of the floating operands."""
+        """The backward pass: operands and cotangents of floating results to cotangents of floating operands."""
 
         def changed(made: Implementation) -> Implementation:
             fn = partial(_pulled, made, self.arity)
@@ -164,7 +167,7 @@ class Choice:
         return Choice(self.name, changed(self.plain), own, self.arity)
 
     def batched(self, dims: Sequence[int | None]) -> Choice:
-        """The choice over a batch, which is where `dims` say in each operand and comes first in each result."""
+        """The choice under `vmap`: `dims` are the batch dimensions of the operands; results have theirs first."""
         key = tuple(dims)
         if key not in self._batched:
 
@@ -177,12 +180,12 @@ class Choice:
 
     @cached_property
     def compiled(self) -> Flat:
-        """It as a function that JAX compiles for where its operands are."""
+        """The kernel as a function that JAX compiles for the devices of its operands."""
         return jax_jit(self._bound)
 
 
 def _of(made: Flat, live: Sequence[int], leaves: Sequence[Any]) -> Flat:
-    """The function of the leaves in the `live` places alone."""
+    """The function of only the leaves numbered `live`; the other leaves are fixed."""
 
     def moved(*given: Any) -> list[Any]:
         by_place = dict(zip(live, given, strict=True))
@@ -192,7 +195,7 @@ def _of(made: Flat, live: Sequence[int], leaves: Sequence[Any]) -> Flat:
 
 
 def _value(made: Implementation, *leaves: Any) -> list[Any]:
-    """The result as its own derivative computes it, which the compiler finds again in `_pulled`."""
+    """The result, computed as `_pulled` computes it, so that the compiler can merge the two."""
     live = floating(leaves)
     return list(jax.vjp(_of(made, live, leaves), *(leaves[place] for place in live))[0])
 

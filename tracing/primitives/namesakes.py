@@ -1,9 +1,9 @@
-"""The warning about several variables, or queues, of one name: in one process separate, on a cluster one and the same.
+"""The warning about namesakes, several variables or queues of one name: they are separate here, but one on a cluster.
 
-The warning comes at the use of an earlier one, and not when the later is made: a program that runs again, such as a
-cell of a notebook, makes its variables again, and caches may keep the old ones alive, which nothing uses. A call of a
-compiled step does not look at its variables; the making of a namesake sets a mark at the steps that use an earlier one
-(`StepResources`), and their next call warns. Names that dflow makes up are shared freely.
+The warning comes when an earlier namesake is used, not when the later one is created: a program that runs again, such
+as a notebook cell, creates its variables again, while caches may keep the unused old ones alive. A call of a compiled
+step does not check its variables. Instead, a new namesake marks the steps that use an earlier one (`StepResources`),
+and their next call warns. There is no warning about names that dflow makes up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dflow.tracing.source import Loc, at, warn_at
 
 
 class DuplicateNameWarning(UserWarning):
-    """Warns that several variables (or queues, or accumulators) have one name, which on a cluster are one."""
+    """Warns that several variables (or queues, or accumulators) share a name; on a cluster they are one variable."""
 
 
 #: The living resources of a kind and a name in a home. Each keeps its group alive.
@@ -65,7 +65,7 @@ def joined_namesakes(resource: Any) -> WeakSet[Any]:
 
 
 def use_beside_namesakes(resources: Iterable[Any]) -> None:
-    """Let copies be used beside what they are copies of, such as variables of a loaded model."""
+    """Exempt resources from warnings about namesakes, because they are copies: variables of a loaded model, say."""
     for resource in resources:
         with _lock:
             resource.namesakes.discard(resource)
@@ -73,7 +73,7 @@ def use_beside_namesakes(resources: Iterable[Any]) -> None:
 
 
 def warn_of_namesakes(used: Iterable[Any]) -> None:
-    """Warn, once and where the later one was made, of resources in use that have a namesake made after them."""
+    """Warn of used resources that have a later namesake: once for each, at the line that made the namesake."""
     names: defaultdict[tuple[str, bool, Loc | None, Loc | None], list[str]] = defaultdict(list)
     for resource in used:
         if len(resource.namesakes) > 1 and (later := _later(resource)) is not None:

@@ -5,8 +5,8 @@ is refused, since the state would be lost, and so is an update that depends on a
 `jax.grad`, since JAX would drop the update.
 
 Under `vmap` a read is shared and a lookup is batched. An update by a value that is the same for the whole batch
-happens once; one by values that differ is refused, unless it says that they are to be summed. An update in a branch
-that the batch does not agree on is refused: JAX runs both branches then, and an update cannot be half run.
+happens once. An update by values that differ is refused, unless its `reduce` sums them. An update in a branch is
+refused if the elements of the batch take different branches: JAX runs both branches then.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _refuse_plain_jit(*_: Any, handle: Handle, **__: Any) -> Any:
 
 
 def _state_primitive(name: str, abstract: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """A primitive that is run, outside of a trace, by a function of the variable, the operands and the parameters."""
+    """A primitive on a variable. Outside of a trace it is run by `run(variable, *operands, **params)`."""
 
     def run_now(*operands: Any, handle: Handle, **params: Any) -> Any:
         variable = handle.variable
@@ -196,7 +196,10 @@ def _written_names(bodies: Sequence[Any]) -> str:
 def _refuse_divided_writes(
     primitive: Any, bodies_of: Callable[..., list[Any]], is_divided: Callable[..., bool]
 ) -> None:
-    """Make JAX's batching of a control-flow primitive refuse updates where it would run them once too often."""
+    """Make `vmap` of a control-flow primitive raise VariableError where the elements may disagree about updates.
+
+    JAX would run an update for every element, also for those whose condition excludes it.
+    """
     batch = batching.fancy_primitive_batchers[primitive]
 
     def checked(axis_data: Any, args: Any, dims: Any, **params: Any) -> Any:
@@ -247,7 +250,7 @@ wrap_differentiation(jax_primitives.scan_p, _refuse_lost_writes)
 
 
 def _identity(primitive: Any) -> Any:
-    """Have a primitive give its operand as it is. Its parameters are for the graph."""
+    """Register a primitive that returns its operand unchanged; its parameters only appear in the graph."""
     primitive.def_impl(lambda value, **_: value)
     primitive.def_abstract_eval(lambda value, **_: value)
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: (primitive.bind(*primals, **params), tangents[0])

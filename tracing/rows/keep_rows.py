@@ -64,7 +64,7 @@ _CLOSED = ("shard_map",)
 
 
 def keep_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
-    """The program, and its constants, with gradients of lookups kept as rows where that is enough."""
+    """Return the program and its constants, rewritten to keep gradients of lookups as rows where only rows are used."""
     if (
         not is_bound.is_set()
         or not _counts(jaxpr)
@@ -76,7 +76,7 @@ def keep_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> tuple[Jaxpr, list[Any]]:
 
 
 def noted_rows(jaxpr: Jaxpr, consts: Sequence[Any]) -> list[list[jax.ShapeDtypeStruct | None]]:
-    """For each `note_gradients` in a program the types of the rows of its arrays; None for one that is not of rows."""
+    """For each `note_gradients` in a program, the types of the rows of its arrays; None for an array without rows."""
     found: list[list[jax.ShapeDtypeStruct | None]] = []
     noting = _Pass(_counts(jaxpr), found.append)
     make_jaxpr(lambda *args: noting.outputs(jaxpr, consts, args), *(var.aval for var in jaxpr.invars))
@@ -113,7 +113,7 @@ class _Frame:
         return atom.val if is_literal(atom) else self.env[atom]
 
     def forget(self, variable: Any) -> list[tuple[Any, Rowwise]]:
-        """Names and values, computed from a variable's value, that are needed after this equation, once each."""
+        """Return, and stop tracking, the names and values that are made of a variable's value and are used later."""
         names = dict.fromkeys(self.made_of.pop(variable, ()))
         found = [(name, self.env[name]) for name in names if self._last_use.get(name, -1) > self.position]
         return [(name, value) for name, value in found if isinstance(value, Rowwise)]
@@ -169,7 +169,7 @@ class _Pass:
             return self.run(inner, consts, operands)
 
     def _plainly(self, equation: Equation, operands: list[Any]) -> Sequence[Any]:
-        """Run an equation on arrays, with the bodies inside it passed over."""
+        """Run an equation on dense operands. The bodies inside it get their own run of the pass."""
         written = accesses(equation.effects)[1]
         self._settle(written, everything=bool(host_resources(equation.effects)))
         arrays = [self.dense(operand, equation) for operand in operands]
@@ -195,7 +195,7 @@ class _Pass:
         return None
 
     def _spread(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
-        """An array whose rows are all alike."""
+        """A broadcast along the first dimension: all rows of the result are equal."""
         shape = equation.params["shape"]
         if len(operands) > 1 or isinstance(operands[0], Rowwise) or shape[:1] == () or shape[0] not in self._counts:
             return None
@@ -240,7 +240,7 @@ class _Pass:
             return branched(equation, operands, lambda *branch: _RowsAlone(self._counts).run(*branch))
 
     def _scan(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
-        """A loop that sums gradients: what a sum grows by in each iteration is given out as rows."""
+        """A scan that sums gradients of lookups: each iteration returns the rows that it adds to a sum."""
         sums = carried_sums(equation, operands)
         if not sums:
             return None
@@ -272,7 +272,7 @@ class _Pass:
         return [places, jnp.where(index.is_there(rows.ndim), rows, np.zeros((), rows.dtype))]
 
     def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
-        """A value under another name, or as it is to travel."""
+        """An op that names a value or sets its codec: applied to the rows."""
         (value,) = operands
         if not isinstance(value, Rowwise):
             return None
@@ -302,7 +302,7 @@ class _Pass:
             self._writes[variable] = self._writes.get(variable, 0) + 1
 
     def dense(self, value: Any, taker: Equation | None = None) -> Any:
-        """A value as an array, for the equation that takes it; None where the program gives it back."""
+        """Return a value as an array. `taker` is the equation that uses it; None for a result of the program."""
         if not isinstance(value, Rowwise):
             return value
         for part in operands_first(value, _not_dense):
@@ -314,7 +314,7 @@ class _Pass:
 
 
 class _RowsAlone(_Pass):
-    """A run over a branch, which makes nothing dense."""
+    """A run over a branch. It raises NotOfRowsError where a value would have to be made dense."""
 
     def dense(self, value: Any, taker: Equation | None = None) -> Any:
         if isinstance(value, Rowwise):
@@ -323,7 +323,7 @@ class _RowsAlone(_Pass):
 
 
 def _not_dense(value: Rowwise) -> list[Rowwise] | None:
-    """The symbolic operands of a value that has no dense form yet."""
+    """The `Rowwise` operands of a value that has no dense form yet; None for a value that has one."""
     if value.dense is not None:
         return None
     return [operand for operand in value.operands if isinstance(operand, Rowwise)]
@@ -338,7 +338,7 @@ _known_counts: WeakKeyDictionary[Jaxpr, frozenset[int]] = WeakKeyDictionary()
 
 
 def _counts(jaxpr: Jaxpr) -> frozenset[int]:
-    """The numbers of rows of the tables in a program whose gradients have fewer rows."""
+    """The first dimensions of the tables whose gradients in this program have fewer rows than the table."""
     if (known := _known_counts.get(jaxpr)) is not None:
         return known
     found: set[int] = set()
@@ -361,7 +361,7 @@ def _run_body(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[An
 
 
 def _passed_over(param: Any) -> Any:
-    """A parameter of an equation with the pass run over the bodies in it."""
+    """A parameter of an equation, in which the pass has rewritten every body."""
     if isinstance(param, tuple | list):
         return type(param)(map(_passed_over, param)) if not hasattr(param, "_fields") else param
     return retraced(param, _arrays, lambda inner: bool(_counts(inner)))

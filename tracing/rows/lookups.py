@@ -60,9 +60,9 @@ class Table:
 class Site:
     """One lookup, or one of all iterations of a loop.
 
-    `rows`    their type
-    `places`  the type of their places
-    `drops`   whether a row past an end has no gradient
+    `rows`    type of the rows found
+    `places`  type of their places
+    `drops`   whether a place outside the table gets no gradient
     """
 
     variable: Any
@@ -75,7 +75,7 @@ class Site:
 class BodyUse:
     """An equation with lookups in its bodies.
 
-    `tables`  the variables that operands are reads of, by the number of the operand
+    `tables`  by number of an operand: the variable whose value it is
     `sites`   the lookups, of all iterations
     """
 
@@ -100,7 +100,7 @@ class Search:
         self.branched: dict[Any, Equation] = {}
 
     def walk(self, jaxpr: Jaxpr, tables: dict[Any, Any]) -> None:
-        """Look at every equation; `tables` has the variable that each value is a read of."""
+        """Look at every equation; `tables` maps each value read from a variable to that variable."""
         for equation in jaxpr.eqns:
             self.look(equation, tables)
         self._whole(jaxpr.outvars, tables)
@@ -124,7 +124,7 @@ class Search:
             self._inside(equation)
 
     def _look_into(self, equation: Equation, tables: dict[Any, Any]) -> None:
-        """Look into bodies whose lookups are done before them. A variable whose value a scan carries is used whole."""
+        """Search bodies whose lookups can be done before the equation. A variable that a scan carries is used whole."""
         first, last = _passed_in(equation)
         given, body, by_part = equation.invars[first:last], Search(), []
         for inner, _ in inner_parts(equation.params):
@@ -147,7 +147,7 @@ class Search:
             self.bodies.append(BodyUse(equation, held, sites))
 
     def _inside(self, equation: Equation) -> None:
-        """Note the variables that a body touches: all are used whole, some by lookups alone."""
+        """Record the variables that bodies touch: in `inside` those that they only look up, else in `used_whole`."""
         body = Search()
         for inner, _ in inner_parts(equation.params):
             body.walk(inner, {})
@@ -171,14 +171,14 @@ class Search:
 
 
 def _passed_in(equation: Equation) -> tuple[int, int]:
-    """Numbers of the first operand that is passed to the bodies as it is, and of the one after the last."""
+    """The range `first, end` of the operands that every body gets unchanged."""
     if equation.primitive.name == "scan":
         return 0, scan_counts(equation.params)[0]
     return int(equation.primitive.name == "cond"), len(equation.invars)
 
 
 def _repeated(site: Site, equation: Equation) -> Site:
-    """A lookup in the body of an equation, for all its iterations."""
+    """Return the site of a body's lookup for all iterations: a scan adds a first dimension."""
     times = (equation.params["length"],) if equation.primitive.name == "scan" else ()
     rows, places = (ArrayType(type.dtype, (*times, *type.shape)) for type in (site.rows, site.places))
     return replace(site, rows=rows, places=places)
@@ -254,7 +254,7 @@ def _kept_dim(equation: Equation) -> int | None:
 
 @jax.custom_jvp
 def _tapped(rows: Any, tap: Any) -> Any:
-    """`rows`, whose derivative with respect to `tap` is that with respect to them."""
+    """Return `rows`. The derivative with respect to `tap` is that with respect to `rows`."""
     return rows
 
 
@@ -266,7 +266,7 @@ def _tapped_jvp(primals: Any, tangents: Any) -> Any:
 class Found(NamedTuple):
     """The rows that a lookup found, and their places.
 
-    Places count from the start. That of a row that does not exist is negative or too large; its row is that at the end.
+    Places count from the start of the table. A place outside the table, negative or too large, has the row at that end.
     """
 
     rows: Any
@@ -285,12 +285,12 @@ class Lookups(ABC):
         self.tables = tables
 
     def rows(self, variable: Any, indices: Any) -> Any:
-        """The rows of a variable at indices that may count from the end or be past one."""
+        """The rows of a variable at indices, which may be negative (from the end) or out of bounds."""
         indices = _wide(indices)
         return self._find(variable, jnp.where(indices < 0, indices + variable.shape[0], indices)).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
-        """The result of a gather of JAX, which takes whole rows, by a lookup; `starts` is its second operand."""
+        """The result of a JAX gather of whole rows, by a lookup; `starts` is its second operand."""
         is_gather, kept_dim = equation.primitive.name == "gather", _kept_dim(equation)
         rows, places = self._find(variable, _wide(starts[..., 0] if is_gather else jnp.asarray(starts)))
         if _mode(equation) == GatherScatterMode.FILL_OR_DROP:
@@ -309,7 +309,10 @@ class Lookups(ABC):
 
 
 class TappedLookups(Lookups):
-    """The lookups of one run of a function: `taps` stand for the rows that each of `sites` finds, in order."""
+    """The lookups of one run of a function, in the order of `sites`.
+
+    Each adds one of `taps` to its rows for derivatives only: the gradient of a tap is the gradient of the rows.
+    """
 
     def __init__(self, sites: Sequence[Site], taps: Sequence[Any]) -> None:
         super().__init__({site.variable for site in sites})
@@ -325,7 +328,7 @@ class TappedLookups(Lookups):
         return Found(_tapped(gather_p.bind(inside, handle=variable.handle), tap), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Look up before the equation, and give its bodies the rows and places, which they do not compute again."""
+        """Do all lookups of the equation's bodies before it, and hand the bodies the rows and places."""
         jaxpr, consts, _ = make_jaxpr(lambda: run(state.copy(), None)[1])
         places = jax.core.eval_jaxpr(live_part(jaxpr), [*map(jax.lax.stop_gradient, consts)])
         found = [self._find(site.variable, place) for site, place in zip(sites, places, strict=True)]
@@ -347,7 +350,7 @@ class BodyLookups(Lookups):
         return Found(later_p.bind(shape=(*places.shape, *variable.shape[1:]), dtype=variable.dtype), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
-        """Give on what was found, or compute the places."""
+        """Hand the bodies the results found earlier; without any, collect the places that the bodies compute."""
         results, places = run(state, None if self._given is None else [next(self._given) for _ in sites])
         self.places += places
         return results
@@ -359,7 +362,7 @@ later_p.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dt
 
 
 def _is_there(variable: Any, places: Any) -> Any:
-    """Whether there is a row at each place, in a shape that broadcasts with the rows."""
+    """A mask of the places inside the table, in a shape that broadcasts with the rows."""
     is_there = (places >= 0) & (places < variable.shape[0])
     return jnp.reshape(is_there, (*is_there.shape, *[1] * (variable.ndim - 1)))
 

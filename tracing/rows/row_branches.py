@@ -35,7 +35,7 @@ def branched(equation: Equation, operands: Sequence[Any], run: Run) -> list[Any]
 
 
 class _Branches:
-    """The branches of one `cond`, on `given` operands whose rows are at `indices`."""
+    """The branches of one `cond`. Inside a branch each of `indices` has a counterpart: its places are an argument."""
 
     def __init__(self, equation: Equation, given: list[Any], indices: list[Index], run: Run) -> None:
         self._equation, self._given, self._indices, self._run = equation, given, indices, run
@@ -46,7 +46,7 @@ class _Branches:
         ]
 
     def results(self, which: Any) -> list[Any]:
-        """The results for the number of a branch."""
+        """The results of the `cond` when it runs branch number `which`."""
         parts = [closed_parts(branch) for branch in self._equation.params["branches"]]
         found: list[list[tuple[Any, int | None]]] = []
 
@@ -79,7 +79,10 @@ class _Branches:
     def _branch(
         self, part: tuple[Jaxpr, list[Any]], arrays: list[list[Any]], places: list[Any]
     ) -> tuple[list[Any], list[Index]]:
-        """The results of a branch, their rests those outside of it, and its indices."""
+        """Return the results of a branch and its inner indices, one for each of `self._indices`.
+
+        `Rowwise` results keep the rests of the operands outside the branch, so branches can be compared.
+        """
         inner = [Index(place, index.count, True) for place, index in zip(places, self._indices, strict=True)]
         operands = [self._inside(each, rows, inner) for each, rows in zip(self._given, arrays, strict=True)]
         return self._run(*part, operands), inner
@@ -95,7 +98,7 @@ class _Branches:
         return Rowwise(value.equation, (), value.rest)
 
     def _kind(self, number: int, results: tuple[tuple[Any, int | None], ...]) -> tuple[Rest, int] | None:
-        """None for a result that is an array in every branch; else its rest, and the number of its index."""
+        """The rest and the number of the index of result `number`; None if it is an array in every branch."""
         values, places = zip(*results, strict=True)
         if not any(isinstance(value, Rowwise) for value in values):
             return None
@@ -111,7 +114,7 @@ class _Branches:
         return rest, min(used)
 
     def _base(self, number: int, rest: Rest) -> Rowwise | None:
-        """An operand that holds a rest in all of its rows, for the dense form of a result."""
+        """An operand without an index whose rest is `rest`: the dense form of a result starts from it."""
         aval = self._equation.outvars[number].aval
         fits = (each for each in self._given if isinstance(each, Rowwise) and each.index is None)
         return next((each for each in fits if is_same(each.rest, rest) and each.aval.shape == aval.shape), None)
@@ -127,7 +130,7 @@ class _Branches:
 
 
 def _place(value: Any, inner: list[Index]) -> int | None:
-    """The number of the index of a branch's result."""
+    """The position in `inner` of the index of a branch's result; None for a result without one."""
     if not isinstance(value, Rowwise) or value.index is None:
         return None
     if value.index not in inner:

@@ -22,14 +22,15 @@ from dflow.tracing.rows.rows_to_dense import rows_to_dense
 class RowGradient:
     """The rows of a gradient that may differ from zero. Rows for one index add up.
 
-    `indices`  i32[k], each of a row that exists, not sorted; an index may stand more than once
+    `indices`  i32[k], unsorted indices of existing rows; an index may occur more than once
     `rows`     [k, *shape[1:]]
     `shape`    of the whole gradient
 
-    A pytree that functions of JAX take and return; its indices are a leaf of JAX's keys. So `jax.tree.map` raises JAX's
-    error: arithmetic names a `key` dtype, and a method of arrays, such as `leaf.astype`, an abstract method. Functions
-    that accept keys, such as `leaf.reshape` and `jnp.zeros_like`, change the indices as well. Scale a row gradient by
-    `*`, `/` and `-`, add two by `+`, and map a tree of gradients with `is_leaf=dflow.is_row_gradient`.
+    It is a pytree, which functions of JAX take and return. Its indices are a leaf of a PRNG key dtype, so that
+    `jax.tree.map` cannot compute with them by mistake: arithmetic raises JAX's error about a `key` dtype, and a method
+    of arrays such as `leaf.astype` one about an abstract method. But functions that accept keys, such as `leaf.reshape`
+    and `jnp.zeros_like`, change the indices. Scale a row gradient by `*`, `/` and `-`, add two by `+`, and map a tree
+    of gradients with `is_leaf=dflow.is_row_gradient`.
     """
 
     indices: Any
@@ -103,7 +104,7 @@ def _sealed_dtype() -> Any:
 
 
 def _sealed(indices: Any) -> Any:
-    """Indices as keys; what is no array of indices as it is."""
+    """Integer indices as PRNG keys; any other value unchanged."""
     is_array = isinstance(indices, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
     if not is_array or not jnp.issubdtype(indices.dtype, jnp.integer):
         return indices

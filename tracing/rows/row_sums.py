@@ -22,7 +22,7 @@ _SUM = "a sum in a loop"
 
 
 def carried_sums(equation: Equation, operands: Sequence[Any]) -> list[int]:
-    """Indices, among the carries of a scan, of the sums with zero or rows as initial value."""
+    """Indices of the carries of a scan that only sum, and whose initial value is zero or given by rows."""
     consts, carry = scan_counts(equation.params)
     jaxpr, _ = closed_parts(equation.params["jaxpr"])
     return [
@@ -49,10 +49,10 @@ def summed_over(
     sums: Sequence[int],
     run: Callable[[Jaxpr, list[Any], list[Any]], tuple[list[Any], Callable[[Any], Any]]],
 ) -> list[Any] | None:
-    """The results of a scan whose carries numbered `sums` are sums; None where these are not made of rows.
+    """Return the results of a scan, its carries `sums` as rows; None if an iteration adds a dense array to one.
 
-    operands  arrays, but for those carries
-    run       runs the body: its results, some of them `Rowwise`, and a function that makes one an array
+    operands  `Rowwise` initial values for the carries `sums`, arrays for the rest
+    run       runs the body; returns its results, some of them `Rowwise`, and a function that makes a result dense
     """
     params = equation.params
     consts, carry = scan_counts(params)
@@ -86,15 +86,15 @@ def summed_over(
 
 
 def of_rows(value: Rowwise) -> Rowwise:
-    """The same array, zero elsewhere, whose dense form is made from its rows."""
+    """The same sparse array, with a dense form that depends on nothing but its rows."""
     assert value.index is not None
     return made_of(value.equation, 0, "a table", value.index, value.rows, value.rest)
 
 
 def made_of(equation: Equation, result: int, table: str, index: Index, rows: Any, rest: Rest) -> Rowwise:
-    """Result number `result` of an equation as these rows, made dense where needed by `rows_to_dense`.
+    """Result number `result` of an equation, zero outside `index`; `rows_to_dense` makes its dense form.
 
-    The other rows are zero. `table` names the gradient in messages.
+    `table` names the gradient in messages.
     """
     outvar = equation.outvars[result]
     params = {"shape": outvar.aval.shape, "table": table}

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class NotOfRowsError(Exception):
-    """Part of a program needs a dense form where only rows are wanted, and is to be taken as it was written."""
+    """Part of a program cannot be computed by rows alone. Its caller runs it unchanged, on dense arrays."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Stored:
-    """The value of a variable after `writes`: the numbers of ops that let others write it, and of writes here."""
+    """A variable's value at the point of the program after `writes`: so many foreign and so many own writes."""
 
     variable: Any
     writes: tuple[int, int]
@@ -54,14 +54,14 @@ class Stored:
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """An array that the program has whole."""
+    """A dense array."""
 
     array: Any
 
 
 @dataclass(frozen=True, eq=False)
 class RowResult:
-    """The result of an equation for other rests; an operand without rows is an array."""
+    """The result of an equation on other rests. An operand without a dimension of rows is a plain array."""
 
     equation: Equation
     operands: tuple[Any, ...]
@@ -113,9 +113,9 @@ class Index:
 
 
 class Rowwise:
-    """An array whose rows at `index` are `rows`, and whose other rows are what `rest` says; without index all are.
+    """An array whose rows at `index` are `rows`; all other rows come from `rest`. Without an index, all rows do.
 
-    `equation` and `operands` make it dense, where that is needed.
+    `equation` and `operands` compute the dense form if it is needed.
     """
 
     def __init__(
@@ -143,16 +143,16 @@ class Rowwise:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether all other rows are zero."""
+        """Whether the array is zero outside `index`."""
         return self.index is not None and is_zero(self.rest)
 
     def at(self, index: Index) -> Any:
-        """The rows at an index, which is its own or any if it has none."""
+        """The rows at `index`, which must be the array's own index if it has one."""
         return rows_of(self.rest, index, self.aval) if self.index is None else self.rows
 
     @cached_property
     def unique(self) -> Rowwise:
-        """The same with each place once, the rows of one place summed. The rest has to be zero."""
+        """The same array with each place once: rows of the same place are summed. The rest must be zero."""
         if self.index is None or self.index.is_unique:
             return self
         return self.moved(self.index.unique, self.index.summed(self.rows))
@@ -165,9 +165,9 @@ class Rowwise:
 
 
 def operands_first(root: T, operands: Callable[[T], list[T] | None]) -> Iterator[T]:
-    """`root` and its operands, theirs too, each once and after its own; without recursion, since programs are long.
+    """Yield `root` and all it depends on, operands before the values that use them, each once.
 
-    `operands` returns None for a value that is done, before or since it was yielded.
+    `operands` returns None for a value that is done. It does not recurse, since programs are long.
     """
     stack = [root]
     while stack:
@@ -201,7 +201,7 @@ def _key(rest: Rest, aval: Any) -> tuple[int, Any, Any]:
 
 
 def _rests_in(rest: Rest) -> list[tuple[Rest, Any]]:
-    """The rests that one is made of, with the types of the arrays that hold them."""
+    """The rests that `rest` is computed from, with the types of their arrays."""
     if not isinstance(rest, RowResult):
         return []
     operands = zip(rest.operands, rest.equation.invars, strict=True)
@@ -230,7 +230,7 @@ _SHAPES = ("shape", "new_sizes")
 
 
 def on_rows(equation: Equation, operands: Sequence[Any], size: int) -> Any:
-    """The result of an equation for some rows; `operands` are these rows of its operands, `size` is their number."""
+    """The result of an equation on some rows. `operands` have only these rows, `size` of them."""
     params = {key: (size, *value[1:]) if key in _SHAPES and value else value for key, value in equation.params.items()}
     return bind(equation.primitive, params, operands, None)[0]
 
@@ -250,7 +250,7 @@ def made(equation: Equation, rests: Sequence[Any]) -> Rest:
 
 
 def computed_now(equation: Equation, numbers: Sequence[Any]) -> list[Any]:
-    """The results, as NumPy scalars, of an elementwise equation for numbers that are known."""
+    """The results, as NumPy scalars, of an elementwise equation on known numbers, computed while tracing."""
     with jax.ensure_compile_time_eval():
         values = [np.asarray(number, atom.aval.dtype) for number, atom in zip(numbers, equation.invars, strict=True)]
         results = bind(equation.primitive, equation.params, values, None)
@@ -298,7 +298,7 @@ def _select(equation: Equation, rests: Sequence[Any]) -> Rest | None:
 
 
 def _convert(equation: Equation, rests: Sequence[Any]) -> Rest | None:
-    """A value that was made wider and is made what it was again."""
+    """The original rest, if this conversion undoes an earlier one to a wider dtype."""
     (rest,) = rests
     dtype = equation.params["new_dtype"]
     if not isinstance(rest, RowResult) or rest.equation.primitive.name != "convert_element_type":

@@ -81,7 +81,7 @@ def _rows(value: Any, index: Index) -> Any:
 
 
 def _aligned(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
-    """The operands with all that have an index by the same one; None where that cannot be."""
+    """Return the operands with one common index for all that have an index; None if there can be none."""
     indices: list[Any] = list(dict.fromkeys(operand.index for operand in operands if _has_rows(operand)))
     values: list[Any] | None = list(operands)
     if len(indices) > 1:
@@ -96,7 +96,10 @@ def _aligned(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
 
 
 def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | None:
-    """Operands that are zero elsewhere by the index of all their rows; None where these are no fewer than all."""
+    """Return sparse operands with one index: the places of all, concatenated, and zeros for the rows of the others.
+
+    None if an operand is not sparse, or the index would have as many places as the array has rows.
+    """
     count, sizes = indices[0].count, [index.places.shape[0] for index in indices]
     if sum(sizes) >= count or not all(operand.is_sparse for operand in operands if _has_rows(operand)):
         return None
@@ -113,7 +116,7 @@ def _joined(operands: Sequence[Any], indices: Sequence[Index]) -> list[Any] | No
 
 
 def _is_linear(equation: Equation, operands: Sequence[Any]) -> bool:
-    """Whether the sum of results for rows of one place is the result for their sum."""
+    """Whether rows of the same place may be summed after the equation instead of before it."""
     name, has_rows = equation.primitive.name, [*map(_has_rows, operands)]
     known = [*filter(_has_rows, operands)]
     if not all(operand.is_sparse for operand in known):
@@ -150,14 +153,14 @@ def _reduced(equation: Equation, operand: Rowwise) -> Any:
 
 
 def _of_rows(equation: Equation, operand: Rowwise, keeps_rest: bool) -> Rowwise:
-    """The result of an equation for each row, whose rest is the operand's if it keeps that."""
+    """Apply an equation to each row. With `keeps_rest` the result has the operand's rest."""
     rest = operand.rest if keeps_rest else RowResult(equation, (operand.rest,))
     rows = None if operand.index is None else on_rows(equation, [operand.rows], operand.rows.shape[0])
     return Rowwise(equation, [operand], rest, operand.index, rows)
 
 
 def _keeps_rows(equation: Equation) -> bool:
-    """Whether a change of shape leaves the first dimension first."""
+    """Whether a reshape, broadcast or similar op keeps the first dimension first."""
     given, result = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     dims = equation.params.get("broadcast_dimensions")
     is_permuted = equation.primitive.name == "reshape" and equation.params["dimensions"] is not None

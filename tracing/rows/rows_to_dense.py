@@ -1,4 +1,4 @@
-"""The primitive that makes rows the dense array they stand for.
+"""The primitive that makes a dense array of rows.
 
 The gradient of a table that a function only looks rows up in is a result of this primitive. To every program, JAX's
 transformations included, it is an ordinary dense array. `keep_rows` finds it again in a traced program, and leaves the
@@ -49,7 +49,8 @@ def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str) -> 
 def warn_of_dense(table: str, dense: Any, rows: Any, user: str, loc: Loc | None) -> None:
     """Warn with DenseGradientWarning if a gradient is large and its rows are few.
 
-    dense, rows  types; user, loc  what takes the dense form, and the line of that
+    dense, rows  types of the dense form and of the rows
+    user, loc    the op that uses the dense form, and its line
     """
     size_bytes, rows_bytes = (math.prod(part.shape) * part.dtype.itemsize for part in (dense, rows))
     if size_bytes < LARGE_BYTES or size_bytes < LARGE_RATIO * rows_bytes:
@@ -79,10 +80,10 @@ def _dense_now(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str) -
 
 
 def dense_to_rows(dense: Any) -> tuple[jax.Array, jax.Array]:
-    """Indices and rows that `rows_to_dense` would make this array from.
+    """The inverse of `rows_to_dense`: indices and rows of the array.
 
-    In a compiled program they are the rows that a gradient was made from, else all rows. So the compiled program may
-    have fewer rows than the trace.
+    In a compiled program these are the rows that a gradient was made from, elsewhere all rows. So the compiled program
+    may have fewer rows than the trace.
     """
     indices, rows = dense_to_rows_p.bind(dense)
     return indices, rows

@@ -27,7 +27,7 @@ from dflow.tracing.state.resources import Variable, is_variable, path_name, read
 
 
 class ConditionalAccumulator(HostResource):
-    """Sums gradients until enough are there; one for each step of synchronous training, shared by its threads.
+    """Sums the gradients of a step of synchronous training until there are enough. Threads may share it.
 
     spec       the pytree of a gradient, of arrays, `jax.ShapeDtypeStruct`s or the variables it is for. A `RowGradient`
                of k rows makes its part row-sparse: a take gives k rows, padded with zeros
@@ -38,8 +38,8 @@ class ConditionalAccumulator(HostResource):
                at least 1, and inside traced code
 
     It counts steps, beginning at 0. A gradient of an earlier step is stale and dropped. A take waits for `n` gradients,
-    gives the reduction of all that are there, and the step goes on by one. In traced code each method records an op,
-    and ops on one accumulator run in the order of the program; elsewhere they run immediately.
+    returns the reduction of all that are there, and increments the step. In traced code each method records an op, and
+    ops on one accumulator run in the order of the program; elsewhere they run immediately.
     """
 
     kind = "accumulator"
@@ -68,18 +68,18 @@ class ConditionalAccumulator(HostResource):
         self.settle()
 
     def apply(self, gradient: Any, step: Any = 0) -> jax.Array:
-        """Add a gradient that was computed in `step`; bool[]: whether it was fresh, and so is not dropped.
+        """Add a gradient that was computed in `step`, unless it is stale; return bool[], whether it was added.
 
         Where the spec is row-sparse, the gradient is a `RowGradient` of any number of rows; elsewhere a `RowGradient`
         is made dense. Raises GraphTypeError for another structure, shape or dtype than `spec`'s, and AccumulatorError
-        when more different rows are there than a take gives.
+        when the sum would have more different rows than a take can return.
         """
         operands = self._operands(gradient)
         fresh: jax.Array = self.use(ops.accumulator_apply, [*operands, self._number(step)])[0]
         return fresh
 
     def take(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
-        """Wait until `n` fresh gradients are there; the mean or sum of all that are, structured as `spec`.
+        """Wait until `n` fresh gradients are there; return the mean or sum of all that are, structured as `spec`.
 
         Takes of all threads are served in the order of their calls. Raises DeadlineExceeded, which says how many
         gradients were there; AccumulatorError unless `n` is an integer of at least 1, known at trace time.

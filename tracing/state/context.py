@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 class Slot(NamedTuple):
-    """Where a variable's value is: the task (None: this process) and its key in that task's store.
+    """Location of a variable's value: the task (None: this process) and its key in that task's store.
 
-    `sharding` says how it is spread over several devices or an explicit mesh; None for one device or for no place.
+    `sharding` is its sharding over several devices or an explicit mesh; None for one device or an open placement.
     """
 
     device: str | None
@@ -41,22 +41,22 @@ class Home(Protocol):
     shares_names: bool
 
     def create(self, variable: Any, initial: Initial, near: Any) -> Slot | None:
-        """Create the variable's value, or find it; returns where it is, or None if `settle` is to say that later.
+        """Create the variable's value, or find it; return its location, or None if `settle` will set that later.
 
         Raises VariableError when a variable of that name but another type is there.
         """
 
     def prepared(self, initial: Initial, name: str | None) -> Initial:
-        """Return the first value in the form that `create` takes; `initial_type` says its type.
+        """Return an initial value in the form that `create` takes and `initial_type` knows the type of.
 
         Raises VariableError for a function that is no initialiser.
         """
 
     def settle(self, variable: Any) -> None:
-        """Create a variable that `create` left for later, unless it is created by now; set its device and key."""
+        """Create a variable that `create` deferred, unless it exists by now; set its device and key."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Create the variables made inside together, at the latest at the end."""
+        """Return a context that creates the variables made inside together, at its end or at their first use."""
 
     def read(self, variable: Any) -> jax.Array:
         """The value now. The array stays valid, whatever later steps write."""
@@ -85,19 +85,19 @@ _default: list[Home] = []
 
 
 def set_default_home(home: Home) -> None:
-    """Say where variables live that are made under no home."""
+    """Set the home of variables that are created outside every `home` block."""
     _default[:] = [home]
 
 
 def default_home() -> Home:
-    """The home of variables made under no home: this process. Raises InternalError when no layer has set it."""
+    """The home of variables created outside every `home` block. Raises InternalError when no layer has set it."""
     if not _default:
         raise InternalError("no home for variables is set; import dflow, not its layers alone")
     return _default[0]
 
 
 def current_home() -> Home:
-    """The home of variables made now. Raises InternalError when no layer has set a default."""
+    """The home of variables created here. Raises InternalError when no layer has set a default."""
     return _current.get() or default_home()
 
 

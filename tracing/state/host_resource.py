@@ -1,6 +1,6 @@
 """Users' handles to state that the host keeps between XLA computations: queues and accumulators.
 
-Such a resource is a name, a type and a home, which holds its contents. In traced code its methods record ops that the
+Such a resource has a name, a type and a home, which holds its contents. In traced code its methods record ops that the
 executor runs in the order of the program; elsewhere they run immediately. Its ops may wait.
 """
 
@@ -69,7 +69,7 @@ class HostResource:
         return f"{self.kind} {self.name!r}"
 
     def settle(self) -> None:
-        """Have the home hold it; its type and settings are known by now."""
+        """Create the resource in the current state backend. Subclasses call this once its type and settings are set."""
         self.handle = Handle(self)
         self.home: Home = current_home()
         slot = self.home.create_resource(self)
@@ -109,7 +109,7 @@ class HostResource:
 
 
 def known_number(number: Any) -> int | None:
-    """The number as an integer; None unless it is one, known when the program is traced."""
+    """Return `number` as an int; None if it is not an integer or is traced."""
     try:
         return operator.index(number)
     except TypeError:

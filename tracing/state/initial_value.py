@@ -28,7 +28,7 @@ class TypedInitial(ABC):
 
 
 def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
-    """The value as an array. Raises what `refusal` makes of "a str, which is no array"; JAX's own errors pass."""
+    """The value as an array. For another value, raise `refusal("a str, which is no array")`; JAX's own errors pass."""
     try:
         return jnp.asarray(value)
     except (jax.errors.JAXTypeError, GraphTypeError):
@@ -38,7 +38,7 @@ def given_array(value: Any, refusal: Callable[[str], Exception]) -> Any:
 
 
 def converted(value: Any, wanted: ArrayType) -> Any:
-    """The value as an array; a plain number, if it is of the kind of the wanted dtype, is converted to that."""
+    """The value as an array. A Python number is converted to the wanted dtype if that is of its kind or wider."""
     given, array = array_type_of(value), value if hasattr(value, "dtype") else jnp.asarray(value)
     if not given.weak or jnp.issubdtype(wanted.dtype, jax.dtypes.extended):
         return array
@@ -63,7 +63,7 @@ def initial_type(initial: Initial, name: str | None) -> ArrayType:
 
 
 def struct_type(struct: Any, name: str | None) -> ArrayType:
-    """The type that a variable has whose initialiser gives what this struct says; raises VariableError for a tree."""
+    """The type of a variable whose initialiser returns `struct`. Raises VariableError unless that is one array."""
     if not isinstance(struct, jax.ShapeDtypeStruct):
         raise _no_beginning(f"a {type(struct).__name__}, which is no array", name)
     return array_type_of(struct).strong

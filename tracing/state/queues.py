@@ -119,7 +119,7 @@ class Queue(HostResource):
         return is_closed
 
     def close(self, cancel_pending: bool = False) -> None:
-        """Let nothing more in. Enqueues that wait still go in, unless `cancel_pending`; what is in can be taken."""
+        """Refuse later enqueues; with `cancel_pending`, pending ones fail too. Elements in it can still be dequeued."""
         self.use(ops.queue_close, (), {"cancel_pending": True} if cancel_pending else {})
 
     def __repr__(self) -> str:
@@ -215,7 +215,7 @@ class FIFOQueue(Queue):
 class PaddingFIFOQueue(Queue):
     """A FIFOQueue whose `spec` may leave dimensions open (`PaddedSpec`): `dequeue_many` pads with zeros to the largest.
 
-    From elements that have no one shape nothing can be taken in traced code.
+    With open dimensions, traced code cannot dequeue, since the shape of the result is unknown.
     """
 
     def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:

@@ -1,7 +1,7 @@
 """Handles to state, as a user holds them.
 
-A `Variable` is a name, a type and a home; its value is in the home. In traced code its methods record ops with an
-effect; elsewhere they run immediately.
+A `Variable` has a name, a type and a home, which holds its value. In traced code its methods record ops with an effect;
+elsewhere they run immediately.
 
 A variable is a `jax.Array` and a leaf of pytrees. Wherever JAX takes it as an operand, JAX reads it there: an argument
 that is a variable is an array inside of a `jax.grad`, a `jax.jit`, a `scan`. Only functions of `dflow.jit`, and what is
@@ -55,16 +55,16 @@ _ELSEWHERE = {
 class Variable(jax.Array):
     """A mutable array that traced code reads and writes.
 
-    `initial`  the first value (array or scalar), or a function without arguments that returns it. On a cluster its ops
-               run only if the variable is new: those of a large value on the variable's task. The value has the same
-               bits as in one process
+    `initial`  the initial value (array or scalar), or a function without arguments that returns it. On a cluster the
+               function's ops run only if the variable is new; if the value is large, they run on the variable's task.
+               The value has the same bits as in one process
     `name`     names the variable in graphs, messages, checkpoints and across the tasks of a cluster; given none, a
                name is made up
     `dtype`    converts the initial value; given none, it keeps its own
-    `near`     another variable whose task this one shall share
+    `near`     another variable, on whose task this one is placed
     `trainable`  whether `trainable_variables` includes it
     `gradient`   a function that `grad`, `value_and_grad` and `vjp` apply to the variable's gradient, an array, before
-                 they give it: to clip it, scale it or stop part of it
+                 they return it: to clip it, scale it or stop part of it
     `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
                  for `initial` is compiled so that each device makes its part. On a cluster a `NamedSharding` over an
                  `AbstractMesh`, which stands for the first devices of the variable's task
@@ -169,8 +169,8 @@ class Variable(jax.Array):
     def device(self) -> str | None:
         """The task that holds the value, `/job:ps/task:0`, or a device of this process, `/device:cpu:1`.
 
-        None is wherever in this process JAX puts it. To ask for it, or the key, creates a variable that is yet to be
-        created.
+        None means wherever in this process JAX puts it. Reading it, or the key, creates a variable whose creation was
+        deferred.
         """
         if "device" not in self.__dict__:
             self.home.settle(self)

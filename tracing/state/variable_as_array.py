@@ -45,7 +45,10 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def register_as_array(cls: type[Any]) -> None:
-    """Have JAX take instances of a class of variables, which has `aval` and `read`, as their values."""
+    """Make JAX use a variable as its value: give the class the operators and methods of arrays, and register it.
+
+    The class must have `aval` and `read`.
+    """
     for word in (*_SYMBOLS, *_OTHER_OPERATORS):
         setattr(cls, f"__{word}__", _operator(getattr(operator, f"__{word}__")))
     for word in _SYMBOLS:

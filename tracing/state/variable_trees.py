@@ -34,7 +34,7 @@ def assign(tree: Any, values: Any) -> None:
     """Assign to each variable of a pytree the array in its place in `values`, a pytree of the same structure.
 
     Raises VariableError when `tree` holds anything but variables or `values` has another structure, and
-    VariableShapeError when an array does not fit its variable; variables before it are written then.
+    VariableShapeError when an array does not fit its variable; the variables before it keep their new values.
     """
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=is_variable)
     structure: Any = treedef
@@ -56,7 +56,7 @@ def assign(tree: Any, values: Any) -> None:
 
 
 def handles(tree: Any) -> Any:
-    """The pytree with each variable's handle in its place: what gets it finds the variable there, and no array."""
+    """Replace each variable in the pytree by its handle, so that JAX does not convert the variable to an array."""
     leaves, treedef = jax.tree_util.tree_flatten(tree)
     if not any(map(is_variable, leaves)):
         return tree

@@ -1,4 +1,4 @@
-"""`dflow.wire`: how values are to travel, where they go from task to task."""
+"""`dflow.wire`: the codec of values that are sent from task to task."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def parse(text: str) -> Graph:
 
 
 class _Scanner:
-    """A place in a text, and what can be taken there."""
+    """A text and the current place in it. Methods consume a token there, or raise ParseError."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -125,7 +125,7 @@ class _Scanner:
         return str(value)
 
     def end(self) -> None:
-        """Nothing but blanks may follow."""
+        """Raise ParseError unless only blanks follow."""
         if self._at != len(self._text):
             self.expected("the end")
 

@@ -1,4 +1,4 @@
-"""Is this graph well formed? What every pass may assume, and must leave true.
+"""Check that a graph is well formed. Every pass may assume these rules, and must keep them.
 
 - Each value is defined once, before its use, under a name no other value of the graph has.
 - Each op accepts the types of its operands, and its results have the types its rule gives. A node read from text
@@ -26,7 +26,7 @@ from dflow.tracing.syntax.text import marked
 
 
 def verify(graph: Graph) -> None:
-    """Return if `graph` keeps the rules above; else raise VerifyError, which names the node and quotes the graph."""
+    """Raise VerifyError, which names the node and quotes the graph, unless `graph` keeps the rules above."""
     seen = _DefinedValues(graph)
     for node in graph.nodes:
         seen.check(node)
@@ -106,7 +106,7 @@ def _result_types(node: Node) -> Sequence[Type] | None:
 
 
 def _signatures(node: Node) -> Mapping[str, tuple[BodySignature, ...]]:
-    """The types of a node's bodies, which must be well formed, as the op's rule is given them."""
+    """Verify a node's bodies; return their types as the argument `bodies` of the op's rule."""
     for body in node.bodies:
         verify(body)
     given = tuple(

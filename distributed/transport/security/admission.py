@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class Admission(Generic[Key]):
-    """The connections of one listener."""
+    """Limits the connections of one listener, by evicting unauthenticated ones and by refusing peers."""
 
     def __init__(self, *, connections: int, unauthenticated: int, per_source: int) -> None:
         self._connections = connections
@@ -32,7 +32,10 @@ class Admission(Generic[Key]):
         self.peers: set[Key] = set()
 
     def arrive(self, connection: Key, source: str) -> tuple[Key, str] | None:
-        """Admit a connection from `source`, such as an IP address; return one to end for it, and why, if necessary."""
+        """Admit a connection from `source`, such as an IP address.
+
+        If a limit is exceeded, return the connection to evict in its place, and the reason.
+        """
         evicted = None
         by_source = Counter(self.unauthenticated.values())
         if by_source[source] >= self._per_source:

@@ -41,7 +41,7 @@ class MutualTls(SecurityPolicy):
 
     @classmethod
     def in_folder(cls, folder: Path) -> MutualTls:
-        """Return the policy with the files in a folder that `dflow certs issue` wrote; raises what the class raises."""
+        """Return the policy with the files that `dflow certs issue` wrote into `folder`; raises as the constructor."""
         return cls(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
 
     def may_be_called(self, identity: str, name: str) -> None:
