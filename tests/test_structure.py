@@ -6,10 +6,8 @@ import pytest
 
 from tests.structure import Sources, files_per_folder, shared_class_names, sources_of_tree
 
-#: All use of JAX's internals is in the first file; the others hold one class each. No other file may grow so long.
-LONG = {
-    "tracing/jax_frontend.py",
-}
+#: All use of JAX's internals is in one file. No other file may grow beyond 500 lines.
+LONG = {"tracing/jax_frontend.py"}
 
 
 @pytest.fixture(scope="module")
@@ -28,5 +26,5 @@ def test_few_files_have_more_than_500_lines(sources: Sources) -> None:
 
 
 @pytest.mark.once
-def test_no_folder_has_more_than_21_files(sources: Sources) -> None:
-    assert max(files_per_folder(sources).values()) <= 21
+def test_no_folder_has_more_than_18_files(sources: Sources) -> None:
+    assert max(files_per_folder(sources).values()) <= 18
