@@ -11,16 +11,9 @@ import pytest
 
 import dflow
 from dflow.tracing.errors import DeviceError, VariableError, VariableShapeError
+from tests.user_line import line_of
 
 HERE = Path(__file__).name
-
-
-def line_of(error: BaseException) -> str:
-    """Return the line of this file in the message."""
-    lines = [line for line in str(error).splitlines() if line.startswith("  at ") and HERE in line]
-    assert lines, error
-    number = int(lines[0].rpartition(":")[2])
-    return Path(__file__).read_text().splitlines()[number - 1].strip()
 
 
 def test_eager_arithmetic_comparison_and_indexing() -> None:
@@ -76,7 +69,7 @@ def test_a_wrong_shape_or_dtype_is_refused(value: Any, text: str, traced: bool) 
 
     with pytest.raises(VariableShapeError, match=text) as caught:
         (dflow.jit(write) if traced else write)(value)
-    assert line_of(caught.value) == "v.assign(x)"
+    assert line_of(caught.value, __file__) == "v.assign(x)"
     np.testing.assert_array_equal(v, [0, 0])
 
 
@@ -85,7 +78,7 @@ def test_one_name_with_two_types_is_refused_with_both_lines() -> None:
     with pytest.raises(VariableError, match=r"'taken' holds f32\[2\], but is created again with f32\[3\]") as caught:
         dflow.Variable(jnp.zeros(3), name="taken")
     assert str(caught.value).count(HERE) == 2
-    assert line_of(caught.value).startswith("dflow.Variable(jnp.zeros(3)")
+    assert line_of(caught.value, __file__).startswith("dflow.Variable(jnp.zeros(3)")
     again = dflow.Variable(jnp.ones(2), name="taken")
     with pytest.warns(dflow.DuplicateNameWarning, match="'taken'"):
         np.testing.assert_array_equal([first, again], [[0, 0], [1, 1]])
@@ -95,14 +88,14 @@ def test_a_variable_inside_traced_code_is_refused() -> None:
     with pytest.raises(VariableError, match=r"a variable .* is created inside traced code") as caught:
         dflow.jit(lambda: dflow.Variable(1.0, name="late"))()
     assert "late" in str(caught.value)
-    assert "dflow.Variable(1.0" in line_of(caught.value)
+    assert "dflow.Variable(1.0" in line_of(caught.value, __file__)
 
 
 def test_a_device_name_that_cannot_be_read() -> None:
     with pytest.raises(DeviceError, match="'gpu' is not the name of a device; write") as caught, dflow.device("gpu"):
         pass
     assert "/job:ps/task:0" in str(caught.value)
-    assert 'dflow.device("gpu")' in line_of(caught.value)
+    assert 'dflow.device("gpu")' in line_of(caught.value, __file__)
 
 
 def test_a_device_that_no_task_offers_alone() -> None:
@@ -113,4 +106,4 @@ def test_a_device_that_no_task_offers_alone() -> None:
 
     with pytest.raises(DeviceError, match="placed on /job:ps/task:7, but no task offers it; the tasks are ") as caught:
         f(1.0)
-    assert line_of(caught.value) == "return x + 1"
+    assert line_of(caught.value, __file__) == "return x + 1"

@@ -30,12 +30,6 @@ def memory() -> Iterator[MemoryCluster]:
         yield cluster
 
 
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker()) as joined:
-        yield joined
-
-
 def two_variables(worker: Cluster) -> tuple[dflow.Variable, dflow.Variable]:
     """One variable on each of two tasks."""
     with worker.parameter_servers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +39,6 @@ PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 def memory() -> Iterator[MemoryCluster]:
     with memory_cluster(ps=1) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker()) as joined:
-        yield joined
 
 
 def make_step(cluster: Cluster) -> Any:

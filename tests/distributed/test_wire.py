@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from typing import Any
 
 import jax
@@ -21,12 +20,6 @@ from dflow.testing import MemoryCluster, memory_cluster
 def memory() -> Iterator[MemoryCluster]:
     with memory_cluster(ps=2) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker()) as joined:
-        yield joined
 
 
 def sent_by(memory: MemoryCluster, worker: Cluster) -> dict[str, int]:

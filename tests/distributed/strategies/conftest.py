@@ -8,14 +8,8 @@ from contextlib import closing
 import pytest
 
 from dflow.distributed.worker.cluster import Cluster
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from tests.distributed.strategies.sync_programs import SOON
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=3) as cluster:
-        yield cluster
 
 
 @pytest.fixture

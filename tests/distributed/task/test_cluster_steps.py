@@ -6,10 +6,9 @@ import contextlib
 import gc
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -33,29 +32,10 @@ from dflow.tracing.errors import (
     VariableError,
 )
 from tests.distributed.waiting import until
+from tests.user_line import line_of
 
-HERE = Path(__file__).name
 DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=3) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker(0)) as joined:
-        yield joined
-
-
-def line_of(error: BaseException) -> str:
-    """Return the line of this file in the message."""
-    lines = [line for line in str(error).splitlines() if line.strip().startswith("at ") and HERE in line]
-    assert lines, error
-    return Path(__file__).read_text().splitlines()[int(lines[0].rpartition(":")[2]) - 1].strip()
 
 
 def zeros(*shape: int) -> Callable[[], jax.Array]:
@@ -111,7 +91,7 @@ def test_a_device_that_no_task_offers_lists_the_tasks(worker: Cluster) -> None:
     with pytest.raises(DeviceError, match="placed on /job:ps/task:7, but no task offers it") as caught:
         f(jnp.ones(2))
     assert "ps:0, ps:1" in str(caught.value)
-    assert line_of(caught.value) == "return x * v.read()"
+    assert line_of(caught.value, __file__) == "return x * v.read()"
 
 
 def test_a_device_scope_runs_its_ops_there(worker: Cluster) -> None:
@@ -172,7 +152,7 @@ def test_a_task_chooses_among_its_devices_itself(worker: Cluster) -> None:
 
     with pytest.raises(DeviceError, match="a task chooses among its devices itself") as caught:
         f(1.0)
-    assert line_of(caught.value) == "return x * 2"
+    assert line_of(caught.value, __file__) == "return x * 2"
     assert str(caught.value).endswith("name the task alone, ps:1")
 
 

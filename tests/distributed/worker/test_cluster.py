@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.state.store import Store
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import (
     DeadlineExceeded,
     RemoteError,
@@ -25,18 +25,6 @@ from dflow.tracing.errors import (
 
 DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=0.2, request_timeout_s=30.0, step_timeout_s=30.0)
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=3) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker(0)) as joined:
-        yield joined
 
 
 def normal(seed: int, *shape: int) -> Callable[[], jax.Array]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,28 +25,9 @@ from dflow.tracing.errors import (
     VariableShapeError,
 )
 from dflow.tracing.ir.updates import KINDS
+from tests.user_line import line_of
 
-HERE = Path(__file__).name
 DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=3) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker(0)) as joined:
-        yield joined
-
-
-def line_of(error: BaseException) -> str:
-    """Return the line of this file in the message."""
-    lines = [line for line in str(error).splitlines() if line.strip().startswith("at ") and HERE in line]
-    assert lines, error
-    return Path(__file__).read_text().splitlines()[int(lines[0].rpartition(":")[2]) - 1].strip()
 
 
 def zeros(*shape: int) -> Callable[[], jax.Array]:
@@ -139,7 +119,7 @@ def test_a_wrong_value_for_a_remote_variable(worker: Cluster, value: Any, text: 
 
     with pytest.raises(VariableShapeError, match=text) as caught:
         (dflow.jit(write) if traced else write)(value)
-    assert line_of(caught.value) == "v.assign(x)"
+    assert line_of(caught.value, __file__) == "v.assign(x)"
 
 
 def test_one_name_with_two_types_is_refused_from_one_worker_and_from_two(memory: MemoryCluster) -> None:
@@ -154,7 +134,7 @@ def test_one_name_with_two_types_is_refused_from_one_worker_and_from_two(memory:
             ):
                 dflow.Variable(zeros(3), name="taken")
             assert "float32[3]" in str(caught.value)
-            assert line_of(caught.value) == 'dflow.Variable(zeros(3), name="taken")'
+            assert line_of(caught.value, __file__) == 'dflow.Variable(zeros(3), name="taken")'
             with cluster.parameter_servers():
                 dflow.Variable(zeros(2), name="taken")
 
@@ -163,7 +143,7 @@ def test_a_job_without_tasks(worker: Cluster) -> None:
     text = "job 'gpu', which has no task that is live or expected"
     with pytest.raises(DeviceError, match=text) as caught, worker.parameter_servers("gpu"):
         dflow.Variable(zeros(2), name="v")
-    assert line_of(caught.value) == 'dflow.Variable(zeros(2), name="v")'
+    assert line_of(caught.value, __file__) == 'dflow.Variable(zeros(2), name="v")'
 
 
 def test_a_variable_on_a_task_is_made_among_the_parameter_servers() -> None:
@@ -182,7 +162,7 @@ def test_gradients_that_do_not_fit_are_refused_before_any_step(worker: Cluster) 
 
     with pytest.raises(GraphTypeError, match="the gradients have the structure") as caught:
         step()
-    assert line_of(caught.value) == 'optimizer.apply({"a": jnp.ones(2)})'
+    assert line_of(caught.value, __file__) == 'optimizer.apply({"a": jnp.ones(2)})'
 
 
 def test_a_variable_needs_a_name_among_the_parameter_servers(worker: Cluster) -> None:
@@ -191,7 +171,7 @@ def test_a_variable_needs_a_name_among_the_parameter_servers(worker: Cluster) ->
         pytest.raises(VariableError, match=r"of f32\[2\] is created .* without a name(.|\n)*name='...'") as caught,
     ):
         dflow.Variable(jnp.zeros(2))
-    assert line_of(caught.value) == "dflow.Variable(jnp.zeros(2))"
+    assert line_of(caught.value, __file__) == "dflow.Variable(jnp.zeros(2))"
 
 
 def test_an_optimizer_without_a_name_shares_its_slots_between_processes() -> None:
@@ -234,7 +214,7 @@ def test_a_second_optimizer_of_variables_on_tasks_needs_a_name(worker: Cluster) 
     dflow.Optimizer(optax.sgd(0.1), [w])
     with pytest.raises(VariableError, match=r"a second optimizer of variables 'w': .*(.|\n)*name='...'") as caught:
         dflow.Optimizer(optax.adam(0.1), [w])
-    assert line_of(caught.value) == "dflow.Optimizer(optax.adam(0.1), [w])"
+    assert line_of(caught.value, __file__) == "dflow.Optimizer(optax.adam(0.1), [w])"
     assert dflow.Optimizer(optax.adam(0.1), [w], name="adam").name == "adam"
 
 
@@ -247,7 +227,7 @@ def test_an_asynchronous_step_that_trains_variables_of_its_own_process_is_refuse
     for step in (compiled, lambda x: [compiled(x)], lambda x: own.apply([x])):
         with pytest.raises(VariableError, match=text) as caught:
             list(dflow.distributed.Async(worker).run(step, [1.0], steps=1, name=str(id(step))))
-        assert line_of(caught.value) == 'mine = dflow.Variable(0.0, name="mine")'
+        assert line_of(caught.value, __file__) == 'mine = dflow.Variable(0.0, name="mine")'
         assert float(mine) == -1.0
     list(dflow.distributed.Async(dflow.connect()).run(compiled, [1.0], steps=1))
     compiled(1.0)

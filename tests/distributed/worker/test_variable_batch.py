@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,8 +24,8 @@ from dflow.lowering.programs import initial_ops
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeviceError, TaskLost, VariableError
+from tests.user_line import line_of
 
-HERE = Path(__file__).name
 KEYS = list(jax.random.split(jax.random.key(5), 12))
 
 
@@ -34,12 +33,6 @@ KEYS = list(jax.random.split(jax.random.key(5), 12))
 def memory() -> Iterator[MemoryCluster]:
     with memory_cluster(ps=2, workers=2) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker(0)) as joined:
-        yield joined
 
 
 Sent = list[Any]
@@ -63,13 +56,6 @@ def questions(sent: Sent) -> Counter[str]:
     """Number of messages for the creation of variables, by type."""
     kinds = (CreateVariables, PlaceVariables)
     return Counter(type(message).__name__ for message in sent if isinstance(message, kinds))
-
-
-def line_of(error: BaseException) -> str:
-    """Return the line of this file in the message."""
-    lines = [line for line in str(error).splitlines() if line.strip().startswith("at ") and HERE in line]
-    assert lines, error
-    return Path(__file__).read_text().splitlines()[int(lines[0].rpartition(":")[2]) - 1].strip()
 
 
 def held(memory: MemoryCluster) -> set[str]:
@@ -306,12 +292,12 @@ def test_an_error_names_the_line_and_the_others_are_created(memory: MemoryCluste
         made.append(dflow.Variable(jnp.zeros(3), name="before"))
         made.append(dflow.Variable(jnp.zeros(3), name="taken"))
         made.append(dflow.Variable(jnp.zeros(3), name="after"))
-    assert line_of(caught.value) == 'made.append(dflow.Variable(jnp.zeros(3), name="taken"))'
+    assert line_of(caught.value, __file__) == 'made.append(dflow.Variable(jnp.zeros(3), name="taken"))'
     assert held(memory) == {"taken", "before", "after"}
     np.testing.assert_array_equal(made[2], [0, 0, 0])
     with pytest.raises(VariableError, match="'taken' is float32") as again:
         made[1].read()
-    assert line_of(again.value) == line_of(caught.value)
+    assert line_of(again.value, __file__) == line_of(caught.value, __file__)
 
 
 def test_a_block_that_fails_creates_nothing_until_a_variable_is_used(memory: MemoryCluster, worker: Cluster) -> None:
@@ -340,14 +326,17 @@ def test_ops_that_fail_name_the_line_and_run_again(worker: Cluster, monkeypatch:
         broken.setattr(InitialOps, "__call__", fail)
         with pytest.raises(MemoryError, match="no memory") as caught, worker.parameter_servers():
             v = dflow.Variable(lambda: jnp.ones(2), name="v")
-    assert line_of(RuntimeError(caught.value.__notes__[0])) == 'v = dflow.Variable(lambda: jnp.ones(2), name="v")'
+    assert (
+        line_of(RuntimeError(caught.value.__notes__[0]), __file__)
+        == 'v = dflow.Variable(lambda: jnp.ones(2), name="v")'
+    )
     np.testing.assert_array_equal(v, [1, 1])
 
 
 def test_a_job_without_tasks_is_said_at_the_line(worker: Cluster) -> None:
     with pytest.raises(DeviceError, match="job 'gpu', which has no task") as caught, worker.parameter_servers("gpu"):
         dflow.Variable(jnp.zeros(2), name="v")
-    assert line_of(caught.value) == 'dflow.Variable(jnp.zeros(2), name="v")'
+    assert line_of(caught.value, __file__) == 'dflow.Variable(jnp.zeros(2), name="v")'
 
 
 def test_a_task_that_is_gone_is_said_at_the_line(memory: MemoryCluster, worker: Cluster) -> None:
@@ -359,5 +348,5 @@ def test_a_task_that_is_gone_is_said_at_the_line(memory: MemoryCluster, worker: 
     with pytest.raises(TaskLost, match=text) as caught, worker.parameter_servers():  # noqa: PT012
         made.append(dflow.Variable(jnp.ones(2), name="there", near=v))
         made.append(dflow.Variable(jnp.ones(2), name="gone", near=w))
-    assert line_of(caught.value) == 'made.append(dflow.Variable(jnp.ones(2), name="gone", near=w))'
+    assert line_of(caught.value, __file__) == 'made.append(dflow.Variable(jnp.ones(2), name="gone", near=w))'
     np.testing.assert_array_equal(made[0], [1, 1])

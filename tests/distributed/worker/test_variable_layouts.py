@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -27,12 +26,6 @@ from tests.distributed.processes import Spawned
 def memory() -> Iterator[MemoryCluster]:
     with memory_cluster(ps=2) as cluster:
         yield cluster
-
-
-@pytest.fixture
-def worker(memory: MemoryCluster) -> Iterator[Cluster]:
-    with closing(memory.worker()) as worker:
-        yield worker
 
 
 def rows_over(count: int) -> NamedSharding:
