@@ -860,7 +860,7 @@ def export_trees(blob: bytearray) -> Iterator[tuple[bool, int]]:
 
 
 def with_module(exported: Any, text: str) -> tuple[Any, list[tuple[str, str]]]:
-    """Return the exported program with the module `text` in place of its own, and the ops of this module.
+    """Return the exported program with the module `text` in place of its module, and the ops of `text`.
 
     An op is its name and its target, which is empty unless the op is a custom call. Raises MLIR's errors for a text
     that is not a module.

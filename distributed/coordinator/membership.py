@@ -154,7 +154,7 @@ class Membership:
                 commands = [Disconnect(held.peer, reason)]
         else:
             if held is not None:
-                commands = self._release([join.task], at_s, "it has started anew")
+                commands = self._release([join.task], at_s, "it was started again")
             self._changed(self._add(TaskInfo(join.task, join.address, at_s, incarnation=join.incarnation)))
         self._names_of[peer] = join.task
         self._live[join.task] = replace(self._live[join.task], peer=peer)

@@ -30,7 +30,7 @@ def from_kubernetes(environment: Mapping[str, str]) -> Finding:
     service, workers = said.get("DFLOW_SERVICE"), said.get("DFLOW_WORKERS")
     index, name = said.get("JOB_COMPLETION_INDEX"), said.get("HOSTNAME")
     if not service and not workers:
-        return said.finding(f"a pod that is told of no cluster; for one, {_REMEDY}")
+        return said.finding(f"a pod without the settings of a cluster; for one, {_REMEDY}")
     if not service:
         raise said.missing("DFLOW_SERVICE", "by which name pods are reached", _REMEDY)
     if not workers:

@@ -191,7 +191,7 @@ class _Launch:
                 if task in self._servers:
                     self._view.show_event(
                         f"{task.name} runs again and is empty: the variables that it held are lost, and a worker whose "
-                        "steps use them fails, until it is started again and makes them anew"
+                        "steps use them fails, until it is started again and creates them"
                     )
             return
         status = task.running.poll()

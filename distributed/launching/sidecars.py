@@ -109,7 +109,7 @@ class Sidecars:
             poll.poll()
         if not self._closing.is_set():
             how = describe_end(child.poll() or 0)
-            _show(f"dflow: {name}, which this process started, has ended ({how}); those that need it will fail")
+            _show(f"dflow: {name}, which this process started, has ended ({how}); processes that need it will fail")
 
 
 def _listening(coordinator: str) -> str:

@@ -260,7 +260,7 @@ class TaskServer:
             self.peers.set_life(live[self.name].life)
         for task, info in live.items():
             if task in before and before[task].life != info.life:
-                self.task_left(task, "it has started anew")
+                self.task_left(task, "it was started again")
             self.channel.task_joined(task)
         # Held messages of new members, only now: before `task_joined` the channel may drop values in their steps.
         self._gate.admit()

@@ -131,7 +131,7 @@ def refuse_unnamed(resource: HostResource | Variable, what: str, error: type[Dfl
     """Raise the error for a resource that the user gave no name; `what` describes it."""
     if not resource.is_named:
         raise error(
-            f"{what} is created among the parameter servers without a name, by which the other processes would find it",
+            f"{what} is created among the parameter servers without a name, and other processes find it by its name",
             "give it one, name='...', the same in each process",
             at=resource.loc,
         )

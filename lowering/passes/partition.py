@@ -68,7 +68,7 @@ class _EdgeValue(NamedTuple):
 
 
 class _Cut:
-    """A graph while it is partitioned: its nodes and the transfers between them, added so far.
+    """A graph while it is partitioned: the nodes and the transfers that were added to it.
 
     where    device of each input
     divided  the inputs to split, if this is a body that several tasks run: each becomes one input on the task in

@@ -1,4 +1,4 @@
-"""Keys of what programs compute, and exports for other tasks: programs that compute the same are exported once.
+"""Exports of programs for other tasks, and their keys: programs that compute the same are exported once.
 
 Why: variables are spread over ps tasks, so the tasks' programs differ most often in nothing but names, and to trace and
 lower a program of 3,000 ops takes a quarter of a second. Invariant: two programs share an export only if they apply the

@@ -114,7 +114,7 @@ class While(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="while"):
 class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     """Run `body` `length` times on `takes`.
 
-    `takes` ends with `carry` initial values of the carry, then `rows` arrays, of which each iteration gets one row.
+    `takes` ends with `carry` initial values of the carry, then `rows` arrays; each iteration gets one row of each.
     `body` returns the new carry, then results of the types `stacked`, which are stacked over the iterations. At most
     `parallel` iterations run concurrently.
     """

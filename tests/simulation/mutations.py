@@ -129,7 +129,7 @@ def _deliver_and_still_wait(original: Any) -> Any:
 
 def _keep_the_old_life(original: Any) -> Any:
     def release(members: Any, tasks: list[str], at_s: float, reason: str = "") -> Any:
-        return [] if reason == "it has started anew" else original(members, tasks, at_s, reason)
+        return [] if reason == "it was started again" else original(members, tasks, at_s, reason)
 
     return release
 
@@ -334,16 +334,14 @@ MUTATIONS = (
     Mutation("nothing is acknowledged in itself", _LINK, "ack_due", _property_giving(False), "bounded"),
     Mutation("an element is given to two", queue_machine.FifoOrder, "pop", _peeking, "taken once", program=QUEUE),
     Mutation("the last in is the first out", queue_machine.FifoOrder, "pop", _the_last, "in order", program=QUEUE),
-    Mutation("who gave up waiting is served", _QUEUE, "abandon", _doing_nothing, "refused", program=QUEUE),
+    Mutation("a waiter that gave up is served", _QUEUE, "abandon", _doing_nothing, "refused", program=QUEUE),
     Mutation("what finds no room counts as in", _QUEUE, "_let_in", _served, "none lost", program=QUEUE),
     Mutation("what was refused goes in", _QUEUE, "close", _let_all_in, "refused", program=QUEUE),
     Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", _giving(True), "counted once", program=ROUNDS),
-    Mutation(
-        "a sum is not begun anew", accumulators.HeldAccumulator, "_answer", _keeping, "counted once", program=ROUNDS
-    ),
+    Mutation("a sum is not reset", accumulators.HeldAccumulator, "_answer", _keeping, "counted once", program=ROUNDS),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
     Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
-    Mutation("who died is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
+    Mutation("a dead worker is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),

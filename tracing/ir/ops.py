@@ -322,8 +322,8 @@ def _check_step(name: str, step: Type) -> None:
 def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
     """Add a gradient, unless it is stale; return whether it was added.
 
-    The operands are its components, then the step in which it was computed. A row-sparse component is two operands,
-    indices and rows, of any number of rows.
+    The operands are its components, then the number of the step that computed it. A row-sparse component is two
+    operands, indices and rows, of any number of rows.
     """
     parts = _resource("accumulator.apply", accumulator, AccumulatorType).components
     *given, step = [strong(operand) for operand in operands] or [TokenType()]

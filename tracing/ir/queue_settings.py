@@ -11,7 +11,7 @@ DEFAULT_TIMEOUT_S = 600.0
 
 
 class QueueKind(Enum):
-    """The order in which elements are dequeued."""
+    """The order of dequeued elements."""
 
     FIFO = "fifo"
     SHUFFLE = "shuffle"

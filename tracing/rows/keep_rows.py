@@ -361,7 +361,7 @@ def _run_body(jaxpr: Jaxpr, consts: list[Any], args: list[Any]) -> tuple[list[An
 
 
 def _passed_over(param: Any) -> Any:
-    """A parameter of an equation, in which the pass has rewritten every body."""
+    """Return a parameter of an equation with every body rewritten by the pass."""
     if isinstance(param, tuple | list):
         return type(param)(map(_passed_over, param)) if not hasattr(param, "_fields") else param
     return retraced(param, _arrays, lambda inner: bool(_counts(inner)))

@@ -147,7 +147,7 @@ class Search:
             self.bodies.append(BodyUse(equation, held, sites))
 
     def _inside(self, equation: Equation) -> None:
-        """Record the variables that bodies touch: in `inside` those that they only look up, else in `used_whole`."""
+        """Record the variables that bodies touch: in `inside` if they are only looked up, else in `used_whole`."""
         body = Search()
         for inner, _ in inner_parts(equation.params):
             body.walk(inner, {})

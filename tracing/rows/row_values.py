@@ -46,7 +46,7 @@ class Fill:
 
 @dataclass(frozen=True)
 class Stored:
-    """A variable's value at the point of the program after `writes`: so many foreign and so many own writes."""
+    """A variable's value at the point of the program after `writes`: the number of foreign writes and of own ones."""
 
     variable: Any
     writes: tuple[int, int]

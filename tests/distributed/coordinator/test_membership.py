@@ -137,7 +137,7 @@ def test_another_incarnation_takes_the_place_of_one_that_is_away() -> None:
     members.join(0.0, 7, Join(WORKER0, "h:1", "a"))
     members.lose(3.0, 7, "killed")
     assert brief(members.join(3.1, 8, Join(WORKER0, "h:2", "b"))) == [
-        ReleaseTask(WORKER0, 0, "it has started anew"),
+        ReleaseTask(WORKER0, 0, "it was started again"),
         (1, 3, (0, 1)),
     ]
     assert [info.incarnation for info in members.roster().tasks] == ["a", "b"]

@@ -191,7 +191,7 @@ def test_pods_behind_a_service_are_workers(pod: object, name: str) -> None:
 
 
 def test_a_pod_that_is_told_of_no_cluster_is_alone() -> None:
-    assert "a pod that is told of no cluster" in why_alone(indexed_job(2), "Kubernetes")
+    assert "a pod without the settings of a cluster" in why_alone(indexed_job(2), "Kubernetes")
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
         [first] = step_of_two(tmp_path, textwrap.dedent(script), started, ranks=[0])
         [line] = first.read_until("which this process started")
         assert line == (
-            "dflow: ps:0, which this process started, has ended (killed by SIGKILL); those that need it will fail\n"
+            "dflow: ps:0, which this process started, has ended (killed by SIGKILL); processes that need it will fail\n"
         )
 
 

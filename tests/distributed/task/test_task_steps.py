@@ -271,7 +271,7 @@ def test_a_task_that_started_anew_is_a_new_task(cluster: Cluster) -> None:
     cluster.worker.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
     anew = TaskInfo(WORKER, cluster.worker.address, joined_at_s=5.0, life=1)
     cluster.ps.roster_changed(Roster((TaskInfo(WORKER, "", 0.0, 4.0, "killed"), anew), ()))
-    with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it has started anew"):
+    with pytest.raises(errors.TaskLost, match=f"{WORKER} has left the cluster: it was started again"):
         pending.wait(DEADLINE_S)
 
 

@@ -23,7 +23,7 @@ from dflow.distributed.wire.messages.resources import CallResource, CreateResour
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.store import Store
-from dflow.testing import MemoryCluster, memory_cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import (
     AccumulatorError,
     DeadlineExceeded,
@@ -45,12 +45,6 @@ DEADLINE_S = 60.0
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
 F32, I32 = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.int32))
 PAIR = {"n": I32, "x": jax.ShapeDtypeStruct((2,), jnp.float32)}
-
-
-@pytest.fixture
-def memory() -> Iterator[MemoryCluster]:
-    with memory_cluster(ps=2, workers=3) as cluster:
-        yield cluster
 
 
 @pytest.fixture
@@ -178,7 +172,7 @@ def test_a_scope_says_which_task_holds_a_queue(workers: tuple[Cluster, Cluster])
         (lambda: dflow.RandomShuffleQueue(4, 1, F32, name="q"), "asked for as shuffle queue.*1 held back"),
         (lambda: dflow.ConditionalAccumulator(F32, name="q"), "asked for as accumulator<f32"),
         (lambda: dflow.Variable(0.0, name="q"), "queue 'q' is fifo queue.*and was asked for as float32"),
-        (lambda: dflow.FIFOQueue(4, F32), "without a name, by which the other processes would find it"),
+        (lambda: dflow.FIFOQueue(4, F32), "without a name, and other processes find it by its name"),
     ],
 )
 def test_another_thing_of_one_name_is_refused(
