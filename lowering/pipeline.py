@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dflow.lowering.passes.base import Pass
+from dflow.lowering.passes.bundle import Bundle
 from dflow.lowering.passes.choose import BUDGET_S, Choose
 from dflow.lowering.passes.cluster import FormClusters
 from dflow.lowering.passes.donate import Donate
@@ -44,6 +45,7 @@ def pipeline(
         Partition(local),  # from here on, no operand crosses a device border
         Order(),  # before cluster: it reads order edges, not the order of the list
         FormClusters(),
+        Bundle(),  # after cluster: results of one call are ready together
         Schedule(),  # after cluster: its edges are between copies and calls
         Donate(),  # last: needs the final set of effects of each call
     )

@@ -186,7 +186,7 @@ def _nodes(
         case "recv":
             type = draw(_TYPES)
             op, outputs = ops.net_recv, (result(type),)
-            attributes = {"edge": "e/1", "source": "/job:worker/task:0", "type": type}
+            attributes = {"edge": "e/1", "source": "/job:worker/task:0", "types": (type,)}
         case "call":
             body = draw(graphs(depth=depth - 1))
             op, attributes = ops.xla_call, {"donate": choice(draw, ((), (0,), (0, 2)))}

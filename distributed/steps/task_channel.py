@@ -1,8 +1,8 @@
 """Send and Recv between tasks: the `Channel` of a task's executor.
 
-Why: the executor knows edges and tasks. This file sends a value for another task as a `Tensor` to its server, and
-receives values on reader threads. Invariants: the rendezvous is used under one lock, and its commands are carried out
-after the lock is released, so that a waiter may call back; every wait has a deadline. Values are pushed to a task
+Why: the executor knows edges and tasks. This file sends values for another task as one `Values` message to its server,
+and receives values on reader threads. Invariants: the rendezvous is used under one lock, and its commands are carried
+out after the lock is released, so that a waiter may call back; every wait has a deadline. Values are pushed to a task
 until the untaken ones fill a window, and offered beyond; see `flow_control`.
 """
 
@@ -11,11 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import jax
 import msgspec
 
 from dflow.distributed.steps.deadlines import Deadlines
@@ -23,14 +22,15 @@ from dflow.distributed.steps.flow_control import COST_BYTES, Inflow, Offered, Ou
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.rendezvous import EndWait, Rendezvous, RendezvousStatistics, describe
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.codec import Payload, decode_array, dtype_name, encode_array
+from dflow.distributed.wire.codec import SentPayload, encode_values
 from dflow.distributed.wire.messages.roster import EdgeTraffic
-from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
 from dflow.lowering.queues.channel import Deliver, Sent, StepId, edge_alone
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.lowering.values.computed import wait_until_computed
-from dflow.lowering.values.host_values import stays_on_host
+from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, WireError
 
@@ -45,9 +45,13 @@ class _Total:
     values: int = 0
     size_bytes: int = 0
 
-    def add(self, size_bytes: int) -> None:
-        self.values += 1
+    def add(self, count: int, size_bytes: int) -> None:
+        self.values += count
         self.size_bytes += size_bytes
+
+
+#: Values sent within this task, or the payload with those of another task.
+_Held = Sequence[Sent] | memoryview
 
 
 class _Receiver(msgspec.Struct, frozen=True, eq=False):
@@ -56,15 +60,25 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
     step: StepId
     edge: str
     source: str
+    layout: PayloadLayout
     deliver: Deliver
+
+    def end(self, outcome: Outcome[_Held]) -> None:
+        """End the wait; values from another task are checked and unpacked."""
+        if isinstance(outcome, memoryview):
+            try:
+                outcome = self.layout.values(outcome)
+            except WireError as error:
+                outcome = WireError(f"edge {self.edge!r} in {describe(self.step)} is malformed: {error}")
+        self.deliver(outcome)
 
 
 @dataclass(frozen=True)
-class _OfferedValue:
-    """An offered value, ready to be sent."""
+class _OfferedValues:
+    """A number of offered values, ready to be sent."""
 
-    message: Tensor
-    payload: Payload
+    count: int
+    payload: SentPayload
 
 
 class TaskChannel:
@@ -88,59 +102,58 @@ class TaskChannel:
         self._peers = peers
         self._described = described
         self._lock = threading.Lock()
-        self._rendezvous: Rendezvous[_Receiver, Sent] = Rendezvous()
+        self._rendezvous: Rendezvous[_Receiver, _Held] = Rendezvous()
         self._clock = clock or Timers("dflow deadlines")
         self._deadlines: Deadlines[_Receiver] = Deadlines(wait_timeout_s, self._expire, self._clock)
         self._traffic: dict[tuple[str, str], _Total] = defaultdict(_Total)
-        self._taken_in: dict[str, _Total] = defaultdict(_Total)
-        self._outflow: Outflow[_OfferedValue] = Outflow(window_bytes)
+        self._taken_in: Counter[str] = Counter()
+        self._outflow: Outflow[_OfferedValues] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
         self._offers: Deadlines[Offered] = Deadlines(wait_timeout_s, self._expire_offer, self._clock)
         # The connection over which the newest value or offer of a task came.
         self._senders: dict[str, Peer] = {}
 
-    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
-        """Send `value` to `destination`; returns when it is computed and the connection has taken it, or offered.
+    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
+        """Send `values` to `destination`; returns when they are computed and the connection has taken them, or offered.
 
         raises  TaskLost if the destination is not in the cluster; what connecting and sending raise
         """
         if destination == self._name:
             with self._lock:
-                commands = self._rendezvous.put(step, edge, value)
+                commands = self._rendezvous.put(step, edge, values)
             self._carry_out(commands)
             return
-        wait_until_computed((value,))
-        payload = encode_array(value)
-        message = Tensor(step.origin, step.number, edge, dtype_name(value.dtype), value.shape)
+        wait_until_computed(values)
+        payload = encode_values(values)
         peer = self._peers.get(destination)
         size_bytes = len(payload)
         with self._lock:
             is_pushed = self._outflow.pushes(destination, size_bytes)
             if not is_pushed:
                 offer = Offered(destination, step, edge)
-                self._outflow.keep(offer, _OfferedValue(message, payload))
+                self._outflow.keep(offer, _OfferedValues(len(values), payload))
                 self._offers.add(offer)
         if not is_pushed:
             peer.notify(Offer(step.origin, step.number, edge, size_bytes))
             return
         began = self._recorder.clock()
         try:
-            peer.notify(message, payload)
+            peer.notify(Values(step.origin, step.number, edge), payload)
         except BaseException:
-            # The receiver will not credit a value that was not sent.
+            # The receiver will not credit values that were not sent.
             with self._lock:
                 self._outflow.credit(destination, size_bytes + COST_BYTES)
             raise
-        self._sent(step, edge, destination, size_bytes, began)
+        self._sent(step, edge, destination, len(values), size_bytes, began)
 
-    def _sent(self, step: StepId, edge: str, destination: str, size_bytes: int, began: int) -> None:
+    def _sent(self, step: StepId, edge: str, destination: str, count: int, size_bytes: int, began: int) -> None:
         self._recorder.note(SENT, step, edge, destination, size_bytes, began)
         with self._lock:
-            self._traffic[edge_alone(edge), destination].add(size_bytes)
+            self._traffic[edge_alone(edge), destination].add(count, size_bytes)
 
-    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
-        """Call `deliver` once, with the value or with the error that ended the wait."""
-        receiver = _Receiver(step, edge, source, deliver)
+    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
+        """Call `deliver` once, with the values or with the error that ended the wait."""
+        receiver = _Receiver(step, edge, source, layout, deliver)
         with self._lock:
             commands = self._rendezvous.take(step, edge, source, receiver)
             if commands:
@@ -150,27 +163,19 @@ class TaskChannel:
                 reactions = self._inflow.awaited(step, edge)
         self._carry_out(commands, reactions)
 
-    def arrived(self, tensor: Tensor, payload: memoryview, peer: Peer) -> None:
-        """Handle a value from another task; raises WireError if it is malformed."""
-        step = StepId(tensor.origin, tensor.step)
-        source = peer.name
-        self._recorder.note(RECEIVED, step, tensor.edge, source, len(payload))
-        value: Sent
-        try:
-            value = decode_array(tensor.dtype, tensor.shape, payload)
-        except WireError as error:
-            raise WireError(f"the value of edge {tensor.edge!r} in {describe(step)} is malformed: {error}") from error
-        if not stays_on_host(value):
-            value = jax.device_put(value, may_alias=True)
+    def arrived(self, message: Values, payload: memoryview, peer: Peer) -> None:
+        """Handle values from another task."""
+        step, edge, source = StepId(message.origin, message.step), message.edge, peer.name
+        self._recorder.note(RECEIVED, step, edge, source, len(payload))
         with self._lock:
-            self._taken_in[source].add(len(payload))
-            commands = self._rendezvous.put(step, tensor.edge, value)
+            self._taken_in[source] += len(payload)
+            commands = self._rendezvous.put(step, edge, payload)
             reactions: list[Reaction] = []
-            # A requested value does not count in the window.
-            if not isinstance(tensor, PulledTensor):
+            # Requested values do not count in the window.
+            if not isinstance(message, PulledValues):
                 self._senders[source] = peer
-                is_held = not commands and self._rendezvous.holds(step, tensor.edge)
-                reactions = self._inflow.came(source, step, tensor.edge, len(payload), is_held=is_held)
+                is_held = not commands and self._rendezvous.holds(step, edge)
+                reactions = self._inflow.came(source, step, edge, len(payload), is_held=is_held)
         self._carry_out(commands, reactions)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
@@ -192,11 +197,8 @@ class TaskChannel:
                 self._offers.discard(offer)
         if kept is not None and pull.wanted:
             began = self._recorder.clock()
-            message = kept.message
-            peer.notify(
-                PulledTensor(message.origin, message.step, message.edge, message.dtype, message.shape), kept.payload
-            )
-            self._sent(step, pull.edge, peer.name, len(kept.payload), began)
+            peer.notify(PulledValues(pull.origin, pull.step, pull.edge), kept.payload)
+            self._sent(step, pull.edge, peer.name, kept.count, len(kept.payload), began)
 
     def credited(self, credit: Credit, peer: Peer) -> None:
         """Handle credit: another task has taken values pushed to it."""
@@ -285,7 +287,7 @@ class TaskChannel:
     def taken_in(self) -> dict[str, int]:
         """Bytes of values received since the start, by sending task."""
         with self._lock:
-            return {task: total.size_bytes for task, total in self._taken_in.items()}
+            return dict(self._taken_in)
 
     def statistics(self) -> RendezvousStatistics:
         """Present contents and counters of the rendezvous."""
@@ -325,7 +327,7 @@ class TaskChannel:
         for offer in offers:
             self._offers.discard(offer)
 
-    def _carry_out(self, commands: Iterable[EndWait[_Receiver, Sent]], reactions: Iterable[Reaction] = ()) -> None:
+    def _carry_out(self, commands: Iterable[EndWait[_Receiver, _Held]], reactions: Iterable[Reaction] = ()) -> None:
         """Send credit and answers to offers, except to tasks whose connection has ended; then end the waits."""
         for to, message in reactions:
             peer = self._senders.get(to)
@@ -335,6 +337,6 @@ class TaskChannel:
         for command in commands:
             self._deadlines.discard(command.waiter)
             try:
-                command.waiter.deliver(command.outcome)
+                command.waiter.end(command.outcome)
             except Exception:
                 LOGGER.exception("%s: a receiver of edge %r failed", self._name, command.waiter.edge)

@@ -60,7 +60,7 @@ from dflow.distributed.wire.messages.plans import CancelStep, Registered, Regist
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
-from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledTensor, Tensor
+from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
@@ -74,7 +74,7 @@ from dflow.lowering.steps.recorder import (
 )
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost, WireError
+from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost
 
 
 @dataclass(frozen=True)
@@ -393,16 +393,6 @@ class TaskServer:
 
     # Notices.
 
-    @NOTICES.handles(PulledTensor)
-    @NOTICES.handles(Tensor)
-    def _take_in(self, message: Tensor, arrival: Arrival) -> None:
-        """Pass a received value to its receiver. A malformed value cancels its step, since no other will come."""
-        try:
-            self.channel.arrived(message, arrival.payload, arrival.peer)
-        except WireError as error:
-            self.runs.cancel(StepId(message.origin, message.step), error)
-            raise
-
     @NOTICES.handles(CancelStep)
     def _cancel_as_told(self, message: CancelStep, arrival: Arrival) -> None:
         step = StepId(message.origin, message.step)
@@ -431,6 +421,8 @@ REQUESTS.in_pool(LeaveRounds)(lambda task, message, _: task._rounds.leave(messag
 REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))
+for _kind in (Values, PulledValues):
+    NOTICES.handles(_kind)(lambda task, message, arrival: task.channel.arrived(message, arrival.payload, arrival.peer))
 NOTICES.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))
 NOTICES.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
 NOTICES.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))

@@ -11,7 +11,7 @@ Invariants of all transports:
   refused, since the reply might be behind the message being handled. Sending on a reader thread never blocks.
 - An exception raised by a handler answers that one message; the connection goes on.
 - A received payload belongs to the receiver. It is writable; payloads of at least `MIN_ALIGNED_BYTES` are aligned to
-  `codec.ALIGNMENT_BYTES`.
+  `ALIGNMENT_BYTES`.
 - The sender must not change a payload after sending it, or with `on_released`, not before that is called.
 - The other side handles each sent message once, in order, or the connection ends. A socket that breaks is replaced if
   both processes live and reach each other within `Limits.resume_s`.
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, cast
 
 from dflow.distributed.transport.link import LOGGER, Frame, FrameLink, Kind, Limits, OnReleased, on_reader_thread
-from dflow.distributed.wire.codec import Payload, decode_message, encode_message
+from dflow.distributed.wire.codec import Parts, SentPayload, decode_message, encode_message
 from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure
@@ -97,7 +97,7 @@ class Peer:
         self._last_number = 0
 
     def start(
-        self, message: Request[Answer], payload: Payload = b"", on_reply: OnReply[Answer] | None = None
+        self, message: Request[Answer], payload: SentPayload = b"", on_reply: OnReply[Answer] | None = None
     ) -> PendingReply[Answer]:
         """Send a request and return without waiting for its reply.
 
@@ -118,12 +118,12 @@ class Peer:
             raise
         return pending
 
-    def call(self, message: Request[Answer], payload: Payload = b"", *, timeout_s: float) -> Reply[Answer]:
+    def call(self, message: Request[Answer], payload: SentPayload = b"", *, timeout_s: float) -> Reply[Answer]:
         """Send a request and wait for its reply; raises what `start` and `PendingReply.wait` raise."""
         _refuse_on_reader(type(message), self.name)
         return self.start(message, payload).wait(timeout_s)
 
-    def notify(self, message: Message, payload: Payload = b"", on_released: OnReleased | None = None) -> None:
+    def notify(self, message: Message, payload: SentPayload = b"", on_released: OnReleased | None = None) -> None:
         """Send a message that has no reply; raises what `start` raises.
 
         on_released  called once when the memory of `payload` is no longer needed here, from any thread, maybe before
@@ -154,7 +154,9 @@ class Peer:
 
         raises  WireError if the frame breaks the protocol; the link must then close the connection
         """
-        message, payload = decode_message(frame.meta), memoryview(frame.payload)
+        message = decode_message(frame.meta)
+        assert not isinstance(frame.payload, Parts)
+        payload = memoryview(frame.payload)
         if frame.kind is Kind.REPLY:
             self._settle(frame.number, message, payload)
         elif self.closed:
@@ -185,7 +187,7 @@ class Peer:
             except InternalError:
                 LOGGER.error("%s: a handler failed after it had answered\n%s", self._local, traceback.format_exc())
 
-    def send_reply(self, number: int, message: Message, payload: Payload) -> None:
+    def send_reply(self, number: int, message: Message, payload: SentPayload) -> None:
         """Send the answer to request `number`; drops it if the connection has ended.
 
         raises  WireError if the answer exceeds this side's limits; then nothing is sent
@@ -209,7 +211,7 @@ class Peer:
             self.close(str(error))
             raise TransportClosed(self._closed_text()) from error
 
-    def _meta(self, message: Message, payload: Payload) -> bytes:
+    def _meta(self, message: Message, payload: SentPayload) -> bytes:
         meta = encode_message(message)
         what = type(message).__name__
         if len(meta) > self._limits.max_meta_bytes:
@@ -291,7 +293,7 @@ class Responder:
         self._asked = asked
         self._open = threading.Lock()
 
-    def reply(self, message: Message, payload: Payload = b"") -> None:
+    def reply(self, message: Message, payload: SentPayload = b"") -> None:
         """Answer the request; raises InternalError if it was answered before."""
         if not self._open.acquire(blocking=False):
             raise InternalError(f"{self._asked} from {self._peer.name} was answered twice")

@@ -17,7 +17,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from dflow.distributed.wire.codec import ALIGNMENT_BYTES
+from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 
 _GRAIN_BYTES = 1 << 14
 

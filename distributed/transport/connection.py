@@ -28,6 +28,7 @@ from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathe
 from dflow.distributed.transport.session import Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
 from dflow.distributed.transport.stream import Deadline, Parts, Stream, reason_of
+from dflow.distributed.wire.codec import joined, parts_of
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 #: Payloads up to this size are copied when sent, which costs less than retaining the owner's memory.
@@ -160,9 +161,9 @@ class Connection:
                     sequence = self.session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
                 header = pack_header(frame, sequence=sequence, acknowledged=self.session.say_received())
                 if size_bytes <= _JOINED_BYTES:
-                    parts.append(memoryview(b"".join((header, frame.meta, frame.payload))))
+                    parts.append(memoryview(b"".join((header, frame.meta, *parts_of(frame.payload)))))
                 else:
-                    parts.extend(memoryview(part) for part in (header, frame.meta, frame.payload) if part)
+                    parts.extend(map(memoryview, (header, frame.meta, *parts_of(frame.payload))))
                 return parts
         frame.on_released()
         return parts
@@ -175,7 +176,7 @@ class Connection:
             if place is not None:
                 return msgspec.structs.replace(frame, payload=place, on_released=None, is_shared=True)
         if size_bytes <= COPIED_BYTES:
-            return msgspec.structs.replace(frame, payload=bytes(frame.payload), on_released=None)
+            return msgspec.structs.replace(frame, payload=bytes(joined(frame.payload)), on_released=None)
         return None
 
     def _wait_for_room(self) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.codec import SentPayload
 
 LOGGER = logging.getLogger("dflow")
 
@@ -66,7 +66,7 @@ class Kind(enum.IntEnum):
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
-    """One message. `number` ties a reply to its request, and is 0 for a notification.
+    """One message; `number` ties a reply to its request, and is 0 for a notification. Received, its payload is whole.
 
     `is_shared` is true only on the wire, where the payload is then a location in shared memory.
     """
@@ -74,7 +74,7 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     kind: Kind
     number: int
     meta: bytes | bytearray
-    payload: Payload
+    payload: SentPayload
     on_released: OnReleased | None = None
     is_shared: bool = False
 

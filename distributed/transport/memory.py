@@ -17,6 +17,7 @@ import msgspec
 from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.buffer_pool import RECEIVED
 from dflow.distributed.transport.link import LOGGER, MIN_ALIGNED_BYTES, Frame, Limits, become_reader
+from dflow.distributed.wire.codec import joined
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 
 #: Interval in seconds between calls of `is_wanted` while connecting.
@@ -129,7 +130,7 @@ class _MemoryLink:
             raise TransportClosed(_CLOSED)
         size_bytes = len(frame.payload)
         payload = RECEIVED.take(size_bytes) if size_bytes >= MIN_ALIGNED_BYTES else memoryview(bytearray(size_bytes))
-        payload[:] = frame.payload
+        payload[:] = joined(frame.payload)
         received = msgspec.structs.replace(frame, payload=payload, on_released=None)
         if self.other.reader is None:
             self.other.frames.put(received)

@@ -29,7 +29,7 @@ import numpy as np
 
 from dflow.distributed.transport.addresses import Address, UnixAddress
 from dflow.distributed.transport.link import Limits
-from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.codec import Payload, SentPayload, parts_of
 from dflow.tracing.errors import TransportClosed, WireError
 
 #: Smaller payloads go over the socket, which costs no more.
@@ -37,6 +37,9 @@ SHARED_FROM_BYTES = 64 << 10
 
 #: The size of a page, so that two values never share one.
 GRAIN_BYTES = 4096
+
+#: Smaller parts are copied while holding the interpreter's lock, which takes less time than NumPy's function.
+_COPIED_WITH_LOCK = 64 << 10
 
 _SLOTS = GRAIN_BYTES
 _PLACE = struct.Struct("<QQQ")
@@ -90,6 +93,7 @@ class SharedPool:
             os.ftruncate(self.descriptor, _SLOTS + size_bytes)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
             self._bytes = np.frombuffer(mmap.mmap(self.descriptor, _SLOTS + size_bytes), np.uint8)
+            self._memory = self._bytes.data
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -99,7 +103,7 @@ class SharedPool:
         #: Slot and offset of each value that the other side may still use.
         self._lent: list[tuple[int, int]] = []
 
-    def put(self, payload: Payload) -> bytes | None:
+    def put(self, payload: SentPayload) -> bytes | None:
         """Copy `payload` into the memory; return its location for `SharedView.take`, or None if there is no room."""
         size_bytes = len(payload)
         with self._lock:
@@ -111,7 +115,13 @@ class SharedPool:
                 return None
             slot = self._free_slots.popleft()
         start = _SLOTS + offset
-        np.copyto(self._bytes[start : start + size_bytes], np.frombuffer(payload, np.uint8))
+        for part in parts_of(payload):
+            end = start + len(part)
+            if len(part) < _COPIED_WITH_LOCK:
+                self._memory[start:end] = part
+            else:
+                np.copyto(self._bytes[start:end], np.frombuffer(part, np.uint8))
+            start = end
         self._bytes[slot] = 1
         with self._lock:
             self._lent.append((slot, offset))

@@ -27,17 +27,29 @@ import numpy.typing as npt
 from dflow.distributed.wire import messages
 from dflow.distributed.wire.messages.connection import ArrayInfo
 from dflow.distributed.wire.messages.message import Message
+from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 from dflow.tracing.errors import WireError
 
 if TYPE_CHECKING:
     # The coordinator and the launcher send no arrays, and start in half the time without JAX.
     import jax
 
-#: Bytes after a message: any of these types when sent, a memoryview when received.
-Payload = bytes | bytearray | memoryview
 
-#: Received payloads start at a multiple of this, so that XLA's CPU client may use them without a copy.
-ALIGNMENT_BYTES = 64
+class Parts:
+    """A payload to send in several parts of memory, one after another; `len` is the total number of bytes."""
+
+    __slots__ = ("parts", "size_bytes")
+
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        self.parts, self.size_bytes = parts, sum(map(len, parts))
+
+    def __len__(self) -> int:
+        return self.size_bytes
+
+
+#: Bytes after a message when received, and when sent.
+Payload = bytes | bytearray | memoryview
+SentPayload = Payload | Parts
 
 #: Most dimensions of a NumPy array.
 MAX_RANK = 64
@@ -63,6 +75,8 @@ DTYPES: Mapping[str, np.dtype[Any]] = MappingProxyType(
 KEYS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {"key<fry>": ("threefry2x32", 2), "key<rbg>": ("rbg", 4), "key<urbg>": ("unsafe_rbg", 4)}
 )
+
+_ZEROS = bytes(ALIGNMENT_BYTES)
 
 #: Up to this many bytes, a copy takes less time than making a view.
 _COPIED_BYTES = 1 << 10
@@ -145,6 +159,31 @@ def decode_array(dtype: str, shape: Sequence[int], payload: Payload) -> Any:
         algorithm, words = KEYS[dtype]
         return random.wrap_key_data(decode_array("uint32", (*shape, words), payload), impl=algorithm)
     return np.frombuffer(payload, dtype=parse_dtype(dtype)).reshape(shape)
+
+
+def encode_values(values: Sequence[jax.Array | npt.NDArray[Any]]) -> SentPayload:
+    """Return the elements of `values` as `lowering.values.payload_layout` describes; raises like `encode_array`."""
+    if len(values) == 1:
+        return encode_array(values[0])
+    parts: list[bytes | memoryview] = []
+    padding = 0
+    for value in values:
+        if padding:
+            parts.append(_ZEROS[:padding])
+        part = encode_array(value)
+        parts.append(part)
+        padding = -len(part) % ALIGNMENT_BYTES
+    return Parts(parts)
+
+
+def joined(payload: SentPayload) -> Payload:
+    """Return the payload as one object."""
+    return b"".join(payload.parts) if isinstance(payload, Parts) else payload
+
+
+def parts_of(payload: SentPayload) -> Sequence[bytes | bytearray | memoryview]:
+    """Return the parts of a payload that are not empty."""
+    return [part for part in payload.parts if part] if isinstance(payload, Parts) else [payload] if payload else []
 
 
 def encode_arrays(arrays: Sequence[jax.Array | npt.NDArray[Any]]) -> tuple[tuple[ArrayInfo, ...], Payload]:

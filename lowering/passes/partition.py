@@ -241,7 +241,7 @@ class _Cut:
         copy = Value(self._fresh(f"{value.name}.received"), sent.type.strong)
         edge = self._edge(way)
         send = {"edge": edge, "destination": destination, **named}
-        recv = {"edge": edge, "source": task_of(source), "type": sent.type.strong, **named}
+        recv = {"edge": edge, "source": task_of(source), "types": (sent.type.strong,), **named}
         self._add(Node(ops.net_send, (sent,), (token,), send, (), source, (), origin))
         self._add(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
         if codec == "none":

@@ -123,7 +123,7 @@ def cost_of(node: Node) -> int:
     if node.op is ops.net_recv:
         return 0
     if node.op in _TRANSFERS:
-        return int(_NS * LINK.seconds(_size(node.inputs[0])))
+        return int(_NS * LINK.seconds(sum(map(_size, node.inputs))))
     work = work_in(inner for body in node.bodies for inner in body.nodes) if node.bodies else work_of(node)
     return int(_NS * (RATES.launch_s + RATES.seconds(work)))
 

@@ -1,19 +1,20 @@
 """The executor's interface for sending and receiving values, whatever the transport.
 
-An edge carries at most one value per step, and within loops one per iteration. Then the iteration numbers are appended
-to the edge, those of the outermost loop first, as in `w@3` or `w@3.0`. An implementation of `Channel` matches a send
-with its receive by `(step, edge)`, with these numbers; either may come first.
+An edge carries values at most once per step, and within loops once per iteration. Then the iteration numbers are
+appended to the edge, those of the outermost loop first, as in `w@3` or `w@3.0`. An implementation of `Channel` matches
+a send with its receive by `(step, edge)`, with these numbers; either may come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy.typing as npt
 
 from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.payload_layout import PayloadLayout
 
 #: Limit of steps in one life of a task. Each life's first step number is a multiple of it, greater than any before.
 STEPS_OF_A_LIFE = 1 << 27
@@ -33,18 +34,19 @@ class StepId(NamedTuple):
 
 #: A transferred value. Small values from the network are NumPy arrays, which programs take without conversion.
 Sent = jax.Array | npt.NDArray[Any]
-Deliver = Callable[[Outcome[Sent]], None]
+#: Called with the values that a send of a bundle gave, in order, or with the error that ended the wait.
+Deliver = Callable[[Outcome[Sequence[Sent]]], None]
 
 
 class Channel(Protocol):
     """The transport as the executor uses it for Send and Recv."""
 
-    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
-        """Hand `value` over for `destination`. After the return the caller may free it."""
+    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
+        """Hand `values` over for `destination`. After the return the caller may free them."""
         ...
 
-    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
-        """Have `deliver` called once, from any thread, with the value or with the error that ended the wait."""
+    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
+        """Have `deliver` called once, from any thread, with the values, which have these types, or with an error."""
         ...
 
 

@@ -30,6 +30,7 @@ from dflow.lowering.steps.plan import (
     calls_in,
 )
 from dflow.lowering.values.devices import device_named
+from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import parse_dtype
 
@@ -61,6 +62,7 @@ class Executable:
     at_once     the items that wait for none, receives first, so that arriving values find their receive
     takers      the items that take each slot
     bodies      executables of the plans that branches and loops run; they share the programs
+    layouts     the types of the values of each receive
     awaited     the slots that must be computed before a copy starts
     fetched     the slots that the plan returns
     lets_go     the slots that each item takes, gives or awaits, without those fetched
@@ -76,6 +78,9 @@ class Executable:
             for scalar in plan.scalars
         )
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
+        self.layouts = {
+            index: PayloadLayout(item.types) for index, item in enumerate(plan.items) if isinstance(item, Recv)
+        }
         needed = needs(plan)
         self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
@@ -249,7 +254,7 @@ def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
 def takes(item: Item) -> tuple[int, ...]:
     """Return the slots that an item takes its values from."""
     match item:
-        case Send() | Copy():
+        case Copy():
             return (item.take,)
         case Recv() | Read():
             return ()
@@ -261,7 +266,7 @@ def gives(item: Item) -> tuple[int, ...]:
     match item:
         case Send():
             return ()
-        case Recv() | Copy():
+        case Copy():
             return (item.give,)
     return item.gives
 

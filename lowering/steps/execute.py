@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.lowering.queues.channel import Channel, Sent, StepId, frame_of_turn
+from dflow.lowering.queues.channel import Channel, StepId, frame_of_turn
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives
@@ -155,14 +155,13 @@ class Execution:
                 self._fail(index, error)
 
     def _receive(self, item: Recv, index: int) -> bool:
-        def received(value: Outcome[Sent]) -> None:
-            self._arrived(index, (item.give,), value if isinstance(value, BaseException) else (value,))
-
-        self._channel.receive(self._step, item.edge + self._frame, item.source, received)
+        layout, deliver = self._executable.layouts[index], partial(self._arrived, index, item.gives)
+        self._channel.receive(self._step, item.edge + self._frame, item.source, layout, deliver)
         return False
 
     def _send(self, item: Send, index: int) -> bool:
-        self._channel.send(self._step, item.edge + self._frame, item.destination, self._slots[item.take])
+        values = [self._slots[slot] for slot in item.takes]
+        self._channel.send(self._step, item.edge + self._frame, item.destination, values)
         return True
 
     def _call(self, item: Call, index: int) -> bool:

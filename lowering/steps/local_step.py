@@ -24,6 +24,7 @@ from dflow.lowering.steps.plan import Call, calls_in
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.kept_shardings import kept_shardings
 from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.devices.device_name import device_name
 from dflow.tracing.errors import InternalError
 from dflow.tracing.jaxprs.trace import Traced
@@ -193,10 +194,10 @@ def _one_call(call: Call, feeds: tuple[int, ...], program: Program, store: Store
 
 
 class _NoChannel:
-    def send(self, step: StepId, edge: str, destination: str, value: Sent) -> None:
+    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
         raise InternalError(f"a local step sends {edge!r} to {destination}")
 
-    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
+    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
         raise InternalError(f"a local step receives {edge!r} from {source}")
 
 

@@ -23,7 +23,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.resource_op import ResourceOp
-from dflow.tracing.ir.types import HANDLES, ArrayType, dtype_name
+from dflow.tracing.ir.types import HANDLES, dtype_name
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 from dflow.tracing.source import at
 
@@ -132,11 +132,11 @@ class _Maker:
     def _item(self, node: Node, after: tuple[int, ...]) -> Item:
         if node.op is ops.net_send:
             edge, destination = node.attributes["edge"], node.attributes["destination"]
-            return Send(edge, destination, self.slot(node.inputs[0]), after)
+            return Send(edge, destination, self._takes(node.inputs), after)
         if node.op is ops.net_recv:
-            type: ArrayType = node.attributes["type"]
             edge, source = node.attributes["edge"], node.attributes["source"]
-            return Recv(edge, source, self.slot(node.outputs[0]), dtype_name(type.dtype), type.shape, after)
+            types = tuple((dtype_name(type.dtype), type.shape) for type in node.attributes["types"])
+            return Recv(edge, source, tuple(map(self.slot, node.outputs)), types, after)
         if node.op is ops.dev_copy:
             return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
         if node in self.snapshots:

@@ -58,22 +58,24 @@ class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
 
 
 class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
-    """Send the array in slot `take` over `edge` to the task `destination`."""
+    """Send the arrays in the slots `takes`, as one message, over `edge` to the task `destination`."""
 
     edge: str
     destination: str
-    take: int
+    takes: tuple[int, ...]
     after: tuple[int, ...] = ()
 
 
 class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
-    """Wait for the array that the task `source` sends over `edge`, and put it into slot `give`."""
+    """Wait for the arrays that the task `source` sends over `edge`, and put them into the slots `gives`.
+
+    `types` has the dtype and the shape of each.
+    """
 
     edge: str
     source: str
-    give: int
-    dtype: str
-    shape: tuple[int, ...]
+    gives: tuple[int, ...]
+    types: tuple[tuple[str, tuple[int, ...]], ...]
     after: tuple[int, ...] = ()
 
 

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: A larger value is converted to a JAX array, which shares the memory of the NumPy array.
-SMALL_BYTES = 1 << 14
+#: A larger value is converted to a JAX array, which shares the memory of the NumPy array. The conversion takes as long
+#: as the copy of this many bytes that a program makes of a NumPy array.
+SMALL_BYTES = 1 << 17
 #: The NumPy dtypes that JAX leaves as they are, with `jax_enable_x64` or without.
 _DTYPES = frozenset(
     map(np.dtype, ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "complex64"))
@@ -23,7 +24,12 @@ _DTYPES = frozenset(
 
 def stays_on_host(value: Any) -> bool:
     """Whether a value stays a NumPy array between the items of a plan."""
-    return isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and value.dtype in _DTYPES
+    return isinstance(value, np.ndarray) and may_stay_on_host(value.dtype, value.nbytes)
+
+
+def may_stay_on_host(dtype: np.dtype[Any], size_bytes: int) -> bool:
+    """Whether a NumPy array of this dtype and size stays one between the items of a plan."""
+    return size_bytes <= SMALL_BYTES and dtype in _DTYPES
 
 
 def on_device(values: Iterable[Any]) -> tuple[jax.Array, ...]:

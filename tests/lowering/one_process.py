@@ -21,6 +21,7 @@ from dflow.lowering.steps.local_step import lower_programs
 from dflow.lowering.steps.lowered import literals, make_plans
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.devices.device_name import split_device_name, task_of
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.types import RefType
@@ -58,12 +59,13 @@ class Mailbox:
     def __init__(self, mail: Mail, task: str) -> None:
         self._mail, self._task = mail, task
 
-    def send(self, step: StepId, edge: str, destination: str, value: jax.Array) -> None:
+    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
         self._mail.log.append(("send", edge))
         # A value that arrives at a task is on none of the sender's devices.
-        self._mail.put((step, edge, self._task, destination), jax.device_put(np.asarray(value)))
+        there = [jax.device_put(np.asarray(value)) for value in values]
+        self._mail.put((step, edge, self._task, destination), there)
 
-    def receive(self, step: StepId, edge: str, source: str, deliver: Deliver) -> None:
+    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
         self._mail.log.append(("receive", edge))
         self._mail.take((step, edge, source, self._task), deliver)
 

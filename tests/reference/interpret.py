@@ -152,7 +152,7 @@ class _Run:
         if node.bodies:
             return self._run_bodies(node)
         if node.op is ops.net_send:
-            self._edges.send(node.attributes["edge"], self._value(node.inputs[0]))
+            self._edges.send(node.attributes["edge"], [self._value(value) for value in node.inputs])
             return []
         if node.op is ops.dev_copy:
             return [self._value(node.inputs[0])]
@@ -162,7 +162,7 @@ class _Run:
             # `_rounded` has rounded the value and kept its dtype.
             return [self._value(node.inputs[0])]
         if _receives(node):
-            return [self._edges.receive(node.attributes["edge"])]
+            return list(self._edges.receive(node.attributes["edge"]))
         return self._touch(node)
 
     def _touch(self, node: Node) -> list[Any]:

@@ -104,13 +104,13 @@ def test_what_the_graph_was_not_given_is_named() -> None:
 CUT = (
     """
     graph(%x: f32[]) {
-     !%1: f32[] = net.recv() {edge="back", source="/job:ps/task:0", type=f32[]}
+     !%1: f32[] = net.recv() {edge="back", source="/job:ps/task:0", types=(f32[],)}
      !%2: token = net.send(%x) {destination="/job:ps/task:0", edge="there"}
       return %1
     }""",
     """
     graph(%w: ref<f32[]>) {
-     !%1: f32[] = net.recv() {edge="there", source="/job:worker/task:0", type=f32[]}
+     !%1: f32[] = net.recv() {edge="there", source="/job:worker/task:0", types=(f32[],)}
      !%2: token = var.assign_add(%w, %1)
      !%3: f32[] = var.read(%w)
      !%4: token = net.send(%3) {destination="/job:worker/task:0", edge="back"}
@@ -129,7 +129,7 @@ def test_graphs_that_were_cut_apart_run_as_the_values_arrive() -> None:
 def test_a_read_waits_for_the_write_before_it_that_waits_for_a_value() -> None:
     server = parse("""
     graph(%w: ref<f32[]>) {
-     !%1: f32[] = net.recv() {edge="there", source="/job:worker/task:0", type=f32[]}
+     !%1: f32[] = net.recv() {edge="there", source="/job:worker/task:0", types=(f32[],)}
      !%2: token = var.assign(%w, %1)
      !%3: f32[] = var.read(%w)
       return %3

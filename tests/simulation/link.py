@@ -25,7 +25,7 @@ import msgspec
 from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.link import Frame, Kind, Limits
 from dflow.distributed.transport.session import Session
-from dflow.distributed.wire.codec import decode_message
+from dflow.distributed.wire.codec import decode_message, joined
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed, WireError
 from tests.simulation.faults import COORDINATOR
 from tests.simulation.network import Network, Process
@@ -101,7 +101,7 @@ class SimulatedLink:
             self._network.on_said(self._far, decode_message(frame.meta))
         if frame.payload:
             # Send the payload's present bytes: a simulated packet arrives later, and the sender may reuse the buffer.
-            frame = msgspec.structs.replace(frame, payload=memoryview(bytearray(frame.payload)))
+            frame = msgspec.structs.replace(frame, payload=memoryview(bytearray(joined(frame.payload))))
         if self._between_tasks and frame.kind is Kind.NOTIFY and self._sends_apart(frame):
             return
         self.said += 1

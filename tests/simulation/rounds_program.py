@@ -320,10 +320,10 @@ def update_plans(
         on_update(first, total)
         return (total,)
 
-    sends = [Send(f"sum for {host}", names[host], 1) for host in others]
+    sends = [Send(f"sum for {host}", names[host], (1,)) for host in others]
     items: tuple[Item, ...] = (Call(0, (), (), (0,), (1,)), *sends)
     plans = {first: (Plan(names[first], 2, items, feeds=(0,)), programs(take))}
     for host in others:
-        items = (Recv(f"sum for {host}", names[first], 0, "int32", (PLACES,)), Call(0, (), (), (0,), ()))
+        items = (Recv(f"sum for {host}", names[first], (0,), (("i32", (PLACES,)),)), Call(0, (), (), (0,), ()))
         plans[host] = (Plan(names[host], 1, items), programs(partial(apply, host)))
     return plans

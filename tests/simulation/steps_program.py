@@ -161,8 +161,8 @@ def _ps_plan(host: str, worker: str, apply: Callable[[Any], tuple[()]]) -> tuple
     value, update = _edges(host)
     items: tuple[Item, ...] = (
         Call(0, (), (), (), (0,)),
-        Send(value, worker, 0),
-        Recv(update, worker, 1, "int32", ()),
+        Send(value, worker, (0,)),
+        Recv(update, worker, (1,), (("i32", ()),)),
         Call(1, (), (), (1,), ()),
     )
     return Plan(name_of(host), 2, items), programs(lambda: (_PARAMETER,), apply)
@@ -170,12 +170,12 @@ def _ps_plan(host: str, worker: str, apply: Callable[[Any], tuple[()]]) -> tuple
 
 def _worker_plan(worker: str, ps: Sequence[str]) -> tuple[Plan, list[Program]]:
     """Return the worker's plan over these ps tasks; its feed is the attempt's number."""
-    receives = [Recv(_edges(host)[0], name_of(host), 1 + place, "int32", ()) for place, host in enumerate(ps)]
+    receives = [Recv(_edges(host)[0], name_of(host), (1 + place,), (("i32", ()),)) for place, host in enumerate(ps)]
     made = 1 + len(ps)
     items: tuple[Item, ...] = (
         *receives,
         Call(0, (), (), tuple(range(made)), (made,)),
-        *(Send(_edges(host)[1], name_of(host), made) for host in ps),
+        *(Send(_edges(host)[1], name_of(host), (made,)) for host in ps),
     )
     return Plan(worker, made + 1, items, feeds=(0,)), programs(lambda number, *values: (number,))
 

@@ -82,15 +82,15 @@ var_assign, var_assign_add = UPDATES["assign"], UPDATES["assign_add"]
 
 
 @op("net.send", (Effect.SEND, None))
-def net_send(value: ArrayType, /, *, edge: str, destination: str, codec: str = "none") -> tuple[Type, ...]:
-    """Send `value`, which a `codec` may have made smaller, over `edge` to the task `destination`."""
+def net_send(*values: ArrayType, edge: str, destination: str, codec: str = "none") -> tuple[Type, ...]:
+    """Send the values, which a `codec` may have made smaller, as one message over `edge` to the task `destination`."""
     return (TokenType(),)
 
 
 @op("net.recv", (Effect.RECV, None))
-def net_recv(*, edge: str, source: str, type: ArrayType, codec: str = "none") -> tuple[Type, ...]:
-    """The value that the task `source` sends over `edge`."""
-    return (type,)
+def net_recv(*, edge: str, source: str, types: tuple[ArrayType, ...], codec: str = "none") -> tuple[Type, ...]:
+    """The values that the task `source` sends over `edge`."""
+    return types
 
 
 @op("net.encode")

@@ -5,22 +5,20 @@ from __future__ import annotations
 from dflow.distributed.wire.messages.message import Notice
 
 
-class Tensor(Notice, frozen=True):
-    """The value of an edge in a step, in the payload."""
+class Values(Notice, frozen=True):
+    """The values of an edge in a step, in the payload, whose layout the receiver's plan has."""
 
     origin: str
     step: int
     edge: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
-class PulledTensor(Tensor, frozen=True):
-    """The value of an offer, sent after `Pull`."""
+class PulledValues(Values, frozen=True):
+    """The values of an offer, sent after `Pull`."""
 
 
 class Offer(Notice, frozen=True):
-    """The sender keeps the value of an edge, of `size_bytes` bytes, until the receiver sends `Pull`."""
+    """The sender keeps the values of an edge, of `size_bytes` bytes, until the receiver sends `Pull`."""
 
     origin: str
     step: int
@@ -29,7 +27,7 @@ class Offer(Notice, frozen=True):
 
 
 class Pull(Notice, frozen=True):
-    """Send the value that was offered, or with `wanted` false, discard it."""
+    """Send the values that were offered, or with `wanted` false, discard them."""
 
     origin: str
     step: int

@@ -46,7 +46,7 @@ PS, WORKER = "/job:ps/task:0", "/job:worker/task:0"
 PLAN = Plan(
     PS,
     2,
-    (Recv("x", WORKER, 0, "float32", ()), Call(0, (), (), (0,), (1,))),
+    (Recv("x", WORKER, (0,), (("f32", ()),)), Call(0, (), (), (0,), (1,))),
     names=("%x (net.recv)\n  at model.py:12", "%y (xla.call)\n  at model.py:13"),
 )
 

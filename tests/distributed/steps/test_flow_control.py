@@ -23,6 +23,7 @@ from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
+from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.errors import StepCancelled
 from tests.distributed.task.served_tasks import roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
@@ -197,10 +198,12 @@ def kept(sender: TaskServer) -> int:
     return sender.channel._outflow.offers
 
 
-def got(taker: TaskServer, step: StepId, edge: str) -> queue.SimpleQueue[object]:
-    """Wait at `taker` for the value of an edge, and return it."""
-    box: queue.SimpleQueue[object] = queue.SimpleQueue()
-    taker.channel.receive(step, edge, WORKER, box.put)
+def got(
+    taker: TaskServer, step: StepId, edge: str, dtype: str = "i32", shape: tuple[int, ...] = (SIZE // 4,)
+) -> queue.SimpleQueue[Any]:
+    """Wait at `taker` for the value of an edge; return the queue that gets a list of it."""
+    box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    taker.channel.receive(step, edge, WORKER, PayloadLayout([(dtype, shape)]), box.put)
     return box
 
 
@@ -211,7 +214,7 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
     worker, ps = pair
     edges = [f"edge {number}" for number in range(40)]
     for number, edge in enumerate(edges):
-        worker.channel.send(STEP, edge, PS, value(number))
+        worker.channel.send(STEP, edge, PS, [value(number)])
     assert kept(worker) == 36
     wanted = list(enumerate(edges))
     if order == "reversed":
@@ -219,7 +222,7 @@ def test_values_in_any_order_come_to_a_slow_task_whose_memory_stays_bounded(
     elif order == "shuffled":
         random.Random(0).shuffle(wanted)
     for number, edge in wanted:
-        taken = got(ps, STEP, edge).get(timeout=DEADLINE_S)
+        (taken,) = got(ps, STEP, edge).get(timeout=DEADLINE_S)
         assert ps.channel._inflow.held <= 4
         np.testing.assert_array_equal(np.asarray(taken), value(number))
     # The thread that sent the last value records that before it handles the next answer.
@@ -240,12 +243,12 @@ def test_who_waits_for_a_value_to_be_computed_lets_others_read(
 
     def send_as_reader() -> None:
         before_waiting(lambda: ways.append(slow.is_ready()))
-        worker.channel.send(STEP, "slow", PS, slow)
-        worker.channel.send(STEP, "there", PS, slow)
+        worker.channel.send(STEP, "slow", PS, [slow])
+        worker.channel.send(STEP, "there", PS, [slow])
 
     reader = threading.Thread(target=send_as_reader)
     reader.start()
-    assert got(ps, STEP, "slow").get(timeout=DEADLINE_S) == 1
+    assert got(ps, STEP, "slow", "f32", ()).get(timeout=DEADLINE_S) == [1]
     reader.join(DEADLINE_S)
     assert ways == [False]
 
@@ -254,7 +257,7 @@ def test_room_is_given_back_as_values_are_taken(pair: tuple[TaskServer, TaskServ
     worker, ps = pair
     for number in range(40):
         box = got(ps, STEP, f"edge {number}")
-        worker.channel.send(STEP, f"edge {number}", PS, value(number))
+        worker.channel.send(STEP, f"edge {number}", PS, [value(number)])
         box.get(timeout=DEADLINE_S)
         # Messages that the ps sent before its answer arrive before the answer.
         reach_and_ask(worker)
@@ -269,7 +272,7 @@ def reach_and_ask(worker: TaskServer) -> None:
 def test_offers_of_a_cancelled_step_are_dropped(pair: tuple[TaskServer, TaskServer], by: str) -> None:
     worker, ps = pair
     for number in range(10):
-        worker.channel.send(STEP, f"edge {number}", PS, value(number))
+        worker.channel.send(STEP, f"edge {number}", PS, [value(number)])
     assert kept(worker) == 6
     reach_and_ask(worker)
     if by == "sender":
@@ -285,7 +288,7 @@ def test_a_value_for_a_step_that_has_ended_is_declined(pair: tuple[TaskServer, T
     worker, ps = pair
     ps.runs.cancel(STEP, StepCancelled("given up"))
     for number in range(10):
-        worker.channel.send(STEP, f"edge {number}", PS, value(number))
+        worker.channel.send(STEP, f"edge {number}", PS, [value(number)])
     reach_and_ask(worker)
     assert kept(worker) == 0
     assert ps.channel._inflow.offered == 0

@@ -19,7 +19,7 @@ from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.distributed.wire.messages.status import GetStatus
-from dflow.distributed.wire.messages.transfers import Tensor
+from dflow.distributed.wire.messages.transfers import Values
 from dflow.distributed.wire.messages.variables import (
     ReadVariables,
 )
@@ -69,9 +69,9 @@ def serve_gradients(cluster: Cluster) -> int:
     """The plan of a parameter server: receive a gradient, add it, send the new value back."""
     return register(
         cluster,
-        Recv("grad", WORKER, 0, "float32", (3,)),
+        Recv("grad", WORKER, (0,), (("f32", (3,)),)),
         Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,), quick=True),
-        Send("value", WORKER, 1),
+        Send("value", WORKER, (1,)),
         programs=(accumulate(),),
     )
 
@@ -97,7 +97,9 @@ def run_plan(step: StepId, handle: int) -> RunPlan:
 
 def send_and_receive(cluster: Cluster) -> int:
     """The plan of a worker: send a gradient, wait for the new value."""
-    plan = Plan(WORKER, 2, (Send("grad", PS, 0), Recv("value", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
+    plan = Plan(
+        WORKER, 2, (Send("grad", PS, (0,)), Recv("value", PS, (1,), (("f32", (3,)),))), feeds=(0,), fetches=(1,)
+    )
     return cluster.worker.plans.add(plan, ())
 
 
@@ -137,13 +139,13 @@ def test_many_steps_at_a_time_all_count(cluster: Cluster) -> None:
 def test_a_value_may_come_before_the_plan_is_run(cluster: Cluster) -> None:
     create(cluster)
     handle, step = serve_gradients(cluster), next_step()
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
     cluster.ask(run_plan(step, handle))
     assert read(cluster) == [2, 2, 2]
 
 
 def test_a_task_may_send_to_itself(cluster: Cluster) -> None:
-    plan = Plan(PS, 2, (Send("e", PS, 0), Recv("e", PS, 1, "float32", (3,))), feeds=(0,), fetches=(1,))
+    plan = Plan(PS, 2, (Send("e", PS, (0,)), Recv("e", PS, (1,), (("f32", (3,)),))), feeds=(0,), fetches=(1,))
     handle = cluster.ps.plans.add(plan, ())
     (value,) = start(cluster.ps, handle, next_step(PS), jnp.ones(3)).result(DEADLINE_S)
     assert value.tolist() == [1, 1, 1]
@@ -159,7 +161,7 @@ def test_a_cancelled_step_ends_at_once_and_does_not_come_back(cluster: Cluster) 
         pending.wait(DEADLINE_S)
     with pytest.raises(errors.StepCancelled, match="has ended here, or was cancelled"):
         cluster.ask(run_plan(step, handle))
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
     assert read(cluster) == [1, 1, 1]
     assert cluster.ps.statistics().rendezvous.open_steps == 0
 
@@ -205,14 +207,14 @@ def test_a_step_is_not_cancelled_by_another_task(cluster: Cluster) -> None:
     pending = cluster.client.start(run_plan(step, handle))
     cluster.other.peer(PS).notify(CancelStep(step.origin, step.number, "meant ill"))
     cluster.other.peer(PS).call(ReadVariables(("w",)), timeout_s=DEADLINE_S)
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
     assert pending.wait(DEADLINE_S).message == Ok()
 
 
 def test_a_failing_item_fails_the_plan_with_its_error(cluster: Cluster) -> None:
     handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
     with pytest.raises(errors.VariableError, match="no variable 'w'"):
         pending.wait(DEADLINE_S)
 
@@ -221,8 +223,8 @@ def test_a_malformed_value_fails_its_step(cluster: Cluster) -> None:
     create(cluster)
     handle, step = serve_gradients(cluster), next_step()
     pending = cluster.client.start(run_plan(step, handle))
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), bytes(11))
-    with pytest.raises(errors.WireError, match=r"'grad' in step .* takes 12 bytes but the payload has 11"):
+    cluster.client.notify(Values(step.origin, step.number, "grad"), bytes(11))
+    with pytest.raises(errors.WireError, match=r"'grad' in step .* the values take 12 bytes, but 11 bytes came"):
         pending.wait(DEADLINE_S)
     assert read(cluster) == [1, 1, 1]
 
@@ -250,7 +252,7 @@ def test_losing_the_origin_cancels_its_steps(cluster: Cluster) -> None:
     back = cluster.reach_ps(WORKER)
     step = next_step(WORKER)
     again = back.start(run_plan(step, handle))
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
     assert again.wait(DEADLINE_S).message == Ok()
 
 
@@ -289,7 +291,7 @@ def test_a_lost_connection_ends_the_waits_for_its_values(cluster: Cluster) -> No
 
 
 def test_sending_to_a_task_that_is_not_there_fails_the_plan(cluster: Cluster) -> None:
-    plan = Plan(WORKER, 1, (Send("e", "/job:ps/task:9", 0),), feeds=(0,))
+    plan = Plan(WORKER, 1, (Send("e", "/job:ps/task:9", (0,)),), feeds=(0,))
     done = start(cluster.worker, cluster.worker.plans.add(plan, ()), next_step(), jnp.ones(3))
     with pytest.raises(errors.TaskLost, match=f"/job:ps/task:9 is not in the cluster; these tasks are: .*{PS}"):
         done.result(DEADLINE_S)
@@ -379,7 +381,7 @@ def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Clust
     held = start(cluster.ps, cluster.ps.plans.add(holding, [flat_program(hold, 1)]), next_step(PS))
     assert entered.wait(DEADLINE_S)
     adding = cluster.client.start(run_plan(step, handle))
-    cluster.client.notify(Tensor(step.origin, step.number, "grad", "float32", (3,)), encode_array(ONES))
+    cluster.client.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
     # Over the same connection, so the answer shows that the reader continues.
     assert cluster.ask(run_plan(next_step(), empty)).message == Ok()
     leave.set()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.transport.buffer_pool import BufferPool
-from dflow.distributed.wire.codec import ALIGNMENT_BYTES
+from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 
 LARGE = 1 << 20
 

@@ -11,7 +11,6 @@ import pytest
 
 from dflow.distributed.transport.base import Handler, Listener, Peer, RefuseAll, Reply, Responder
 from dflow.distributed.transport.link import MIN_ALIGNED_BYTES, Limits
-from dflow.distributed.wire.codec import ALIGNMENT_BYTES
 from dflow.distributed.wire.large_message import pack
 from dflow.distributed.wire.messages.connection import Failure, Introduce, Ok, Packed
 from dflow.distributed.wire.messages.message import Message
@@ -19,6 +18,7 @@ from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.plans import Registered, RegisterPlan
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster, TaskInfo
 from dflow.distributed.wire.messages.variables import ReadVariables
+from dflow.lowering.values.alignment import ALIGNMENT_BYTES
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind, Recorder, echo, hold, reach
 

@@ -26,7 +26,7 @@ from dflow.distributed.wire.codec import encode_message
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION, Hello, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
-from dflow.distributed.wire.messages.transfers import Tensor
+from dflow.distributed.wire.messages.transfers import Values
 from dflow.tracing import errors
 from tests.distributed.transports import DEADLINE_S, Recorder, echo, reach
 from tests.effort import examples
@@ -153,7 +153,7 @@ def test_a_frame_that_is_none_ends_its_connection_alone(server: SocketListener, 
 @settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     hello=st.booleans(),
-    head=st.sampled_from([b"", MAGIC, OK, header(meta=9), frame(Tensor("o", 1, "e", "float32", (2,)), bytes(7))]),
+    head=st.sampled_from([b"", MAGIC, OK, header(meta=9), frame(Values("o", 1, "e"), bytes(7))]),
     tail=st.binary(max_size=300),
 )
 def test_any_bytes_leave_the_server_serving(server: SocketListener, hello: bool, head: bytes, tail: bytes) -> None:

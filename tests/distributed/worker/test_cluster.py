@@ -127,10 +127,13 @@ def test_gradients_travel_and_the_state_of_the_optimizer_stays(memory: MemoryClu
 
     step()
     servers = [worker.server, *(task.server for task in memory.tasks.values())]
-    large = {(sent.edge, sent.source[5:7]) for server in servers for sent in server.traffic() if sent.size_bytes > 99}
-    gradients = {(f"grad/stay/{name}", "wo") for name in "abcd"}
-    assert gradients <= large
-    assert {edge for edge, _ in large - gradients} <= {variable.name for variable in model.values()}
+    large = [sent for server in servers for sent in server.traffic() if sent.size_bytes > 99]
+    gradients = [sent for sent in large if sent.source == worker.task]
+    values = [sent for sent in large if sent.source != worker.task]
+    assert {sent.edge for sent in gradients} == {"grad/stay/a+1", "grad/stay/b+1"}
+    assert {sent.edge for sent in values} == {"stay/a+1", "stay/b+1"}
+    # Two arrays of 400 bytes, of which the second one is aligned.
+    assert {(sent.values, sent.size_bytes) for sent in large} == {(2, 448 + 400)}
 
 
 def test_a_coordinator_nobody_answers_for() -> None:

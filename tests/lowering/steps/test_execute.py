@@ -68,7 +68,7 @@ class Task:
 
     def arrive(self, edge: str, value: Any) -> None:
         """Deliver a value from the other task."""
-        self.mail.put((STEP, edge, PS_0, WORKER), value)
+        self.mail.put((STEP, edge, PS_0, WORKER), value if isinstance(value, BaseException) else [value])
 
     def work(self) -> None:
         """Do all submitted work."""
@@ -78,7 +78,7 @@ class Task:
     @property
     def sent(self) -> dict[str, Any]:
         """Values sent to the other task, by edge."""
-        return {edge: value for (_, edge, _, to), value in self.mail.values.items() if to == PS_0}
+        return {edge: value for (_, edge, _, to), [value] in self.mail.values.items() if to == PS_0}
 
 
 def calls(log: list[int], count: int) -> list[Program]:
@@ -96,11 +96,11 @@ def call(program: int, *takes: int, gives: int, after: Sequence[int] = ()) -> Ca
 
 
 def recv(edge: str, give: int) -> Recv:
-    return Recv(edge, PS_0, give, "f32", ())
+    return Recv(edge, PS_0, (give,), (("f32", ()),))
 
 
 def send(edge: str, take: int, *after: int) -> Send:
-    return Send(edge, PS_0, take, after)
+    return Send(edge, PS_0, (take,), after)
 
 
 # Dependencies.

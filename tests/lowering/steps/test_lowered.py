@@ -44,8 +44,8 @@ def test_the_plan_of_a_parameter_server() -> None:
         slots=2,
         items=(
             Read(keys=("w!",), gives=(0,)),
-            Send(edge="w", destination=WORKER, take=0),
-            Recv(edge="jax.mul.1", source=WORKER, give=1, dtype="f32", shape=(3,)),
+            Send(edge="w", destination=WORKER, takes=(0,)),
+            Recv(edge="jax.mul.1", source=WORKER, gives=(1,), types=(("f32", (3,)),)),
             Call(program=0, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), quick=True),
         ),
         names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
@@ -63,9 +63,9 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
     assert plan.slots == 4
     assert plan.items == (
         Call(program=0, writes=("steps!",), reads=(), takes=(), gives=(), quick=True),
-        Recv(edge="w", source=PS_0, give=received, dtype="f32", shape=(3,)),
+        Recv(edge="w", source=PS_0, gives=(received,), types=(("f32", (3,)),)),
         Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,), quick=True),
-        Send(edge="jax.mul.1", destination=PS_0, take=product),
+        Send(edge="jax.mul.1", destination=PS_0, takes=(product,)),
     )
 
 

@@ -27,7 +27,7 @@ STEP = StepId("/job:worker/task:0", 7)
 PLAN = Plan(
     "/job:ps/task:0",
     2,
-    (Recv("w", "/job:worker/task:0", 0, "float32", ()), Call(0, (), (), (0,), (1,))),
+    (Recv("w", "/job:worker/task:0", (0,), (("f32", ()),)), Call(0, (), (), (0,), (1,))),
     names=("%w (net.recv)\n  at model.py:12", "%y (xla.call)"),
 )
 
