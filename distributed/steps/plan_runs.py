@@ -3,8 +3,9 @@
 Invariants:
 
 - A plan that was begun ends exactly once: by its last item, its first error, or `cancel`.
-- The thread that makes items of a quick plan ready (`Executable.is_quick`) runs them, since waking another thread
-  takes longer, unless it would have to wait for a variable. The pool runs all other items.
+- The thread that makes items of an asynchronous plan ready (`Executable.is_asynchronous`) runs them, since waking
+  another thread takes longer, unless it would have to wait for a variable. The pool runs all other items. A reader
+  thread that waits for computed values hands over its other connections first.
 - An item that makes others ready on its thread returns before they run, so that chains of steps which feed each other
   use no more stack than one.
 """
@@ -26,6 +27,7 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
+from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 
@@ -41,7 +43,7 @@ class PlanRuns:
         self.counts = StepCounts()
         self._lock = threading.Lock()
         #: The runs, each with the time when it began.
-        self._runs: dict[StepId, tuple[Execution, int]] = {}
+        self._runs: dict[StepId, tuple[Execution | StraightRun, int]] = {}
 
     def running(self) -> list[StepId]:
         """The steps that have a part running here, oldest first."""
@@ -52,9 +54,9 @@ class PlanRuns:
         self, executable: Executable, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`."""
-        submit = partial(self._do, executable) if executable.is_quick else self._pool.submit
+        submit = partial(self._do, executable) if executable.is_asynchronous else self._pool.submit
         ended = partial(self._ended, step, on_done)
-        run = Execution(executable, self._store, self._channel, step, feeds, ended, submit, recorder=self._recorder)
+        run = run_of(executable, self._store, self._channel, step, feeds, ended, submit, self._recorder)
         with self._lock:
             if step in self._runs:
                 raise InternalError(f"{self._task} already runs a plan in {describe(step)}")
@@ -80,8 +82,9 @@ class PlanRuns:
             run.cancel(error)
 
     def _do(self, executable: Executable, work: Callable[[], None]) -> None:
-        """Run quick work on this thread, unless it would have to wait for a variable."""
-        if self._store.table.is_busy(executable.keys):
+        """Run work on this thread, unless it would have to wait for a variable."""
+        line = executable.line
+        if self._store.table.is_busy(executable.keys) if line is None else line.is_busy():
             self._pool.submit(work)
         else:
             run_soon(work)

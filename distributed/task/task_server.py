@@ -7,8 +7,8 @@ values, and runs its own part of each step through it.
 Invariants:
 
 - An error while handling a request is the answer to that request, and never ends the task.
-- Reader threads dispatch messages: they begin steps, receive values, cancel, and run the quick items of a plan (see
-  `plan_runs`). The task's pool does all else that reads or writes a variable, compiles or computes.
+- Reader threads dispatch messages: they begin steps, receive values, cancel, and run items of plans that do not block
+  (see `plan_runs`). The task's pool does all else that reads or writes a variable, compiles or computes.
 - `RunPlan` is answered when the plan has ended, and no thread waits for that. The plan also ends by `CancelStep`, by
   the loss of the task that started the step, and by `close`.
 """

@@ -44,9 +44,6 @@ _VIEWS = {"reshape", "squeeze", "stop_gradient"}
 #: Ops without arithmetic, which only write their results.
 _COPIES = {"broadcast_in_dim", "convert_element_type", "copy", "iota", "transpose"}
 
-#: About 0.1 ms on one core. The limit is far below 1 ms, since sums of estimates may be wrong by a small factor.
-QUICK = Work(1e6, 1e6)
-
 #: Ops that run code unknown to us.
 _UNKNOWN = frozenset({"ffi_call", "pallas_call", "custom_call"})
 
@@ -109,12 +106,14 @@ def exceeds(nodes: Iterable[Node], limit: Work, moved_bytes: float = 0.0) -> boo
     return False
 
 
-def is_quick(call: Node) -> bool:
-    """Whether an XLA call is surely short enough to run on a thread that must not be blocked."""
+def is_asynchronous(call: Node) -> bool:
+    """Whether an XLA call surely returns without waiting for its results, so that no thread is blocked by it.
+
+    XLA runs short programs on the calling thread and all others on threads of its own. A loop with an unknown number
+    of iterations may be mistaken for a short program.
+    """
     (body,) = call.bodies
-    if calls_python(body) or exceeds(body.nodes, QUICK, sum(map(_bytes, call.outputs))):
-        return False
-    return not any(runs_how_long(node) or _name(node) in _UNKNOWN for node in body.nodes)
+    return not calls_python(body) and not any(runs_how_long(node) or _name(node) in _UNKNOWN for node in body.nodes)
 
 
 def runs_how_long(node: Node) -> bool:

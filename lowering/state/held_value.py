@@ -43,7 +43,7 @@ class StepState:
         #: The values written and the values read, while the step holds them; their entries in the table.
         self.written: Sequence[Any] | None = None
         self.read: list[Any] = []
-        self._entries: list[HeldValue] = []
+        self.entries: list[HeldValue] = []
         self.results: list[Any] | None = None
         self.thread = 0
         #: Monotonic time until which a thread is known to wait for the values; number of threads waiting to call.
@@ -62,18 +62,18 @@ class StepState:
         self.read = [entry.value for entry in entries[count:]]
         for index, entry in enumerate(entries):
             entry.index, entry.step = index if index < count else READ, self
-        self._entries = list(entries)
+        self.entries = list(entries)
         self.written = values  # from here on the step holds the values
 
     def release(self) -> None:
         """Return the values to the table."""
-        for entry, value in zip(self._entries, self.written or (), strict=False):
+        for entry, value in zip(self.entries, self.written or (), strict=False):
             entry.value, entry.is_aliased = value, False
         self.written = None  # from here on the table holds the values
-        for entry in self._entries:
+        for entry in self.entries:
             if entry.step is self:
                 entry.step = None
-        self._entries, self.read = [], []
+        self.entries, self.read = [], []
 
     def readable(self) -> Sequence[Any] | None:
         """Return the values of the variables that it writes; None when they are unknown until a call has ended.

@@ -142,7 +142,7 @@ class Store:
             values, are_views = self.table.section(lambda: self._views_now(keys))
             if are_views:
                 return values
-            if not all(map(_has_view, values)):
+            if not all(map(has_view, values)):
                 break
             with suppress(RuntimeError):  # a program has overwritten a value since
                 wait_until_computed(values)
@@ -152,7 +152,7 @@ class Store:
     def _views_now(self, keys: Sequence[str]) -> tuple[list[Any], bool]:
         """Return the values, as NumPy views if all are on the CPU and computed, and whether they are views."""
         values: list[Any] = self.table.values(keys)
-        if all(_has_view(value) and value.is_ready() for value in values):
+        if all(has_view(value) and value.is_ready() for value in values):
             return [np.asarray(value) for value in values], True
         return values, False
 
@@ -212,17 +212,30 @@ class Store:
         self.call(_in_place(kind, place), [key], [], moved)
 
     def call(
-        self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
+        self,
+        program: Program,
+        writes: Sequence[str],
+        reads: Sequence[str],
+        operands: Sequence[Any],
+        step: StepState | None = None,
     ) -> Sequence[jax.Array]:
-        """Run a program on variables and operands, keep the variables' new values and return its other results."""
+        """Run a program on variables and operands, keep the variables' new values and return its other results.
+
+        `step`, from `step_state`, keeps the values that it writes for the next call with it, which costs nothing per
+        variable then.
+        """
         if not writes and not reads:
             return program(*operands)
-        step = StepState(writes, reads, "part of a function", program.keeps)
+        step = step or self.step_state(program, writes, reads)
         results: Sequence[jax.Array] = program.run(
             lambda call: self.table.run(step, call, operands),
             lambda: [*map(self.table.buffer, (*writes, *reads)), *operands],
         )
         return results
+
+    def step_state(self, program: Program, writes: Sequence[str], reads: Sequence[str]) -> StepState:
+        """Return what repeated calls of a program on the same variables pass to `call`."""
+        return StepState(writes, reads, "part of a function", program.keeps)
 
     def resource(self, key: str) -> HeldResource:
         """Return the queue or accumulator under `key`. Raises DflowError when there is none."""
@@ -261,7 +274,7 @@ def _in_place(kind: str, place: Sharding | None) -> Program:
     return Program(jax_jit(update, donate_argnums=0, out_shardings=place))
 
 
-def _has_view(value: jax.Array) -> bool:
+def has_view(value: jax.Array) -> bool:
     """Whether NumPy can use the buffer: it is one, of numbers and not of keys, on a CPU."""
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False

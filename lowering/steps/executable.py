@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from graphlib import TopologicalSorter
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,11 +35,11 @@ from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import parse_dtype
 
+if TYPE_CHECKING:
+    from dflow.lowering.steps.straight_line import StraightLine
+
 #: Stands for all variables and resources: an item that touches this may touch any.
 ANYTHING = ""
-
-#: A plan whose calls use more variables than this is never quick.
-MOST_QUICK_KEYS = 64
 
 
 class ItemRole(Enum):
@@ -57,6 +58,7 @@ _IN_ORDER = ((ItemRole.WRITES, ItemRole.RELEASES), (ItemRole.ACQUIRES, ItemRole.
 class Executable:
     """What one task runs in one step: a plan, with its programs by index, and the order of its items, by index.
 
+    needs       the items that each item waits for
     waiting     number of items that each item waits for
     dependents  the items that wait for each item, transfers first
     at_once     the items that wait for none, receives first, so that arriving values find their receive
@@ -81,7 +83,9 @@ class Executable:
         self.layouts = {
             index: PayloadLayout(item.types) for index, item in enumerate(plan.items) if isinstance(item, Recv)
         }
-        needed = needs(plan)
+        self.needs = needed = needs(plan)
+        #: The plan as a straight line, once it has run as one.
+        self.line: StraightLine | None = None
         self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
         # Transfers first, so that they start before a later call occupies the device.
@@ -113,10 +117,12 @@ class Executable:
         return tuple(slot for slot in found if slot not in self.fetched)
 
     @cached_property
-    def is_quick(self) -> bool:
-        """Whether each item is quick once it may run, so that the thread that makes it ready may run it."""
-        return len(self.keys) <= MOST_QUICK_KEYS and all(
-            item.quick if isinstance(item, Call) else isinstance(item, Read | Send | Recv | UseResource)
+    def is_asynchronous(self) -> bool:
+        """Whether no item blocks the thread that runs it, except a send of values that are still being computed."""
+        return all(
+            (item.asynchronous and not item.keeps)
+            if isinstance(item, Call)
+            else isinstance(item, Read | Send | Recv | UseResource)
             for item in self.plan.items
         )
 

@@ -23,7 +23,7 @@ from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives
 from dflow.lowering.steps.loops import PENDING, Loop, OnItem
-from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Read, Recv, Scan, Send, UseResource, While
+from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome
@@ -273,12 +273,8 @@ class Execution:
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, and add its name to it; a body's item is named before the branch or loop."""
-        plan = self._executable.plan
-        names = plan.names
         if not self._ended:
-            self._note(ITEM_FAILED, self._step, plan, (index, type(error).__name__))
-        if isinstance(error, Exception) and names and not self._ended:
-            error.add_note(f"in {names[index]}")
+            note_failure(self._recorder, self._step, self._executable.plan, index, error)
         self._end(error)
 
     def _done(self, index: int) -> list[int]:
@@ -313,6 +309,13 @@ class Execution:
             for cancel in cancels:
                 cancel(outcome)
         self._on_done(outcome)
+
+
+def note_failure(recorder: Recorder, step: StepId, plan: Plan, index: int, error: BaseException) -> None:
+    """Record that an item of a plan failed, and add the item's name to its error."""
+    recorder.note(ITEM_FAILED, step, plan, (index, type(error).__name__))
+    if isinstance(error, Exception) and plan.names:
+        error.add_note(f"in {plan.names[index]}")
 
 
 #: The method that runs an item, by class. It returns False if the item is done later, when its callback is called.

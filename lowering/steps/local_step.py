@@ -18,9 +18,10 @@ from dflow.lowering.queues.channel import Deliver, Sent, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.executable import Executable, takes
-from dflow.lowering.steps.execute import Execution, Fetches
+from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.lowered import Lowered
 from dflow.lowering.steps.plan import Call, calls_in
+from dflow.lowering.steps.straight_line import run_of
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.kept_shardings import kept_shardings
 from dflow.lowering.values.outcome import Outcome
@@ -164,7 +165,7 @@ def _run_here(executable: Executable, store: Store, feeds: Sequence[Any]) -> Out
         outcomes.append(outcome)
         work.put(lambda: None)
 
-    execution = Execution(executable, store, _NO_CHANNEL, StepId(executable.plan.task, 0), feeds, on_done, work.put)
+    execution = run_of(executable, store, _NO_CHANNEL, StepId(executable.plan.task, 0), feeds, on_done, work.put)
     try:
         execution.start()
         while not outcomes:

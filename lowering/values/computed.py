@@ -1,6 +1,6 @@
 """Waiting for computed values, on threads that other threads rely on.
 
-Why: a thread that reads the connections of a process runs quick items of plans, whose inputs may still be computed by
+Why: a thread that reads the connections of a process runs items of plans, whose inputs may still be computed by
 slow ones. Such a thread registers once a function that is called before each of its waits.
 """
 

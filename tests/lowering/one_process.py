@@ -16,9 +16,10 @@ from dflow.lowering.pipeline import pipeline
 from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.execute import Execution, Fetches
+from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import lower_programs
 from dflow.lowering.steps.lowered import literals, make_plans
+from dflow.lowering.steps.straight_line import run_of
 from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.outcome import Outcome
 from dflow.lowering.values.payload_layout import PayloadLayout
@@ -129,7 +130,7 @@ class Cluster:
             outcomes[task] = outcome
 
         mailbox = Mailbox(self.mail, task)
-        Execution(self._parts[task], self.stores[task], mailbox, step, feeds, on_done, submit).start()
+        run_of(self._parts[task], self.stores[task], mailbox, step, feeds, on_done, submit).start()
 
     def state(self) -> dict[str, jax.Array]:
         """The values of all variables."""

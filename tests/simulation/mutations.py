@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -359,15 +359,19 @@ def planted(mutation: Mutation) -> Iterator[None]:
 
 
 def find(mutation: Mutation, schedules: int = SCHEDULES) -> ScheduleResult | None:
-    """How the first schedule ended in which an invariant failed; None if there is none."""
+    """How the first schedule ended in which the mutation's invariant failed; None if there is none.
+
+    A schedule that raises names no invariant, so the next one is tried.
+    """
     faults = None if mutation.faults is None else parse_faults(mutation.faults)
     with planted(mutation):
         steps = STEPS_OF[mutation.program]
-        all_ended = (
-            simulate(FaultSchedule(seed, steps=steps, faults=faults, program=mutation.program))
-            for seed in range(schedules)
-        )
-        return next((ended for ended in all_ended if ended.broken), None)
+        for seed in range(schedules):
+            with suppress(Exception):
+                ended = simulate(FaultSchedule(seed, steps=steps, faults=faults, program=mutation.program))
+                if ended.broken.startswith(mutation.found_by):
+                    return ended
+    return None
 
 
 if __name__ == "__main__":

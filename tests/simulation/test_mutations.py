@@ -9,6 +9,5 @@ from tests.simulation.mutations import MUTATIONS, Mutation, find
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.says)
 def test_a_planted_fault_is_found(mutation: Mutation) -> None:
     ended = find(mutation)
-    assert ended is not None, f"no invariant failed although {mutation.says}"
-    assert ended.broken.startswith(mutation.found_by)
+    assert ended is not None, f"{mutation.found_by!r} held although {mutation.says}"
     assert f"python -m tests.simulation --seed {ended.schedule.seed} " in str(ended)

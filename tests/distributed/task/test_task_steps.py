@@ -70,7 +70,7 @@ def serve_gradients(cluster: Cluster) -> int:
     return register(
         cluster,
         Recv("grad", WORKER, (0,), (("f32", (3,)),)),
-        Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,), quick=True),
+        Call(0, writes=("w",), reads=(), takes=(0,), gives=(1,), asynchronous=True),
         Send("value", WORKER, (1,)),
         programs=(accumulate(),),
     )
@@ -350,7 +350,7 @@ def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
             pending.wait(DEADLINE_S)
 
 
-def test_what_is_quick_is_done_by_the_thread_that_brings_it(cluster: Cluster) -> None:
+def test_an_asynchronous_plan_is_run_by_the_thread_that_brings_its_values(cluster: Cluster) -> None:
     create(cluster)
     remote, local = serve_gradients(cluster), send_and_receive(cluster)
     before = threads_of_pool(PS)
@@ -367,7 +367,7 @@ def threads_of_pool(task: str) -> int:
 
 
 def test_a_reader_does_not_wait_for_a_variable_that_a_program_has(cluster: Cluster) -> None:
-    """Values of another step arrive while a program uses the variable that a quick plan is to change."""
+    """Values of another step arrive while a program uses the variable that an asynchronous plan is to change."""
     create(cluster)
     empty, handle, step = register(cluster, programs=()), serve_gradients(cluster), next_step()
     entered, leave = threading.Event(), threading.Event()

@@ -1,4 +1,4 @@
-"""One task's partition of a step: dependencies of items, and the end of an execution."""
+"""One task's partition of a step: dependencies of items, and the end of an execution, by both executors."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
+from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -37,6 +38,15 @@ STEP = StepId(WORKER, 1)
 ONE = jnp.float32(1)
 
 
+#: The executors: `run_of` runs all plans but those with copies that wait as straight lines.
+EXECUTORS: dict[str, Any] = {"general": Execution, "straight": run_of}
+
+
+@pytest.fixture(autouse=True, params=list(EXECUTORS))
+def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(EXECUTORS, "chosen", EXECUTORS[request.param])
+
+
 class Task:
     """A task, its messages from and to another task, and its executions. Submitted work waits for a call of `work`."""
 
@@ -45,12 +55,14 @@ class Task:
         self.submitted: list[Callable[[], None]] = []
         self.programs = programs
 
-    def execution(self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()) -> Execution:
+    def execution(
+        self, *items: Item, slots: int = 9, feeds: Any = (), fetches: Sequence[int] = ()
+    ) -> Execution | StraightRun:
         """Make an execution of a plan without starting it; `feeds` maps slots to values."""
         feeds = dict(feeds)
         plan = Plan(WORKER, slots, items, tuple(feeds), tuple(fetches))
         mailbox = Mailbox(self.mail, WORKER)
-        return Execution(
+        return EXECUTORS["chosen"](
             Executable(plan, self.programs),
             self.store,
             mailbox,
@@ -60,7 +72,7 @@ class Task:
             self.submitted.append,
         )
 
-    def start(self, *items: Item, **options: Any) -> Execution:
+    def start(self, *items: Item, **options: Any) -> Execution | StraightRun:
         """Start a plan."""
         execution = self.execution(*items, **options)
         execution.start()
@@ -291,7 +303,7 @@ def test_calls_run_on_the_variables_of_the_store() -> None:
 def test_feeds_are_counted() -> None:
     plan = Plan(WORKER, 2, (), (0, 1), ())
     with pytest.raises(InternalError, match="the plan of /job:worker/task:0 takes 2 feeds but was given 1"):
-        Execution(Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
+        EXECUTORS["chosen"](Executable(plan), Store(), Mailbox(Mail(), WORKER), STEP, [ONE], never, never)
 
 
 def never(_: Any) -> None:
@@ -383,7 +395,7 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
 
     outcomes: list[Outcome[Fetches]] = []
     plan = Plan(WORKER, 2, (send("x", 0), recv("y", 1)), (0,), ())
-    Execution(Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
+    EXECUTORS["chosen"](Executable(plan), Store(), Broken(Mail(), WORKER), STEP, [ONE], outcomes.append, never).start()
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1
@@ -401,7 +413,7 @@ def test_values_that_arrive_on_many_threads_end_it_once() -> None:
         for _ in itertools.repeat(None, rounds):
             task, done = Task(add), Future[Outcome[Fetches]]()
             plan = Plan(WORKER, 2 * width + 1, tuple(items), (width,), (2 * width,))
-            Execution(
+            EXECUTORS["chosen"](
                 Executable(plan, [add]), Store(), Mailbox(task.mail, WORKER), STEP, [ONE], done.set_result, pool.submit
             ).start()
             order = random.Random(0).sample(range(width), width)

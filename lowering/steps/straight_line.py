@@ -1,0 +1,404 @@
+"""Run a plan whose items wait only for values, queues and accumulators, without looking for what is ready.
+
+What a task does in a step is known when its plan is registered. Only receives and ops on queues or accumulators wait.
+So the other items form segments: all that becomes ready by the same waits. A segment runs its items on one thread, in
+an order decided here once; a run counts waits and segments, not items, and a value costs it no call. Plans with
+branches, loops or copies that wait run by `execute.Execution`, which this equals otherwise.
+
+Invariants: an item runs when all that it needs is done. The first error ends a run and cancels its pending operations;
+later arrivals are ignored. A value is freed after the last item that takes it, or if segments share it, with the run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import jax
+
+from dflow.lowering.queues.channel import Channel, StepId
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state.repeated_views import RepeatedViews
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.executable import Executable, gives, takes
+from dflow.lowering.steps.execute import Execution, Fetches, Submit, note_failure
+from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
+from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
+from dflow.lowering.values.host_values import on_device
+from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.errors import InternalError, StepCancelled
+
+#: Items that wait: their results come by a callback.
+_WAITS = Recv | UseResource
+#: Runs one item, or starts one that waits.
+_Do = Callable[["StraightRun"], None]
+
+
+class StraightLine:
+    """A plan as segments, for the variables and resources of `store`; made by `straight_line`.
+
+    segments   the items of each segment, with their indices, in order
+    tokens     number of waits and segments that each segment comes after
+    after      segments that come after each wait, by the index of its item
+    following  segments that come after each segment
+    slots      the initial content of the slots
+    """
+
+    def __init__(self, executable: Executable, store: Store) -> None:
+        plan = executable.plan
+        self.plan, self.executable, self.store = plan, executable, store
+        before = _waits_before(executable)
+        groups: dict[frozenset[int], list[int]] = {}
+        for index in _in_order(executable):
+            groups.setdefault(before[index], []).append(index)
+        number_of = {index: number for number, group in enumerate(groups.values()) for index in group}
+        earlier = [
+            {number_of[need] for index in group for need in executable.needs[index] if not _waits(plan.items[need])}
+            - {number}
+            for number, group in enumerate(groups.values())
+        ]
+        #: Number of waits and segments that each segment comes after.
+        self.tokens = [len(waits) + len(earlier[number]) for number, waits in enumerate(groups)]
+        self.after = {
+            wait: tuple(number for number, waits in enumerate(groups) if wait in waits)
+            for wait in {wait for waits in groups for wait in waits}
+        }
+        self.following = [
+            tuple(later for later in range(len(groups)) if number in earlier[later]) for number in range(len(groups))
+        ]
+        self.slots: list[Any] = [None] * plan.slots
+        for slot, value in executable.scalars:
+            self.slots[slot] = value
+        #: The variables of each call.
+        self.states: list[StepState] = []
+        self.segments = [self._compiled(group) for group in groups.values()]
+        #: A run ends after all segments and all waits.
+        self.parts = len(groups) + sum(map(_waits, plan.items))
+
+    def is_busy(self) -> bool:
+        """Whether a thread is dispatching a program that uses a variable of this plan's calls."""
+        for state in self.states:
+            if state.written is None or state.results is not None:
+                return self.store.table.is_busy(self.executable.keys)
+        return False
+
+    def _compiled(self, group: Sequence[int]) -> list[tuple[int, bool, _Do]]:
+        """Return the items of a segment: index, whether it waits, and function, which also frees what it takes last."""
+        done: list[tuple[int, bool, _Do]] = []
+        own = set(group)
+        last = {slot: index for index in group for slot in takes(self.plan.items[index])}
+        for index in group:
+            item = self.plan.items[index]
+            freed = [
+                slot
+                for slot in dict.fromkeys(takes(item))
+                if last[slot] == index
+                and slot not in self.executable.fetched
+                and own.issuperset(self.executable.takers[slot])
+            ]
+            freed += [slot for slot in gives(item) if slot not in self.executable.takers]
+            freed = [slot for slot in freed if slot not in self.executable.fetched]
+            done.append((index, _waits(item), _with_freed(self._do(item, index), freed)))
+        return done
+
+    def _do(self, item: Item, index: int) -> _Do:
+        match item:
+            case Recv():
+                return _receive(item, index, self.executable)
+            case Send():
+                return _send(item)
+            case Call():
+                state = None
+                if item.writes or item.reads:
+                    state = self.store.step_state(self.executable.programs[item.program], item.writes, item.reads)
+                    self.states.append(state)
+                return _call(item, index, self.executable, state)
+            case Read():
+                return _read(item, index, self.executable, self.store)
+            case Copy():
+                return _copy(item, self.executable)
+            case UseResource():
+                return _use_resource(item, index)
+        raise InternalError(f"{type(item).__name__} in a straight line; please report this")
+
+
+def is_straight(executable: Executable) -> bool:
+    """Whether the plan can run as a straight line."""
+    items = executable.plan.items
+    return not executable.awaited and all(isinstance(item, Call | Copy | Read | Send | _WAITS) for item in items)
+
+
+def _waits(item: Item) -> bool:
+    return isinstance(item, _WAITS)
+
+
+def _in_order(executable: Executable) -> list[int]:
+    """Return the items, each after those that it needs: receives as early as possible, then transfers before calls."""
+    missing, order = list(executable.waiting), []
+    ready = deque(executable.at_once)
+    while ready:
+        order.append(index := ready.popleft())
+        for dependent in executable.dependents[index]:
+            missing[dependent] -= 1
+            if missing[dependent] == 0:
+                ready.append(dependent)
+    return order
+
+
+def _waits_before(executable: Executable) -> list[frozenset[int]]:
+    """Return, for each item, the waits that it needs, without those that these need themselves."""
+    items = executable.plan.items
+    everything: dict[int, frozenset[int]] = {}
+    newest: list[frozenset[int]] = [frozenset()] * len(items)
+    for index in _in_order(executable):
+        needed = executable.needs[index]
+        waits = {wait for need in needed for wait in ([need] if _waits(items[need]) else newest[need])}
+        implied = frozenset[int]().union(*(everything[wait] for wait in waits))
+        newest[index] = frozenset(waits - implied)
+        everything[index] = frozenset(waits | implied)
+    return newest
+
+
+# What each kind of item does. Slots are filled and taken as a whole, so that the number of values costs no calls.
+
+
+def _taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    if not slots:
+        return lambda _: ()
+    if len(slots) == 1:
+        return lambda held, slot=slots[0]: (held[slot],)  # type: ignore[misc]
+    if list(slots) == [*range(slots[0], slots[0] + len(slots))]:
+        return itemgetter(slice(slots[0], slots[0] + len(slots)))
+    return itemgetter(*slots)
+
+
+def _filler(slots: Sequence[int]) -> Callable[[list[Any], Sequence[Any]], None]:
+    count = len(slots)
+    is_range = bool(slots) and list(slots) == [*range(slots[0], slots[0] + count)]
+    place = slice(slots[0], slots[0] + count) if is_range else None
+
+    def fill(held: list[Any], values: Sequence[Any]) -> None:
+        if len(values) != count:
+            raise InternalError(f"{count} values were expected, got {len(values)}")
+        if place is not None:
+            held[place] = values
+        else:
+            for slot, value in zip(slots, values, strict=True):
+                held[slot] = value
+
+    return fill
+
+
+def _with_freed(do: _Do, slots: Sequence[int]) -> _Do:
+    if not slots:
+        return do
+    fill, nothing = _filler(sorted(slots)), (None,) * len(slots)
+
+    def do_and_free(run: StraightRun) -> None:
+        do(run)
+        fill(run.slots, nothing)
+
+    return do_and_free
+
+
+def _receive(item: Recv, index: int, executable: Executable) -> _Do:
+    edge, source, layout = item.edge, item.source, executable.layouts[index]
+    fill = _filler(item.gives)
+    return lambda run: run.channel.receive(run.step, edge, source, layout, run.arrival(index, fill))
+
+
+def _send(item: Send) -> _Do:
+    edge, destination, take = item.edge, item.destination, _taker(item.takes)
+    return lambda run: run.channel.send(run.step, edge, destination, take(run.slots))
+
+
+def _call(item: Call, index: int, executable: Executable, state: StepState | None) -> _Do:
+    used = executable.programs[item.program], item.writes, item.reads
+    take, fill = _taker(item.takes), _filler(item.gives)
+
+    def do(run: StraightRun) -> None:
+        results = run.line.store.call(*used, take(run.slots), state)
+        fill(run.slots, results)
+        if (watched := run.recorder.watched) is not None:
+            watched.put((results, run.step, executable.plan, index))
+
+    return do
+
+
+def _read(item: Read, index: int, executable: Executable, store: Store) -> _Do:
+    keys, fill = item.keys, _filler(item.gives)
+    if index in executable.sent:
+        views = RepeatedViews(store, keys)
+        return lambda run: fill(run.slots, views())
+
+    def do(run: StraightRun) -> None:
+        values = store.snapshot(keys)
+        fill(run.slots, [values[key] for key in keys])
+
+    return do
+
+
+def _copy(item: Copy, executable: Executable) -> _Do:
+    take, give, device = item.take, item.give, executable.devices[item.device]
+
+    def do(run: StraightRun) -> None:
+        run.slots[give] = jax.device_put(run.slots[take], device)
+
+    return do
+
+
+def _use_resource(item: UseResource, index: int) -> _Do:
+    key, op, take, fill = item.key, item.op, _taker(item.takes), _filler(item.gives)
+
+    def do(run: StraightRun) -> None:
+        held = run.line.store.resource(key)
+        run.cancel_at_end(held.start(op, list(take(run.slots)), run.arrival(index, fill)))
+
+    return do
+
+
+class StraightRun:
+    """One run of a straight line, from `start` on; its arguments are those of `execute.Execution`."""
+
+    def __init__(
+        self,
+        line: StraightLine,
+        channel: Channel,
+        step: StepId,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome[Fetches]], None],
+        submit: Submit,
+        recorder: Recorder,
+    ) -> None:
+        plan = line.plan
+        if len(feeds) != len(plan.feeds):
+            raise InternalError(f"the plan of {plan.task} takes {len(plan.feeds)} feeds but was given {len(feeds)}")
+        self.line, self.channel, self.step, self.recorder = line, channel, step, recorder
+        self._on_done, self._submit = on_done, submit
+        self.slots = list(line.slots)
+        for slot, value in zip(plan.feeds, feeds, strict=True):
+            self.slots[slot] = value
+        # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
+        #: Tokens of the parts that each segment comes after.
+        self._tokens = [[True, *(False,) * (count - 1)] for count in line.tokens]
+        #: Tokens of the parts that the end comes after.
+        self._left = [True, *(False,) * (line.parts - 1)]
+        #: A token until the run has ended.
+        self._is_open = [True]
+        self.error: BaseException | None = None
+        self._cancels: list[Cancel] = []
+
+    def start(self) -> None:
+        """Run the items that need no wait, on this thread. Does nothing if the run was cancelled before."""
+        if self.line.segments:
+            self._run([0])
+        else:
+            self._complete()
+
+    def cancel(self, error: BaseException) -> None:
+        """End with `error` unless it has ended."""
+        self._end(error)
+
+    def arrival(self, index: int, fill: Callable[[list[Any], Sequence[Any]], None]) -> Callable[[Outcome[Any]], None]:
+        """Return the callback for the results of an item that waits."""
+        return partial(self._arrived, index, fill)
+
+    def cancel_at_end(self, cancel: Cancel) -> None:
+        """Call `cancel` if the run fails while the operation waits."""
+        self._cancels.append(cancel)
+        if self.error is not None:
+            self._cancel_all(self.error)
+
+    def _run(self, numbers: list[int]) -> None:
+        """Run segments, and those that become ready by them."""
+        note, step, line = self.recorder.note, self.step, self.line
+        for number in numbers:  # which grows
+            for index, waits, do in line.segments[number]:
+                if not self._is_open:
+                    return
+                note(ITEM_BEGAN, step, line.plan, index)
+                try:
+                    do(self)
+                except BaseException as error:
+                    self._fail(index, error)
+                    return
+                if not waits:
+                    note(ITEM_ENDED, step, line.plan, index)
+            numbers += [later for later in line.following[number] if self._tokens[later].pop()]
+            if self._left.pop():
+                self._complete()
+
+    def _arrived(
+        self, index: int, fill: Callable[[list[Any], Sequence[Any]], None], values: Outcome[Sequence[Any]]
+    ) -> None:
+        """Continue after an item that waited, on the thread that delivers its results."""
+        if isinstance(values, BaseException):
+            self._fail(index, values)
+            return
+        try:
+            fill(self.slots, values)
+            self.recorder.note(ITEM_ENDED, self.step, self.line.plan, index)
+            ready = [number for number in self.line.after.get(index, ()) if self._tokens[number].pop()]
+            if self._left.pop():
+                self._complete()
+            # After the end there may be no thread left to submit to.
+            elif ready and self._is_open:
+                self._submit(partial(self._run, ready))
+        except BaseException as error:
+            # This is the producer's thread: fail the step here, or it would hang.
+            if isinstance(error, Exception):
+                self._fail(index, error)
+                return
+            self._fail(index, StepCancelled("the thread that brought what this step waited for was interrupted"))
+            raise
+
+    def _fail(self, index: int, error: BaseException) -> None:
+        """End with the error of an item, and add its name to it."""
+        if self._is_open:
+            note_failure(self.recorder, self.step, self.line.plan, index, error)
+        self._end(error)
+
+    def _complete(self) -> None:
+        slots = self.slots
+        self._end(on_device([slots[slot] for slot in self.line.plan.fetches]))
+
+    def _end(self, outcome: Outcome[Fetches]) -> None:
+        try:
+            self._is_open.pop()
+        except IndexError:
+            return
+        if isinstance(outcome, BaseException):
+            self.error = outcome
+            self._cancel_all(outcome)
+        self._on_done(outcome)
+
+    def _cancel_all(self, error: BaseException) -> None:
+        while self._cancels:
+            try:
+                cancel = self._cancels.pop()
+            except IndexError:  # another thread took it
+                return
+            cancel(error)
+
+
+def run_of(
+    executable: Executable,
+    store: Store,
+    channel: Channel,
+    step: StepId,
+    feeds: Sequence[Any],
+    on_done: Callable[[Outcome[Fetches]], None],
+    submit: Submit,
+    recorder: Recorder = NOWHERE,
+) -> Execution | StraightRun:
+    """Return a run of a plan in `store`; see `execute.Execution`."""
+    if not is_straight(executable):
+        return Execution(executable, store, channel, step, feeds, on_done, submit, recorder=recorder)
+    line = executable.line
+    if line is None or line.store is not store:
+        line = executable.line = StraightLine(executable, store)
+    return StraightRun(line, channel, step, feeds, on_done, submit, recorder)
