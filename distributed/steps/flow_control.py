@@ -1,22 +1,25 @@
 """Limits on values pushed to a task before it takes them: the excess is offered instead.
 
-Why: pushing a value is fastest, since it is present when it is needed. But a task that computes faster than another
-takes would fill the other's memory. So values are pushed while the untaken ones fit a window. Beyond it the sender
-keeps the value and sends an offer, and the receiver requests the value once an op waits for it.
+Why: pushing a value is fastest, since it is present when it is needed. But tasks that compute faster than another
+takes would fill the other's memory. So each receiver has a window of bytes, divided equally among its possible senders.
+Values are pushed while the untaken ones fit the sender's share. Beyond it the sender keeps the value and sends an
+offer, and the receiver requests the value once an op waits for it, and once the requested values fit the window.
 
-Why this cannot deadlock: no thread waits for room, and a requested value bypasses the window. So in whatever order
-values come and are needed, a wait ends as it would without a window, one message later.
+Why this cannot deadlock: no thread waits for room. A requested value was waited for, so it is taken when it arrives,
+which makes room for the next request. So in whatever order values come and are needed, a wait ends as it would without
+a window, some messages later.
 
-Invariants: the bytes pushed to a task and not credited are at most the window, or one value. An offer ends once: when
-it is requested or declined, with its step, with the other task, or when it expires. A receiver credits each pushed
-value once, when it was taken or dropped, and answers each offer at most once. No I/O, no clock, no locks.
+Invariants: the bytes pushed to a task and not credited are at most the window. The bytes requested and not arrived are
+at most the window, or one value. An offer ends once: when it is requested or declined, with its step, with the other
+task, or when it expires. A receiver credits each pushed value once, when it was taken or dropped, and answers each
+offer at most once. No I/O, no clock, no locks.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from dflow.distributed.wire.messages.transfers import Credit, Pull
 from dflow.lowering.queues.channel import StepId
@@ -26,7 +29,7 @@ Item = TypeVar("Item")
 #: Cost of an untaken value in addition to its bytes.
 COST_BYTES = 256
 
-#: A receiver sends credit in units of a window divided by this, so that small values cost no messages.
+#: A receiver sends credit in units of a share divided by this, so that small values cost no messages.
 CREDITED_PART = 4
 
 
@@ -43,6 +46,8 @@ class Outflow(Generic[Item]):
 
     def __init__(self, window_bytes: int) -> None:
         self._window = window_bytes
+        #: Number of tasks that may send to one receiver.
+        self.senders = 1
         #: By destination, the bytes pushed and not credited, including `COST_BYTES` per value.
         self.untaken: Counter[str] = Counter()
         self._offers: dict[Offered, Item] = {}
@@ -54,10 +59,8 @@ class Outflow(Generic[Item]):
 
     def pushes(self, destination: str, size_bytes: int) -> bool:
         """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
-        untaken = self.untaken[destination]
-        after = untaken + size_bytes + COST_BYTES
-        # A value larger than the window is pushed when no other is untaken.
-        if untaken and after > self._window:
+        after = self.untaken[destination] + size_bytes + COST_BYTES
+        if after > self._window // self.senders:
             return False
         self.untaken[destination] = after
         return True
@@ -98,11 +101,18 @@ class Inflow:
     """The receiving half of a task."""
 
     def __init__(self, window_bytes: int) -> None:
-        self._batch = max(1, window_bytes // CREDITED_PART)
+        self._window = window_bytes
+        #: Number of tasks that may send to this one.
+        self.senders = 1
         self._owed: dict[str, int] = {}
-        #: By step and edge, the source and the cost of each untaken value, and the source of each offer.
+        #: By step and edge: source and cost of each untaken value; source and size of each offer not awaited yet; of
+        #: each awaited offer that is not requested yet, oldest first; and of each requested value that has not come.
         self._held: dict[StepId, dict[str, tuple[str, int]]] = {}
-        self._offered: dict[StepId, dict[str, str]] = {}
+        self._offered: dict[StepId, dict[str, tuple[str, int]]] = {}
+        self._queued: dict[tuple[StepId, str], tuple[str, int]] = {}
+        self._requested: dict[tuple[StepId, str], tuple[str, int]] = {}
+        #: Total size of the requested values that have not come.
+        self.requested_bytes = 0
 
     @property
     def held(self) -> int:
@@ -112,7 +122,7 @@ class Inflow:
     @property
     def offered(self) -> int:
         """Number of offers not answered yet."""
-        return sum(map(len, self._offered.values()))
+        return sum(map(len, self._offered.values())) + len(self._queued)
 
     def came(self, source: str, step: StepId, edge: str, size_bytes: int, *, is_held: bool) -> list[Reaction]:
         """Count a pushed value that arrived; `is_held`: it waits to be taken."""
@@ -127,41 +137,81 @@ class Inflow:
         value = self._held.get(step, {}).pop(edge, None)
         return self._owe(*value) if value is not None else []
 
-    def offer(self, source: str, step: StepId, edge: str, *, is_awaited: bool, is_open: bool) -> list[Reaction]:
+    def offer(
+        self, source: str, step: StepId, edge: str, size_bytes: int, *, is_awaited: bool, is_open: bool
+    ) -> list[Reaction]:
         """Handle an offer of `source`: request the value if `is_awaited`, decline it if the step is not `is_open`."""
-        if is_awaited or not is_open:
-            return [_answer(source, step, edge, wanted=is_awaited)]
-        self._offered.setdefault(step, {})[edge] = source
+        if is_awaited:
+            self._queued[step, edge] = source, size_bytes
+            return self._requests()
+        if not is_open:
+            return [_answer(source, step, edge, wanted=False)]
+        self._offered.setdefault(step, {})[edge] = source, size_bytes
         return []
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
         """Request the value, which an op now waits for, if it was offered."""
-        source = self._offered.get(step, {}).pop(edge, None)
-        return [_answer(source, step, edge, wanted=True)] if source is not None else []
+        offered = self._offered.get(step, {}).pop(edge, None)
+        if offered is None:
+            return []
+        self._queued[step, edge] = offered
+        return self._requests()
+
+    def pulled(self, step: StepId, edge: str) -> list[Reaction]:
+        """Count a requested value that arrived, which makes room for others."""
+        return self._requests() if self._end_request(step, edge) else []
 
     def ended(self, step: StepId) -> list[Reaction]:
         """Credit and decline what remains of a step, which is dropped."""
         credits = [one for held in self._held.pop(step, {}).values() for one in self._owe(*held)]
-        offered = self._offered.pop(step, {}).items()
-        return [*credits, *(_answer(source, step, edge, wanted=False) for edge, source in offered)]
+        offered = list(self._offered.pop(step, {}).items())
+        if self._queued:
+            queued = [key for key in self._queued if key[0] == step]
+            offered += [(edge, self._queued.pop((step, edge))) for _, edge in queued]
+        declined = [_answer(source, step, edge, wanted=False) for edge, (source, _) in offered]
+        requested = [edge for other, edge in self._requested if other == step] if self._requested else []
+        for edge in requested:
+            self._end_request(step, edge)
+        return [*credits, *declined, *(self._requests() if requested else ())]
 
     def steps_of(self, origin: str) -> list[StepId]:
-        """The steps of `origin` with held or offered values here."""
-        return [step for step in {**self._held, **self._offered} if step.origin == origin]
+        """The steps of `origin` with held, offered or requested values here."""
+        found = {**self._held, **self._offered}.keys() | {step for step, _ in (*self._queued, *self._requested)}
+        return [step for step in found if step.origin == origin]
 
-    def forget(self, source: str) -> None:
+    def forget(self, source: str) -> list[Reaction]:
         """Forget `source`, whose connection has ended: its values are no longer credited, its offers are void."""
         self._owed.pop(source, None)
-        for held in self._held.values():
-            for edge in [edge for edge, (by, _) in held.items() if by == source]:
-                del held[edge]
-        for offered in self._offered.values():
-            for edge in [edge for edge, by in offered.items() if by == source]:
-                del offered[edge]
+        by_key: list[dict[Any, tuple[str, int]]] = [*self._held.values(), *self._offered.values(), self._queued]
+        for values in by_key:
+            for key in [key for key, (by, _) in values.items() if by == source]:
+                del values[key]
+        for step, edge in [key for key, (by, _) in self._requested.items() if by == source]:
+            self._end_request(step, edge)
+        return self._requests()
+
+    def _requests(self) -> list[Reaction]:
+        """Request the oldest awaited offers that fit the window, at least one if none is requested."""
+        found = []
+        while self._queued:
+            (step, edge), (source, size_bytes) = next(iter(self._queued.items()))
+            if self._requested and self.requested_bytes + size_bytes > self._window:
+                break
+            del self._queued[step, edge]
+            self._requested[step, edge] = source, size_bytes
+            self.requested_bytes += size_bytes
+            found.append(_answer(source, step, edge, wanted=True))
+        return found
+
+    def _end_request(self, step: StepId, edge: str) -> bool:
+        requested = self._requested.pop((step, edge), None)
+        if requested is not None:
+            self.requested_bytes -= requested[1]
+        return requested is not None
 
     def _owe(self, source: str, cost_bytes: int) -> list[Reaction]:
         owed = self._owed.get(source, 0) + cost_bytes
-        if owed < self._batch:
+        if owed < self._window // self.senders // CREDITED_PART:
             self._owed[source] = owed
             return []
         self._owed[source] = 0

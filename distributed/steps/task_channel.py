@@ -36,7 +36,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, TransportClosed, 
 
 LOGGER = logging.getLogger("dflow")
 
-#: Limit of the untaken bytes at a task, for each other task.
+#: Limit of the bytes at a task that other tasks pushed and that are not taken.
 WINDOW_BYTES = 256 << 20
 
 
@@ -170,10 +170,10 @@ class TaskChannel:
         with self._lock:
             self._taken_in[source] += len(payload)
             commands = self._rendezvous.put(step, edge, payload)
-            reactions: list[Reaction] = []
-            # Requested values do not count in the window.
-            if not isinstance(message, PulledValues):
-                self._senders[source] = peer
+            self._senders[source] = peer
+            if isinstance(message, PulledValues):
+                reactions = self._inflow.pulled(step, edge)
+            else:
                 is_held = not commands and self._rendezvous.holds(step, edge)
                 reactions = self._inflow.came(source, step, edge, len(payload), is_held=is_held)
         self._carry_out(commands, reactions)
@@ -184,7 +184,9 @@ class TaskChannel:
         with self._lock:
             self._senders[peer.name] = peer
             is_awaited, is_open = self._rendezvous.is_awaited(step, offer.edge), self._rendezvous.is_open(step)
-            reactions = self._inflow.offer(peer.name, step, offer.edge, is_awaited=is_awaited, is_open=is_open)
+            reactions = self._inflow.offer(
+                peer.name, step, offer.edge, offer.size_bytes, is_awaited=is_awaited, is_open=is_open
+            )
         self._carry_out((), reactions)
 
     def pulled(self, pull: Pull, peer: Peer) -> None:
@@ -234,23 +236,28 @@ class TaskChannel:
         """End the waits for values of `task` with `error`, since these may be lost."""
         with self._lock:
             commands = self._rendezvous.stop_waiting_for(task, error)
-            self._inflow.forget(task)
+            reactions = self._inflow.forget(task)
             self._void(self._outflow.forget(task))
             self._senders.pop(task, None)
-        self._carry_out(commands)
+        self._carry_out(commands, reactions)
 
     def task_left(self, task: str, error: DflowError) -> tuple[StepId, ...]:
         """End the waits for values of `task`, and the steps it started, with `error`; return these steps."""
         with self._lock:
             steps = self._rendezvous.open_steps(task)
             commands = self._rendezvous.lose(task, error)
-            self._inflow.forget(task)
-            reactions = [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
+            reactions = self._inflow.forget(task)
+            reactions += [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
             self._void(self._outflow.forget(task))
             self._void(self._outflow.end_all(lambda offer: offer.step.origin == task))
             self._senders.pop(task, None)
         self._carry_out(commands, reactions)
         return steps
+
+    def set_senders(self, count: int) -> None:
+        """Set the number of tasks that may send to any one task; see `flow_control`."""
+        with self._lock:
+            self._outflow.senders = self._inflow.senders = max(1, count)
 
     def task_joined(self, task: str) -> None:
         """Accept steps and values of a task of this name again."""

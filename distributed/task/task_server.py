@@ -84,7 +84,7 @@ class TaskSettings:
     `wait_timeout_s`     longest wait of a receive for its value, in s
     `connect_timeout_s`  longest attempt to connect to another task, in s
     `threads`            number of plan items and requests that run concurrently
-    `window_bytes`       bytes that another task may push before they are taken; it keeps and offers what exceeds them
+    `window_bytes`       bytes that other tasks may push before they are taken; they keep and offer what exceeds them
     """
 
     wait_timeout_s: float = 600.0
@@ -247,6 +247,7 @@ class TaskServer:
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
             before, self._live = self._live, live
+        self.channel.set_senders(len(live) - 1)
         self._gate.roster_changed(roster)
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
         for task, info in gone.items():

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,9 +34,6 @@ from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import parse_dtype
-
-if TYPE_CHECKING:
-    from dflow.lowering.steps.straight_line import StraightLine
 
 #: Stands for all variables and resources: an item that touches this may touch any.
 ANYTHING = ""
@@ -84,8 +81,8 @@ class Executable:
             index: PayloadLayout(item.types) for index, item in enumerate(plan.items) if isinstance(item, Recv)
         }
         self.needs = needed = needs(plan)
-        #: The plan as a straight line, once it has run as one.
-        self.line: StraightLine | None = None
+        #: The plan as a `straight_line.StraightLine`, once it has run as one.
+        self.line: Any = None
         self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
         # Transfers first, so that they start before a later call occupies the device.

@@ -25,7 +25,7 @@ from dflow.lowering.queues.channel import StepId
 from dflow.lowering.values.computed import before_waiting
 from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.errors import StepCancelled
-from tests.distributed.task.served_tasks import roster
+from tests.distributed.task.served_tasks import CLIENTS, roster
 from tests.distributed.transports import DEADLINE_S, KINDS, Kind
 from tests.effort import examples
 
@@ -76,7 +76,7 @@ class Model:
         is_awaited = edge in self.wanted
         if kind == "offer":
             self.to_sender.extend(
-                self.inflow.offer("sender", STEP, edge, is_awaited=is_awaited, is_open=not self.is_ended)
+                self.inflow.offer("sender", STEP, edge, size, is_awaited=is_awaited, is_open=not self.is_ended)
             )
             return
         self.wanted.discard(edge)
@@ -84,9 +84,12 @@ class Model:
             self.got.append(edge)
         elif not self.is_ended:
             self.lying[edge] = size
-        if kind == "value":
-            is_held = edge in self.lying
-            self.to_sender.extend(self.inflow.came("sender", STEP, edge, size, is_held=is_held))
+        is_held = edge in self.lying
+        self.to_sender.extend(
+            self.inflow.came("sender", STEP, edge, size, is_held=is_held)
+            if kind == "value"
+            else self.inflow.pulled(STEP, edge)
+        )
 
     def deliver_to_sender(self) -> None:
         match self.to_sender.popleft().message:
@@ -100,7 +103,10 @@ class Model:
 
     def check(self) -> None:
         lying = sum(self.lying.values()) + COST_BYTES * len(self.lying)
-        assert lying <= WINDOW or len(self.lying) == 1
+        assert lying <= WINDOW
+        pulled = [size for kind, _, size in self.to_receiver if kind == "pulled"]
+        assert self.inflow.requested_bytes <= WINDOW or len(pulled) <= 1
+        assert self.is_ended or sum(pulled) <= self.inflow.requested_bytes
         assert len(self.got) == len(set(self.got))
 
     def settle(self) -> None:
@@ -142,13 +148,13 @@ def test_whatever_the_order_each_wanted_value_comes_once_and_no_more_than_the_wi
     model.settle()
     if not ends:
         assert sorted(model.got) == sorted(edges)
-    assert model.outflow.offers == model.inflow.offered == model.inflow.held == 0
+    assert model.outflow.offers == model.inflow.offered == model.inflow.held == model.inflow.requested_bytes == 0
     assert model.outflow.untaken["receiver"] < WINDOW // 4 + max(sizes) + COST_BYTES
 
 
 def test_a_task_that_is_lost_leaves_nothing() -> None:
     outflow: Outflow[str] = Outflow(WINDOW)
-    assert outflow.pushes("ps", WINDOW)
+    assert outflow.pushes("ps", WINDOW - COST_BYTES)
     assert not outflow.pushes("ps", 1)
     assert outflow.pushes("other", 1)
     outflow.keep(Offered("ps", STEP, "e"), "kept")
@@ -157,9 +163,35 @@ def test_a_task_that_is_lost_leaves_nothing() -> None:
     assert outflow.pushes("ps", 1)
     inflow = Inflow(WINDOW)
     inflow.came("ps", STEP, "held", WINDOW, is_held=True)
-    inflow.offer("ps", STEP, "offered", is_awaited=False, is_open=True)
+    inflow.offer("ps", STEP, "offered", 1, is_awaited=False, is_open=True)
     inflow.forget("ps")
     assert inflow.ended(STEP) == []
+
+
+def test_requests_of_a_lost_task_make_room_for_others() -> None:
+    inflow = Inflow(WINDOW)
+    [first] = inflow.offer("ps", STEP, "first", WINDOW, is_awaited=True, is_open=True)
+    assert first == Reaction("ps", Pull(*STEP, "first", True))
+    assert inflow.offer("other", STEP, "second", WINDOW, is_awaited=True, is_open=True) == []
+    assert inflow.offer("ps", STEP, "third", 1, is_awaited=True, is_open=True) == []
+    assert inflow.forget("ps") == [Reaction("other", Pull(*STEP, "second", True))]
+    assert inflow.pulled(STEP, "second") == []
+    assert inflow.requested_bytes == 0
+
+
+def test_the_window_is_shared_by_the_senders_and_credit_comes_before_a_share_is_used_up() -> None:
+    outflow, inflow = Outflow[str](WINDOW), Inflow(WINDOW)
+    outflow.senders = inflow.senders = 4
+    size = WINDOW // 16
+    sent = 0
+    while outflow.pushes("ps", size):
+        sent += 1
+    assert sent * (size + COST_BYTES) <= WINDOW // 4
+    credits = [one for n in range(sent) for one in inflow.came("worker", STEP, str(n), size, is_held=False)]
+    for credit in credits:
+        assert isinstance(credit.message, Credit)
+        outflow.credit("ps", credit.message.size_bytes)
+    assert outflow.pushes("ps", size)
 
 
 def test_a_step_that_is_given_up_has_no_offers() -> None:
@@ -177,10 +209,10 @@ SIZE = 1 << 16
 
 @pytest.fixture(params=sorted(KINDS))
 def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TaskServer, TaskServer]]:
-    """A worker that sends, and a ps that receives, with a window of four values."""
+    """A worker that sends, and a ps that receives, where each sender's share of the window is four values."""
     kind: Kind = KINDS[request.param]
     transport = kind.make(None)
-    chosen = TaskSettings(threads=2, window_bytes=4 * (SIZE + COST_BYTES))
+    chosen = TaskSettings(threads=2, window_bytes=(1 + len(CLIENTS)) * 4 * (SIZE + COST_BYTES))
     made = tuple(TaskServer(name, transport, address=kind.free, settings=chosen) for name in (WORKER, PS))
     for server in made:
         server.roster_changed(roster(*made))
