@@ -119,9 +119,11 @@ class VariableTable:
 
     def _acquire(self, step: StepState) -> None:
         """Prepare a call, in a critical section: yield to waiting threads, wait for other calls, take the values."""
-        keys, until, now = (*step.writes, *step.reads), 0.0, time.monotonic()
-        if step.wanted > now or (step.written is None and self._are_wanted(keys, now)):
-            self._pause(self._changed, PATIENCE_S)
+        keys, until, patient_until = (*step.writes, *step.reads), 0.0, time.monotonic() + PATIENCE_S
+        while (now := time.monotonic()) < patient_until and (
+            step.wanted > now or (step.written is None and self._are_wanted(keys, now))
+        ):
+            self._pause(self._changed, patient_until - now)
         step.wanted = 0.0  # until a thread that waits sets it again
         while step.results is not None or step.written is None:
             if step.results is None:
@@ -274,17 +276,18 @@ class VariableTable:
             written, only_read = entries[: len(keys)], entries[len(keys) :]
             users = _users(written).union(holder for entry in only_read if (holder := entry.holder) is not None)
             busy = next((user for user in users if user.results is not None), None)
-            if busy is not None and busy.is_mine():
-                raise within_the_step()
+            if busy is not None:
+                if busy.is_mine():
+                    raise within_the_step()
+                return busy
             for user in users:
-                if busy is None or not user.writes:
-                    user.release()
+                user.release()
             reading = [user for user in users if user.calls]
-            if busy is None and reading and time.monotonic() < until and not any(user.is_mine() for user in reading):
+            if reading and time.monotonic() < until and not any(user.is_mine() for user in reading):
                 return reading[0]
-            for user in reading if busy is None else ():
+            for user in reading:
                 self._alias(user)
-            return busy
+            return None
 
         return self._when_free([*keys, *read], look)
 

@@ -82,7 +82,7 @@ def waits(store: Store, key: str, work: Callable[[], Any]) -> Iterator[Future[An
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that overwrites a value waits for the calls that read it as long as they take."""
-    monkeypatch.setattr(variable_table, "PATIENCE_S", WAIT_S)
+    monkeypatch.setattr(variable_table, "PATIENCE_S", 10 * WAIT_S)
 
 
 @pytest.fixture
@@ -225,8 +225,13 @@ class Calls(dict[object, int]):
 def test_a_call_that_reads_is_known_before_it_takes_values_which_are_taken_away_before_calls_are_looked_for() -> None:
     store, step, had_values = new_store(w=1.0), StepState([], ["w"], "infer"), list[bool]()
     assert values(store, step) == [1.0]
-    writes = iter([lambda: add(store, "w")])
-    step.calls = Calls(lambda: next(writes, lambda: None)(), lambda: had_values.append(step.read is not None))
+    to_write = ["w"]
+
+    def write() -> None:
+        while to_write:
+            add(store, to_write.pop())
+
+    step.calls = Calls(write, lambda: had_values.append(step.read is not None))
     assert values(store, step) == [2.0]
     add(store, "w")
     assert values(store, step) == [3.0]
