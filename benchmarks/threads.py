@@ -1,9 +1,9 @@
 """Measure calls per second of a function with state that 1, 2 and 8 threads of one process call.
 
-A small dense layer whose weights are one variable or ten; an increment of a variable of each thread; an increment of
-one variable by all threads. Beside each: `jax.jit` of the same function. There the values that are read are arguments,
-and the value that is written is a donated argument, kept in a list: one list for each thread, or one under a lock.
-`us` is the processor time of a call.
+All threads call a network of small dense layers, whose weights are one variable or ten; each thread increments its own
+variable; all threads increment one. Beside each: `jax.jit` of the same function. There the values that are read are
+arguments, and the value that is written is a donated argument, kept in a list: one list for each thread, or one list
+under a lock. `us` is the processor time of a call.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ THREADS = (1, 2, 8)
 CALLS = 8000
 #: Longest time of a round, in s.
 DEADLINE_S = 300.0
+#: Rows of the input, and its columns.
+ROWS, WIDTH = 8, 64
 
 #: Returns the function that each of this number of threads calls.
 Way = Callable[[int], Sequence[Callable[[], Any]]]
@@ -76,23 +78,23 @@ def timed(calls: Sequence[Callable[[], Any]], count: int) -> tuple[float, float]
     return (time.perf_counter() - wall) / done, (time.process_time() - processor) / done
 
 
-def layer(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
+def network(weights: Sequence[jax.Array], x: jax.Array) -> jax.Array:
     for weight in weights:
         x = jnp.tanh(x @ weight)
     return x
 
 
 def read_by_dflow(size: int) -> Way:
-    variables = [dflow.Variable(jnp.full((4, 4), 0.1)) for _ in range(size)]
-    step = dflow.jit(lambda x: layer([variable.read() for variable in variables], x))
-    x = jnp.ones((1, 4))
+    variables = [dflow.Variable(jnp.full((WIDTH, WIDTH), 0.1)) for _ in range(size)]
+    step = dflow.jit(lambda x: network([variable.read() for variable in variables], x))
+    x = jnp.ones((ROWS, WIDTH))
     return lambda threads: [lambda: step(x)] * threads
 
 
 def read_by_jax(size: int) -> Way:
-    values = [jnp.full((4, 4), 0.1) for _ in range(size)]
-    step = jax.jit(layer)
-    x = jnp.ones((1, 4))
+    values = [jnp.full((WIDTH, WIDTH), 0.1) for _ in range(size)]
+    step = jax.jit(network)
+    x = jnp.ones((ROWS, WIDTH))
     return lambda threads: [lambda: step(values, x)] * threads
 
 

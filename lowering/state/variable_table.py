@@ -1,8 +1,13 @@
 """The table of the variables of one process. Steps acquire values there and commit new ones.
 
-A step owns the variables of its program while it is dispatched, so several steps may run concurrently and none sees a
-variable half written. Between its calls the step keeps the values. A user of one of the variables first has the step
-release them, and waits while the step is being dispatched.
+A step owns the variables that its program writes while it is dispatched, so several steps may run concurrently and none
+sees a variable half written. Between its calls the step keeps the values. A user of one of these variables first has
+the step release them, and waits while the step is being dispatched.
+
+Steps share the values that they only read. Calls of steps that write nothing take no lock: an array never changes, so
+each sees the values of one moment. A step that overwrites a value first takes it away from the steps that read it. It
+waits for their calls, since JAX may deadlock when one program donates a buffer while another is dispatched with it.
+After `PATIENCE_S` it overwrites a copy instead.
 
 Invariants: the lock is held briefly, never while waiting or while user code runs. A signal handler on the thread that
 is in a critical section must not enter another one: it gets an error. An interrupt may come at any line; then each
