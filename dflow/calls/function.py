@@ -100,11 +100,14 @@ class Function(Generic[P, R]):
             given, named = self._with_handles(args, kwargs) if self._takes_variables else (args, kwargs)
             plans = self._plans
             single = plans.single
+            result: R  # not `cast`, which is a Python call
             try:
                 if single is not None:
-                    return cast(R, single(given, named))
+                    result = single.call(given, named)
+                    return result
                 if plans.is_empty:
-                    return cast(R, self._dispatch(*given, **named))
+                    result = self._dispatch(*given, **named)
+                    return result
             except HandleNeeded:
                 self._takes_variables = True
                 given, named = self._with_handles(args, kwargs)

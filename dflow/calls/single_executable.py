@@ -68,7 +68,7 @@ class SingleExecutable:
         self._device = device_named(call.device) if call.device else None
         self._constants = tuple(map(self._here, self._given))
         name = function.__name__
-        self._table = step.store.table
+        self._table, self._dispatch = step.store.table, step.store.table.runner(call.writes)
         self._state = StepState(call.writes, call.reads, name, call.keeps)
         self._keeps = call.keeps
         #: Whether an argument was once on another device, so that calls now check each argument.
@@ -94,14 +94,14 @@ class SingleExecutable:
         self._call = awaited(self.jitted) if call.keeps else self.jitted
 
     @passes_handles
-    def __call__(self, args: Any, kwargs: Any) -> Any:
+    def call(self, args: Any, kwargs: Any) -> Any:
         """Run the step for these arguments. Raises NotEntered if none was entered for their types."""
         if self._looks:
             args, kwargs = self._brought(args, kwargs)
         call = partial(self._call, **kwargs) if kwargs else self._call
         try:
             if self._has_state:
-                return self._table.run(self._state, call, (self._constants, *args))
+                return self._dispatch(self._state, call, (self._constants, *args))
             return call([], [], self._constants, *args)[1]
         except ValueError as error:
             if self._looks or not self._is_elsewhere((args, kwargs)):
@@ -109,7 +109,7 @@ class SingleExecutable:
                 raise
         self._looks = True
         forget_failed_dispatch(self.jitted)
-        return self(args, kwargs)
+        return self.call(args, kwargs)
 
     def _name_state(self, error: ValueError) -> None:
         """Replace argument positions by variable names in the message of an error that JAX raised."""
@@ -128,7 +128,7 @@ class SingleExecutable:
         JAX distinguishes more than a plan's key does, such as the devices of the arguments.
         """
         with suppress(NotEntered):
-            return self(args, kwargs)
+            return self.call(args, kwargs)
         args, kwargs = self._brought(args, kwargs)
         forget_failed_dispatch(self.jitted)  # the dispatch that ended in NotEntered
         with self._entered(step):
@@ -138,7 +138,7 @@ class SingleExecutable:
                 stage = self.jitted.trace(*values, self._constants, *args, **kwargs)
                 if _can_be_lowered(stage):
                     stage.lower().compile()
-            return self(args, kwargs)
+            return self.call(args, kwargs)
 
     def lower(self, step: LocalStep, args: Any, kwargs: Any) -> LoweredStep:
         """Return the program that calls with arguments of these types run, lowered."""
@@ -169,7 +169,7 @@ class SingleExecutable:
         args, kwargs = self._brought(args, kwargs)
         call = partial(awaited(program) if self._keeps else uninterrupted(program), **kwargs)
         if self._has_state:
-            return self._table.run(self._state, call, (self._constants, *args))
+            return self._dispatch(self._state, call, (self._constants, *args))
         return call([], [], self._constants, *args)[1]
 
     @contextmanager

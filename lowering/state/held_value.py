@@ -1,25 +1,24 @@
 """The value of one variable, and the values that one step keeps from call to call.
 
 Invariant: a value's holder is known at every line, since an interrupt or a signal handler may come at any line. The
-holder is the step in `HeldValue.step` while that step's `written` is not None, and the table otherwise.
+holder is the step in `HeldValue.step` while that step's `written` is not None, and the table otherwise. A step holds
+the values that it writes. The values that it only reads are also in the table and with other steps that read them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
-
-#: The `index` of a variable that a step only reads.
-READ = -1
 
 
 class StepState:
@@ -36,44 +35,51 @@ class StepState:
     `results` is a list while a call is being dispatched, by the thread `thread`. C code adds what the program returns,
     so that is not lost when an interrupt comes. Until then `written` has the values from before the call, which the
     program deletes by overwriting them, unless `keeps` is true.
+
+    A step that writes no variable has no `results`: several threads may be in calls of it, those in `calls`.
     """
 
     def __init__(self, writes: Sequence[str], reads: Sequence[str], name: str, keeps: bool = False) -> None:
         self.writes, self.reads, self.name, self.keeps = tuple(writes), tuple(reads), name, keeps
-        #: The values written and the values read, while the step holds them; their entries in the table.
+        #: The values written and the values read, while the step has them; their entries in the table.
         self.written: Sequence[Any] | None = None
-        self.read: list[Any] = []
+        self.read: list[Any] | None = None
         self.entries: list[HeldValue] = []
         self.results: list[Any] | None = None
         self.thread = 0
+        #: Thread of each call in progress of a step that writes nothing, by an object of the call.
+        self.calls: dict[object, int] = {}
         #: Monotonic time until which a thread is known to wait for the values; number of threads waiting to call.
         self.wanted, self.callers = 0.0, 0
         #: Notified at the end of a call, for these threads.
         self.ended: threading.Condition | None = None
 
     def is_mine(self) -> bool:
-        """Whether this thread dispatches the current call, so that the caller is its callback or a signal handler."""
-        return self.thread == get_ident()
+        """Whether this thread dispatches a current call, so that the caller is its callback or a signal handler."""
+        return get_ident() in (self.thread, *self.calls.values())
 
     def take(self, entries: Sequence[HeldValue]) -> None:
         """Take the values from the table, with copies of aliased buffers that the step will overwrite."""
         count = len(self.writes)
         values = [entry.unaliased() for entry in entries[:count]]
-        self.read = [entry.value for entry in entries[count:]]
-        for index, entry in enumerate(entries):
-            entry.index, entry.step = index if index < count else READ, self
+        read, own = [entry.value for entry in entries[count:]], ref(self)
+        for entry in entries[count:]:
+            if own not in entry.readers:
+                entry.readers.add(ref(self, entry.readers.discard))
+        for index, entry in enumerate(entries[:count]):
+            entry.index, entry.step = index, self
         self.entries = list(entries)
-        self.written = values  # from here on the step holds the values
+        self.written, self.read = values, read  # from here on the step holds the values
 
     def release(self) -> None:
         """Return the values to the table."""
         for entry, value in zip(self.entries, self.written or (), strict=False):
             entry.value, entry.is_aliased = value, False
-        self.written = None  # from here on the table holds the values
+        self.written = self.read = None  # from here on the table holds the values
         for entry in self.entries:
             if entry.step is self:
                 entry.step = None
-        self.entries, self.read = [], []
+        self.entries = []
 
     def readable(self) -> Sequence[Any] | None:
         """Return the values of the variables that it writes; None when they are unknown until a call has ended.
@@ -104,9 +110,11 @@ class HeldValue:
     type: ArrayType
     #: Whether an array outside the table aliases the buffer, which must then be copied before it is donated.
     is_aliased: bool = False
-    #: The step that may hold the value now, and the index of the value in its `written`, or READ.
+    #: The step that may hold the value now, and the index of the value in its `written`.
     step: StepState | None = None
-    index: int = READ
+    index: int = 0
+    #: The steps that may have the value to read it. A step that is collected removes itself.
+    readers: set[ref[StepState]] = field(default_factory=set)
     #: Monotonic time until which a thread is known to wait for the variable.
     wanted: float = 0.0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dflow.lowering.state.held_value import READ, HeldValue, StepState
+from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.store import Store, has_view
 from dflow.lowering.values.computed import wait_until_computed
 
@@ -46,7 +46,7 @@ class RepeatedViews:
         """Return the step that holds all variables, if one does."""
         held = [self._store.table.entry(key) for key in self._keys]
         step = held[0].step if held else None
-        if step is None or any(entry.step is not step or entry.index == READ for entry in held):
+        if step is None or any(entry.step is not step for entry in held):
             return None
         entries, written = step.entries, step.written
         if written is None or [entries[entry.index] for entry in held] != held:

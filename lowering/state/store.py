@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from dflow.lowering.files.array_files import ArrayFiles, own_copy, write_parts
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
-from dflow.lowering.state.held_value import READ, HeldValue, StepState
+from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.first_value import Making, first_value
@@ -120,11 +120,10 @@ class Store:
             values = self.table.values(keys)
             for number, entry in enumerate(map(self.table.entry, keys)):
                 holder = entry.holder
-                is_dispatched = holder is not None and holder.results is not None
-                if is_dispatched and entry.index != READ:  # the caller is a callback of the step, or a signal handler
-                    values[number] = jnp.copy(values[number])
+                if holder is not None and holder.results is not None:
+                    values[number] = jnp.copy(values[number])  # for a callback of the step, or a signal handler
                     continue
-                if holder is not None and not is_dispatched:
+                if holder is not None:
                     holder.release()
                 entry.is_aliased = True
             return values
@@ -226,9 +225,9 @@ class Store:
         """
         if not writes and not reads:
             return program(*operands)
-        step = step or self.step_state(program, writes, reads)
+        step, run = step or self.step_state(program, writes, reads), self.table.runner(writes)
         results: Sequence[jax.Array] = program.run(
-            lambda call: self.table.run(step, call, operands),
+            lambda call: run(step, call, operands),
             lambda: [*map(self.table.buffer, (*writes, *reads)), *operands],
         )
         return results

@@ -1,8 +1,13 @@
 """The table of the variables of one process. Steps acquire values there and commit new ones.
 
-A step owns the variables of its program while it is dispatched, so several steps may run concurrently and none sees a
-variable half written. Between its calls the step keeps the values. A user of one of the variables first has the step
-release them, and waits while the step is being dispatched.
+A step owns the variables that its program writes while it is dispatched, so several steps may run concurrently and none
+sees a variable half written. Between its calls the step keeps the values. A user of one of these variables first has
+the step release them, and waits while the step is being dispatched.
+
+Steps share the values that they only read. Calls of steps that write nothing take no lock: an array never changes, so
+each sees the values of one moment. A step that overwrites a value first takes it away from the steps that read it. It
+waits for their calls, since JAX may deadlock when one program donates a buffer while another is dispatched with it.
+After `PATIENCE_S` it overwrites a copy instead.
 
 Invariants: the lock is held briefly, never while waiting or while user code runs. A signal handler on the thread that
 is in a critical section must not enter another one: it gets an error. An interrupt may come at any line; then each
@@ -22,10 +27,11 @@ from functools import partial
 from itertools import starmap
 from threading import get_ident
 from typing import Any, TypeVar
+from weakref import ref
 
 import jax
 
-from dflow.lowering.state.held_value import READ, HeldValue, StepState, within_the_step
+from dflow.lowering.state.held_value import HeldValue, StepState, within_the_step
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import DeadlineExceeded, VariableError
 from dflow.tracing.jax_frontend import passes_handles
@@ -63,6 +69,10 @@ class VariableTable:
         #: Reason and remedy of each value that was freed by `forget`.
         self._gone: dict[str, tuple[str, str]] = {}
 
+    def runner(self, writes: Collection[str]) -> Callable[..., Any]:
+        """Return the method that runs a step that writes these variables."""
+        return self.run if writes else self.run_reading
+
     @passes_handles
     def run(self, step: StepState, call: Callable[..., Any], args: Iterable[Any]) -> Any:
         """Return the second result of `call(written, read, *args)`; commit the first, the list of the new values."""
@@ -84,24 +94,45 @@ class VariableTable:
                     self._ended(step, has_failed=not results)
         return results[0][1]
 
+    @passes_handles
+    def run_reading(self, step: StepState, call: Callable[..., Any], args: Iterable[Any]) -> Any:
+        """As `run`, for a step that writes nothing. Calls by several threads do not wait for each other."""
+        mark = object()
+        while True:
+            try:
+                # First the mark, then the values: `_released` takes the values away first, then looks for marks.
+                step.calls[mark] = get_ident()
+                values = step.read
+                if values is not None and not step.wanted:
+                    return call([], values, *args)[1]
+            finally:
+                # No function call until the mark is gone, as in `run`.
+                if mark in step.calls:
+                    del step.calls[mark]
+                if step.wanted:
+                    self._ended(step, has_failed=False)
+            self.section(partial(self._acquire, step))
+
     def values_of(self, step: StepState) -> tuple[list[Any], list[Any]]:
         """Return the values that the next call of the step takes, to trace it; that call may delete them."""
 
         def values() -> tuple[list[Any], list[Any]]:
             self._acquire(step)
-            return list(step.written or ()), list(step.read)
+            return list(step.written or ()), list(step.read or ())
 
         return self.section(values)
 
     def _acquire(self, step: StepState) -> None:
         """Prepare a call, in a critical section: yield to waiting threads, wait for other calls, take the values."""
-        keys, until, now = (*step.writes, *step.reads), 0.0, time.monotonic()
-        if step.wanted > now or (step.written is None and self._are_wanted(keys, now)):
-            self._pause(self._changed, PATIENCE_S)
+        keys, until, patient_until = (*step.writes, *step.reads), 0.0, time.monotonic() + PATIENCE_S
+        while (now := time.monotonic()) < patient_until and (
+            step.wanted > now or (step.written is None and self._are_wanted(keys, now))
+        ):
+            self._pause(self._changed, patient_until - now)
         step.wanted = 0.0  # until a thread that waits sets it again
         while step.results is not None or step.written is None:
             if step.results is None:
-                entries = self._released(keys)
+                entries = self._released(step.writes, step.reads)
                 _check_intact(keys, [entry.value for entry in entries])
                 step.take(entries)
                 continue
@@ -178,13 +209,12 @@ class VariableTable:
                 key = self._dropped.popleft()
             except IndexError:  # a finalizer that ran meanwhile took it
                 break
-            entry = self.entries.get(key)
-            holder = None if entry is None else entry.holder
-            if holder is not None and holder.results is not None:
+            users = _users([entry]) if (entry := self.entries.get(key)) is not None else set()
+            if any(user.results is not None for user in users):
                 kept.append(key)
                 continue
-            if holder is not None:
-                holder.release()
+            for user in users:
+                user.release()
             self.entries.pop(key, None)
             self._gone.pop(key, None)
         self._dropped.extend(kept)
@@ -221,7 +251,7 @@ class VariableTable:
         values: list[jax.Array] = []
 
         def look(entries: Sequence[HeldValue]) -> StepState | None:
-            holders = [None if entry.index == READ else entry.holder for entry in entries]
+            holders = [entry.holder for entry in entries]
             # One call of `readable` for each step: between two, the step might end.
             written = {holder: holder.readable() for holder in dict.fromkeys(holders) if holder is not None}
             for entry, holder in zip(entries, holders, strict=True):
@@ -238,22 +268,40 @@ class VariableTable:
         _check_intact(keys, values)
         return values
 
-    def _released(self, keys: Collection[str]) -> list[HeldValue]:
-        """Return the entries of `keys`, with their values returned to the table, in a critical section.
+    def _released(self, keys: Collection[str], read: Sequence[str] = ()) -> list[HeldValue]:
+        """Return the entries of `keys` and `read`, with their values returned to the table, in a critical section.
 
-        Raises like `values`, but not for a value that was lost.
+        Then no other step has a value of `keys`, and calls that only read them have been dispatched, except for calls
+        that take longer than `PATIENCE_S`, or are interrupted by the caller. The variables of these calls are marked as
+        aliased. Raises like `values`, but not for a value that was lost.
         """
+        until = time.monotonic() + PATIENCE_S
 
         def look(entries: Sequence[HeldValue]) -> StepState | None:
-            holders = [holder for entry in entries if (holder := entry.holder) is not None]
-            busy = next((holder for holder in holders if holder.results is not None), None)
-            if busy is not None and busy.is_mine():
-                raise within_the_step()
-            for holder in holders if busy is None else ():
-                holder.release()
-            return busy
+            written, only_read = entries[: len(keys)], entries[len(keys) :]
+            users = _users(written).union(holder for entry in only_read if (holder := entry.holder) is not None)
+            busy = next((user for user in users if user.results is not None), None)
+            if busy is not None:
+                if busy.is_mine():
+                    raise within_the_step()
+                return busy
+            for user in users:
+                user.release()
+            reading = [user for user in users if user.calls]
+            if reading and time.monotonic() < until and not any(user.is_mine() for user in reading):
+                return reading[0]
+            for user in reading:
+                self._alias(user)
+            return None
 
-        return self._when_free(keys, look)
+        return self._when_free([*keys, *read], look)
+
+    def _alias(self, step: StepState) -> None:
+        """Mark what calls of the step read as aliased, in a critical section. Then no thread waits for these calls."""
+        for entry in map(self.entries.get, step.reads):
+            if entry is not None:
+                entry.is_aliased = True
+        step.calls.clear()
 
     def _when_free(
         self, keys: Collection[str], look: Callable[[Sequence[HeldValue]], StepState | None]
@@ -277,14 +325,14 @@ class VariableTable:
                 for one in marked:
                     one.wanted = now + LOOK_S
                 if busy in seen and until <= now:
-                    name = next(key for key, entry in zip(keys, entries, strict=True) if entry.step is busy)
+                    name = next(key for key in keys if key in (*busy.writes, *busy.reads))
                     raise DeadlineExceeded(
                         f"variable {shown(name)!r} is asked for, but a call of {busy.name}, which has it, has not "
                         f"ended within {STEP_S:g} s",
                         "does a callback of that call wait for this thread?",
                     )
                 if busy in seen:
-                    self._pause(self._changed, min(until - now, LOOK_S))
+                    self._pause(self._changed, min(until - now, PATIENCE_S if busy.calls else LOOK_S))
                 seen.add(busy)  # it may have ended before it was marked, so the first time there is no wait
         finally:
             for one in marked:
@@ -300,12 +348,12 @@ class VariableTable:
         entry = self.entry(key)
         holder = entry.holder
         written = None if holder is None else holder.written
-        return entry.value if written is None or entry.index == READ else written[entry.index]
+        return entry.value if written is None else written[entry.index]
 
     def is_busy(self, keys: Iterable[str]) -> bool:
         """Whether a thread is dispatching a program that uses one of these variables."""
-        steps = (entry.step for key in keys if (entry := self.entries.get(key)) is not None)
-        return any(step is not None and step.results is not None for step in steps)
+        users = _users([entry for entry in map(self.entries.get, keys) if entry is not None])
+        return any(user.results is not None or user.calls for user in users)
 
     def _are_wanted(self, keys: Iterable[str], now: float) -> bool:
         return any(entry is not None and entry.wanted > now for entry in map(self.entries.get, keys))
@@ -320,6 +368,14 @@ class VariableTable:
             there = sorted(map(shown, self.entries)) or "none"
             raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")
         return entry
+
+
+def _users(entries: Sequence[HeldValue]) -> set[StepState]:
+    """Return the steps that may have the value of one of these variables."""
+    readers: set[ref[StepState]] = set()
+    readers.update(*(entry.readers for entry in entries))
+    users = {*(reader() for reader in readers), *(entry.holder for entry in entries)}
+    return {user for user in users if user is not None}
 
 
 def _check_intact(keys: Iterable[str], values: Iterable[jax.Array]) -> None:

@@ -103,7 +103,8 @@ class Model:
         self.both = dflow.jit(self._both)
         self.other = dflow.jit(lambda: (self.two.assign_add(jnp.ones(3)), self.one.assign_add(jnp.ones(3)))[0])
         self.parts = dflow.jit(self._parts)
-        for step in (self.other, self.parts, self.both, self.both):
+        self.look = dflow.jit(lambda: (self.one.read(), self.two.read()))
+        for step in (self.other, self.parts, self.look, self.both, self.both):
             step()
 
     def _both(self) -> None:
@@ -120,6 +121,10 @@ class Model:
         assert all(len(set(np.asarray(value).tolist())) == 1 for value in read)
         return float(read[0][0]), float(read[1][0])
 
+    def looked(self) -> tuple[float, float]:
+        one, two = self.look()
+        return float(one[0]), float(two[0])
+
     def replace(self) -> None:
         fifty = {variable.key: jnp.full(3, 50.0) for variable in (self.one, self.two)}
         LOCAL.store.replace(fifty)
@@ -127,6 +132,7 @@ class Model:
     def works(self) -> None:
         """Assert that reads and steps work as before, from other threads too."""
         before = self.values()
+        assert not LOCAL.store.table.is_busy([self.one.key, self.two.key])
         seen: list[tuple[float, float]] = []
         other = threading.Thread(target=lambda: seen.append(self.values()), daemon=True)
         other.start()
@@ -136,7 +142,7 @@ class Model:
             while int(self.queue.size()):
                 self.queue.dequeue()
             step()
-            assert self.values() == (before[0] + number, before[1] + number)
+            assert self.values() == self.looked() == (before[0] + number, before[1] + number)
         self.one.assign(jnp.full(3, 100.0))
         self.both()
         assert self.values() == (101, before[1] + 5)
@@ -146,6 +152,8 @@ WORKS: dict[str, tuple[Callable[[Model], Any], tuple[float, float]]] = {
     "a step": (lambda model: model.both(), (1, 1)),
     "a step that takes the values from another": (lambda model: model.other(), (1, 1)),
     "a step of parts": (lambda model: model.parts(), (1, 1)),
+    "a step that reads": (lambda model: model.look(), (0, 0)),
+    "a step that reads again": (lambda model: (model.look(), model.look()), (0, 0)),
     "a read": (lambda model: model.one.read(), (0, 0)),
     "an update": (lambda model: model.one.assign_add(jnp.ones(3)), (1, 0)),
     "a restore": (lambda model: model.replace(), (0, 0)),
