@@ -2,7 +2,8 @@
 
 A host is a set of Linux namespaces (network, mount and process), made by `unshare`. Its boot id differs from the
 machine's, so dflow takes the tasks of two hosts for tasks of two machines: they use neither Unix sockets nor shared
-memory to reach each other.
+memory to reach each other. Its connections keep their congestion window while they are idle, since the connections of
+one way to do a step are idle while another way is measured.
 
 Invariant: when the first process of a host ends, the kernel kills the other processes of the host and removes its
 devices. The first process ends when the benchmark closes its input, or ends in any way, so a host never outlives it.
@@ -29,7 +30,8 @@ START_S = 10.0
 CONGESTION = ("cubic", "reno")
 TOOLS = ("unshare", "nsenter", "mount", "ip", "tc")
 
-_BOOT_ID, _CONGESTION = "/proc/sys/kernel/random/boot_id", "/proc/sys/net/ipv4/tcp_congestion_control"
+_BOOT_ID, _TCP = "/proc/sys/kernel/random/boot_id", "/proc/sys/net/ipv4"
+_CONGESTION = f"{_TCP}/tcp_congestion_control"
 _SEPARATE = ("--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _NAMESPACES = {"net": "net", "mount": "mnt", "pid": "pid_for_children"}
 _FIRST_PROCESS = f"""
@@ -37,6 +39,7 @@ mount --bind "$0" {_BOOT_ID} && ip link set lo up || exit 1
 for congestion in {" ".join(CONGESTION)}; do
   (echo $congestion > {_CONGESTION}) 2>/dev/null && break
 done
+echo 0 > {_TCP}/tcp_slow_start_after_idle
 cat {_CONGESTION}
 exec cat
 """
