@@ -34,7 +34,7 @@ WARM_UP = 5
 PINGS = 10
 #: Bytes sent over the link without delay, to see what it can carry.
 CARRIED_BYTES = 50_000_000
-#: Steps of an asynchronous run, of which few are done: so the worker claims as many at a time as in a long run.
+#: Steps of an asynchronous run. It does only a few, and claims as many at a time as a long run does.
 LONG_RUN = 1_000_000
 
 Way = Callable[[], object]

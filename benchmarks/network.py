@@ -1,16 +1,15 @@
 """Measure steps over tasks on a network with delay, with a limited rate, and with loss.
 
-Each task runs on a host of its own, made of Linux namespaces on this machine, with kernel TCP between the hosts; the
+Each task runs on a separate host, made of Linux namespaces on this machine, with kernel TCP between the hosts; the
 coordinator shares the host of the first ps task. This needs root, and Linux.
 
 *round trips*: a training step (20 variables of 64 x 64, Adam) at several delays. The line by least squares through the
 lower quartiles of the step times, over the measured round-trip times of a small message, has as its slope the number of
 round trips of a step, and as its value at 0 the *rest*; their spread is that of lines through rounds drawn with
-repetition. *sockets* gets the values and sends the gradients over plain sockets.
-*step* is a `dflow.jit` function, *Async* and *Sync* are the strategies; a worker of *Async* claims 16 steps at a time
-by one more round trip, which no quartile shows. *loss* has the times with 1 ms of delay where
-the link loses packets. *rate*: steps on variables of 100 MB in all; *fetch* reads them, *train* sends as many bytes
-back. *TLS* is plain sockets under TLS 1.3.
+repetition. *sockets* gets the values and sends the gradients over plain sockets. *step* is a `dflow.jit` function,
+*Async* and *Sync* are the strategies; a worker of *Async* claims 16 steps at a time by one more round trip, which no
+quartile shows. *losses* has the times with 1 ms of delay where the link loses packets. *rates*: steps on variables of
+100 MB in all; *fetch* reads them, *train* sends as many bytes back. *TLS* is plain sockets under TLS 1.3.
 
 All tasks share a secret, so their connections are under TLS. Delay and loss are made by a process that passes packets
 on (`_slow_link`), the rate by the kernel. *links* has what that process could carry at no delay, and how late it passed
