@@ -46,6 +46,10 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
+    "network": (
+        {"CLUSTERS": first, "DELAYS_S": to((1e-4, 1e-3)), "LOSSES": first, "GIGABITS": first},
+        (*ONE_ROUND, "--steps", "2", "--mb", "1"),
+    ),
     "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),
     "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
     "placement": (

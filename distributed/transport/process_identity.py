@@ -16,9 +16,15 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def host_identity() -> str:
-    """Return the identity of this machine's boot and this user; equal for processes that may share memory."""
+    """Return the identity of this machine's boot and this user; equal for processes that may share memory.
+
+    The number of a user means nothing in another user namespace, such as that of a rootless container.
+    """
     boot = _boot()
-    return f"{boot}/{os.geteuid()}" if boot else ""
+    try:
+        return f"{boot}/{os.stat('/proc/self/ns/user').st_ino}/{os.geteuid()}" if boot else ""
+    except OSError:
+        return ""
 
 
 def process_identity() -> str:

@@ -16,16 +16,14 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from dflow.distributed.transport.stream import Deadline, Stream
+from dflow.distributed.transport.stream import Deadline, Parts, Stream, without
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed
 
 #: Size of a chunk: the most plaintext encrypted before a send, and ciphertext received before a decryption.
 CHUNK_BYTES = 1 << 18
-#: The largest TLS record.
-_RECORD_BYTES = 1 << 14
 #: Most bytes of a handshake accepted from the other side; two certificates and their keys are under 4 KiB.
 MAX_HANDSHAKE_BYTES = 1 << 15
 
@@ -98,25 +96,21 @@ class TlsStream(Stream):
         return tuple((kind, name) for kind, name in found)
 
     def send(self, parts: Sequence[memoryview], *, waits: bool = True) -> int:
-        """Send some of `parts`; see `Stream.send`. Without waiting, encrypt a record at a time."""
-        chunk_bytes = CHUNK_BYTES if waits else _RECORD_BYTES
+        """Send some of `parts`; see `Stream.send`."""
         taken = 0
         if self._unsent:
             if not self._push(waits=waits):
                 return 0
             taken = self._unsent_plain
-        skip = taken
-        for part in parts:
-            for start in range(skip, len(part), chunk_bytes):
-                chunk = part[start : start + chunk_bytes]
-                with self._lock:
-                    self._tls.write(chunk)
-                    self._unsent = memoryview(self._outgoing.read())
-                self._unsent_plain = len(chunk)
-                if not self._push(waits=waits):
-                    return taken
-                taken += len(chunk)
-            skip = max(0, skip - len(part))
+        for chunk in _chunks(without(parts, taken)):
+            with self._lock:
+                for part in chunk:
+                    self._tls.write(part)
+                self._unsent = memoryview(self._outgoing.read())
+            self._unsent_plain = sum(map(len, chunk))
+            if not self._push(waits=waits):
+                return taken
+            taken += self._unsent_plain
         return taken
 
     def receive(self, view: memoryview, *, waits: bool = True) -> int:
@@ -170,6 +164,22 @@ class TlsStream(Stream):
         if data := self._outgoing.read():
             with _within(self._sock, deadline):
                 self._sock.sendall(data)
+
+
+def _chunks(parts: Iterable[memoryview]) -> Iterator[Parts]:
+    """Cut `parts` into chunks of `CHUNK_BYTES`; each but the last is full, so that small parts share a packet."""
+    chunk: Parts = []
+    room = CHUNK_BYTES
+    for part in parts:
+        while part:
+            chunk.append(part[:room])
+            part = part[room:]
+            room -= len(chunk[-1])
+            if not room:
+                yield chunk
+                chunk, room = [], CHUNK_BYTES
+    if chunk:
+        yield chunk
 
 
 def refusal(error: ssl.SSLError) -> SecurityError:

@@ -140,6 +140,31 @@ def test_what_is_sent_without_waiting_and_with_comes_whole_and_in_order(sizes: l
         assert received == [wanted]
 
 
+def test_small_parts_share_a_packet(tmp_path: Path, connect: Connect) -> None:
+    client, server = connect(policy(tmp_path, "a"), policy(tmp_path, "b")).secured()
+    assert isinstance(client.stream, TlsStream)
+    sent = _CountedSends(client.stream._sock)
+    client.stream._sock = sent  # type: ignore[assignment]
+    parts = [memoryview(part) for part in (b"header", b"message", bytes(20_000))]
+    assert client.stream.send(parts) == sum(map(len, parts))
+    assert sent.count == 1
+    assert receive(server, 20_013) == b"".join(parts)
+
+
+class _CountedSends:
+    """A socket that counts its sends."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock, self.count = sock, 0
+
+    def send(self, data: memoryview, flags: int) -> int:
+        self.count += 1
+        return self._sock.send(data, flags)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+
 @functools.cache
 def _anonymous_contexts() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     import tempfile
