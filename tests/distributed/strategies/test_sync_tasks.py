@@ -74,13 +74,13 @@ def test_a_worker_that_dies_within_its_step_is_in_the_averages_of_all_tasks_or_o
     send = sender.channel.send
     dying: list[threading.Thread] = []
 
-    def die(step: StepId, edge: str, destination: str, value: Any) -> None:
-        is_last = value.dtype == bool if is_admitted else destination == receiver
+    def die(step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
+        is_last = values[0].dtype == bool if is_admitted else destination == receiver
         if step.origin == workers[2].task and is_last and not dying:
             dying.append(threading.Thread(target=workers[2].close))
             dying[0].start()
         else:
-            send(step, edge, destination, value)
+            send(step, edge, destination, values)
 
     sender.channel.send = die  # type: ignore[method-assign]
 
