@@ -1,4 +1,4 @@
-"""In synchronous training each task averages the gradients of its own variables, and all average the same ones."""
+"""In synchronous training each task averages the gradients of the variables that it holds: all tasks the same ones."""
 
 from __future__ import annotations
 
