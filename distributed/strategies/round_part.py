@@ -1,13 +1,12 @@
 """A worker's part in a run of synchronous training: it traces the step, and talks to the host (the step aggregator).
 
 The step is traced under an applier that takes its gradients: first to find their types, and then to give them to the
-accumulator, tagged by the round.
+accumulators, tagged by the round.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import time
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
+from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
@@ -33,18 +33,13 @@ from dflow.distributed.wire.messages.rounds import (
     RoundOpen,
     RoundsAgreed,
 )
-from dflow.tracing.devices.device import device_scope
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
-from dflow.tracing.ir.types import RowsType
 from dflow.tracing.jax_frontend import closed_parts
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.rows.keep_rows import noted_rows
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
-from dflow.tracing.rows.rows_to_dense import dense_to_rows, note_gradients, times_noted
-from dflow.tracing.state.accumulators import ConditionalAccumulator
-from dflow.tracing.state.context import default_home, home
-from dflow.tracing.state.resources import Variable
+from dflow.tracing.rows.rows_to_dense import note_gradients, times_noted
 
 #: Makes the names of appliers unique, so that a trace under one is never reused for another, even of an equal run name.
 _serials = itertools.count()
@@ -80,35 +75,32 @@ class RoundPart:
         optimizer, spec = _looked_at(step, arguments_of(batch))
         with shared_step():
             refuse_own_variables(optimizer)
-        # The name determines the type and the task, so that later runs can use the accumulator again.
-        name = f"{optimizer.name}/gradients/{short_task_name(self._host)}/{_digest(spec, wanted)}"
-        message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name)
+        types = GradientTypes.of(optimizer, spec, self._host)
+        # Later runs can use the accumulators again, since their names determine their types and tasks.
+        name = types.name(optimizer, wanted)
+        message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name, types.others)
         agreed, _ = self._cluster.requests.ask(self._host, message)
         if agreed.is_over:
             return None
-        gradients = self._gradients_for(optimizer, spec, agreed)
-        self._be_hosted(optimizer, gradients.accumulator, steps, agreed.wanted)
+        gradients = self._gradients_for(optimizer, types, agreed)
+        self._be_hosted(optimizer, gradients, steps, agreed.wanted)
         return gradients
 
-    def _gradients_for(self, optimizer: GivenOptimizer, spec: Any, agreed: RoundsAgreed) -> Gradients:
-        """Return the applier for the run's accumulator; an earlier run's is reused, and the trace under it with it."""
+    def _gradients_for(self, optimizer: GivenOptimizer, types: GradientTypes, agreed: RoundsAgreed) -> Gradients:
+        """Return the applier for the run's accumulators; an earlier run's is reused, and the trace under it with it."""
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
         if known is not None:
-            # Its task freed the accumulator at the end of the run.
-            known.accumulator.home.create_resource(known.accumulator)
+            known.create()
             return known
-        of = _sum_type(spec, agreed.wanted)
-        with self._cluster.parameter_servers(self._job), device_scope(self._host):
-            accumulator = ConditionalAccumulator(of, name=agreed.accumulator, limit=agreed.wanted)
-        return kept.setdefault(agreed.accumulator, Gradients(accumulator))
+        accumulators = types.accumulators(agreed.accumulator, agreed.wanted, self._cluster.parameter_servers)
+        return kept.setdefault(agreed.accumulator, Gradients(types, accumulators))
 
-    def _be_hosted(
-        self, optimizer: GivenOptimizer, accumulator: ConditionalAccumulator, steps: int, wanted: int
-    ) -> None:
+    def _be_hosted(self, optimizer: GivenOptimizer, gradients: Gradients, steps: int, wanted: int) -> None:
         """Register the update that the host applies averages with; no effect if another worker has done so."""
-        mean_types = tuple(array.struct for array in accumulator.type.arrays)
-        traced = trace(lambda *mean: optimizer.apply_mean(accumulator.structured(mean)), mean_types, {})
+        accumulator = gradients.accumulator
+        taken_types = tuple(array.struct for array in accumulator.type.arrays)
+        traced = trace(lambda *taken: gradients.update(optimizer, taken), taken_types, {})
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
@@ -204,38 +196,6 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Give
     return looks[key]
 
 
-def _digest(spec: Any, wanted: int) -> str:
-    """Return a digest of the type of an accumulator of `wanted` gradients, the same in each process."""
-    leaves, tree = jax.tree_util.tree_flatten(_sum_type(spec, wanted))
-    types = [(str(leaf.dtype), tuple(leaf.shape)) for leaf in leaves]
-    return hashlib.sha256(repr((types, str(tree), wanted)).encode()).hexdigest()[:8]
-
-
-class Gradients:
-    """The applier that adds a step's gradients to the accumulator, with the number of the worker's current opening."""
-
-    def __init__(self, accumulator: ConditionalAccumulator) -> None:
-        self.name = f"{accumulator.name} {next(_serials)}"
-        self.accumulator = accumulator
-        with home(default_home()):
-            self._round = Variable(lambda: jnp.zeros((), jnp.int32), name=f"{self.name}/round")
-            self._is_fresh = Variable(lambda: jnp.zeros((), bool), name=f"{self.name}/is fresh")
-
-    def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
-        """Add the gradients to the average of the round, unless they are too late."""
-        tree: Any
-        leaves, tree = jax.tree_util.tree_flatten(gradients, is_leaf=is_row_gradient)
-        fitting = map(_fitting, leaves, self.accumulator.type.components)
-        self._is_fresh.assign(self.accumulator.apply(tree.unflatten(fitting), self._round.read()))
-
-    def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
-        self._round.assign(jnp.int32(number))
-        with applying(self):
-            outcome = step(*arguments_of(batch))
-        return outcome, bool(self._is_fresh.read())
-
-
 def _typed(part: Any) -> Any:
     if is_row_gradient(part):
         return RowGradient(_typed(part.indices), _typed(part.rows), part.shape)
@@ -247,23 +207,3 @@ def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
     if rows is None or is_row_gradient(part):
         return part
     return RowGradient(jax.ShapeDtypeStruct(rows.shape[:1], jnp.int32), rows, part.shape)
-
-
-def _fitting(gradient: Any, component: Any) -> Any:
-    """Return a gradient in the form of a component of the accumulator: by rows, or dense."""
-    if is_row_gradient(gradient) or not isinstance(component, RowsType):
-        return gradient
-    return RowGradient(*dense_to_rows(gradient), gradient.shape)
-
-
-def _sum_type(spec: Any, gradients: int) -> Any:
-    """Return the type of a sum of at most `gradients` gradients of the type `spec`."""
-
-    def widened(part: Any) -> Any:
-        if not is_row_gradient(part):
-            return part
-        count = min(part.indices.shape[0] * gradients, part.shape[0])
-        rows = jax.ShapeDtypeStruct((count, *part.rows.shape[1:]), part.rows.dtype)
-        return RowGradient(jax.ShapeDtypeStruct((count,), jnp.int32), rows, part.shape)
-
-    return jax.tree_util.tree_map(widened, spec, is_leaf=is_row_gradient)

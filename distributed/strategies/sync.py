@@ -1,9 +1,10 @@
 """Synchronous training: each update is the average of one gradient from each of several workers.
 
 In a synchronous step (a round, in names), each worker runs the user's step function. Traced under this strategy, its
-optimizer gives the gradients to an accumulator on a parameter task, tagged by the round. That task averages the first
-`m` of `n` gradients, applies them, drops late ones, and opens the next round (section 4.4 of the OSDI 2016 paper). The
-task that holds the accumulator applies the averages, so the death of a worker leaves no update half done.
+optimizer gives each gradient to an accumulator on the task of its variable, tagged by the round. One parameter task,
+the host, chooses the first `m` of `n` gradients, has all tasks apply the averages of theirs, drops late ones, and opens
+the next round (section 4.4 of the OSDI 2016 paper). The host starts the update, so the death of a worker leaves none
+half done; see `round_gradients.py`.
 
 An opening is an attempt at a round: a round whose update fails is opened again, under another number.
 """
@@ -45,7 +46,7 @@ class Sync(Strategy):
     cluster         the result of `dflow.connect()`
     backup_workers  number of gradients that a round does not wait for: the slowest ones, which are dropped
     requeue         whether a batch whose gradient was dropped is used again in the next round instead of lost
-    job             the job whose tasks may hold the accumulator
+    job             the job whose tasks may host the run
     raises          StrategyError if this many backup workers leave no worker to wait for
 
     The step gives its gradients to one `dflow.Optimizer`, once, and computes them from the variables' values of its

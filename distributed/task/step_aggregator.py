@@ -1,9 +1,11 @@
 """The step aggregator (round host): a task that applies the average gradients for workers, which may die at any time.
 
 Why: an update that a worker runs is left half done on some tasks when that worker dies. So a parameter task decides
-the rounds (`rounds.py`), takes the average from its accumulator, and starts the update itself. Invariants: the events
-of a run are handled one at a time and in order; the commands of one are carried out before the next. A run without a
-worker keeps only its numbers: a later worker resumes the run, or learns that it is over.
+the rounds (`rounds.py`), takes the average from its accumulator, and starts the update itself. Other tasks of variables
+keep the gradients of theirs in accumulators of their own; an average has a ticket of each for each gradient (see
+`strategies/round_gradients.py`). Invariants: the events of a run are handled one at a time and in order; the commands
+of one are carried out before the next. A run without a worker keeps only its numbers: a later worker resumes the run,
+or learns that it is over. A worker's leave is answered when accumulators that are freed with it are free on all tasks.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from typing import Any
 from dflow.distributed.steps.plan_checks import MAX_COUNT
 from dflow.distributed.task.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.task_resources import TaskResources
-from dflow.distributed.transport.base import Responder
+from dflow.distributed.transport.base import OnReply, Reply, Responder
 from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
@@ -31,7 +33,10 @@ from dflow.distributed.wire.messages.rounds import (
     ProposeRounds,
     RoundOpen,
     RoundsAgreed,
+    RoundsLeft,
+    accumulator_on,
 )
+from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.mailbox import Mailbox
 from dflow.lowering.queues.pending_operations import Cancel, Results
@@ -43,12 +48,15 @@ from dflow.tracing.ir.resource_op import ResourceOp
 
 #: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
+#: Sends another task a request; the callback gets the reply or an error, also if this raises.
+Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
 
 
 class StepAggregator:
     """The runs of synchronous training that the task `task` aggregates; thread-safe.
 
     has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
+    ask       sends another task a request; may block while connecting
     """
 
     def __init__(
@@ -58,10 +66,11 @@ class StepAggregator:
         start: StartStep,
         submit: Callable[..., object],
         has_left: Callable[[str], bool],
+        ask: Ask,
     ) -> None:
         self._task, self._resources, self._start, self._submit = task, resources, start, submit
         self._has_left = has_left
-        self._accumulators = _Accumulators(resources)
+        self._accumulators = _Accumulators(resources, submit, ask)
         self._lock = threading.Lock()
         self._runs: dict[str, _AggregatedRun] = {}
 
@@ -101,9 +110,11 @@ class StepAggregator:
         """Answer when a round is open that the worker is not done with."""
         self._run(message.name).ask(message, responder)
 
-    def leave(self, message: LeaveRounds) -> None:
-        """Remove a worker that stops taking part."""
-        self._run(message.name).leave(message.worker, message.done)
+    def leave(self, message: LeaveRounds, responder: Responder) -> None:
+        """Remove a worker that stops taking part, and answer."""
+        run = self._run(message.name)
+        run.leave(message.worker, message.done)
+        run.answer_left(responder)
 
     def task_left(self, task: str) -> None:
         """Remove a task that left the cluster, and gives no more gradients."""
@@ -134,8 +145,8 @@ def _check_counts(message: ProposeRounds | OpenRounds) -> None:
 class _Accumulators:
     """Names of accumulators in use; at most one run uses an accumulator."""
 
-    def __init__(self, resources: TaskResources) -> None:
-        self._resources = resources
+    def __init__(self, resources: TaskResources, submit: Callable[..., object], ask: Ask) -> None:
+        self._resources, self._submit, self._ask = resources, submit, ask
         self._lock = threading.Lock()
         self._used: set[str] = set()
 
@@ -147,11 +158,39 @@ class _Accumulators:
             self._used.add(free)
             return free
 
-    def release(self, name: str, key: str) -> None:
-        """Free the accumulator, which is held under `key`, and its name."""
-        self._resources.forget(key, f"the run that used accumulator {name!r} has ended", "run it again")
-        with self._lock:
-            self._used.discard(name)
+    def release(self, name: str, key: str, others: Sequence[str], on_free: Callable[[], None]) -> None:
+        """Free the accumulator, which is held under `key`, and those of the run on `others`; then its name.
+
+        `on_free` is called once, from any thread, when the other tasks have answered or are lost. The name of an
+        accumulator that another task may still hold is not used again.
+        """
+        reason, remedy = f"the run that used accumulator {name!r} has ended", "run it again"
+        self._resources.forget(key, reason, remedy)
+        left, is_free = {"", *others}, True
+
+        def freed(task: str, reply: Outcome[Reply[Ok] | None]) -> None:
+            nonlocal is_free
+            with self._lock:
+                if task not in left:
+                    return
+                left.remove(task)
+                is_free = is_free and not isinstance(reply, BaseException)
+                if left:
+                    return
+                if is_free:
+                    self._used.discard(name)
+            on_free()
+
+        for task in others:
+            message = ForgetState(accumulator_on(task, key), False, reason, remedy)
+            self._submit(self._free_on, task, message, partial(freed, task))
+        freed("", None)
+
+    def _free_on(self, task: str, message: ForgetState, on_reply: OnReply[Ok]) -> None:
+        try:
+            self._ask(task, message, on_reply)
+        except DflowError as error:  # the task is gone, and its accumulator with it
+            on_reply(error)
 
 
 @dataclass(frozen=True)
@@ -176,10 +215,15 @@ class _AggregatedRun:
     #: Name of the accumulator, and the key under which it is held.
     accumulator: str = ""
     key: str = ""
+    #: The other tasks with accumulators of the run.
+    others: tuple[str, ...] = ()
     _agreed: int | None = None
     _cancel_take: Cancel | None = None
     _asks: dict[int, tuple[Responder, Stoppable]] = field(default_factory=dict)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    #: Number of releases of accumulators that are under way, and the workers' leaves that wait for them.
+    _freeing: int = 0
+    _leaves: list[Responder] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._rounds = Rounds(self.name)
@@ -192,7 +236,8 @@ class _AggregatedRun:
             self._refuse_other(message.rounds)
             self._agreed = self._agreed or message.wanted
             if not self._rounds.is_over:
-                self.accumulator = self.accumulator or self.accumulators.use(message.accumulator)
+                if not self.accumulator:
+                    self.accumulator, self.others = self.accumulators.use(message.accumulator), message.others
                 self._handle(self._rounds.began, message.worker)
             return RoundsAgreed(self._agreed, self.accumulator, self._rounds.is_over)
 
@@ -207,6 +252,19 @@ class _AggregatedRun:
     def leave(self, worker: str, done: int | None = None) -> None:
         """Remove a worker; see `Rounds.leave`."""
         self._handle(self._rounds.leave, worker, done)
+
+    def answer_left(self, responder: Responder) -> None:
+        """Answer a worker's leave, as soon as no accumulator is being freed."""
+        self._handle(self._left, [responder])
+
+    def _left(self, leaves: Sequence[Responder], freed: int = 0) -> Sequence[RoundCommand]:
+        self._freeing -= freed
+        self._leaves += leaves
+        if self._freeing == 0:
+            for responder in self._leaves:
+                self.submit(responder.reply, RoundsLeft())
+            self._leaves = []
+        return ()
 
     def _refuse_other(self, number: int) -> None:
         known = self._rounds.rounds
@@ -228,8 +286,11 @@ class _AggregatedRun:
         """Answer all waiting requests with `error`; later answers to them are ignored."""
         with self._lock:
             asks, self._asks = self._asks, {}
+            leaves, self._leaves = self._leaves, []
         for responder, timer in asks.values():
             timer.stop()
+            responder.fail(error)
+        for responder in leaves:
             responder.fail(error)
 
     def _handle(self, decide: Callable[..., Sequence[RoundCommand]], *event: Any) -> None:
@@ -314,4 +375,6 @@ class _AggregatedRun:
             cancel(StepCancelled(f"no worker takes part in {self.name!r}"))
         name, self.accumulator = self.accumulator, ""
         if name:
-            self.accumulators.release(name, self.key or name)
+            self._freeing += 1
+            freed = partial(self._handle, self._left, (), 1)
+            self.accumulators.release(name, self.key or name, self.others, freed)

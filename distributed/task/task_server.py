@@ -173,7 +173,12 @@ class TaskServer:
         self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.pool)
         self.starter = StepStarter(name, self.peers, self.plans, self.runs)
         self._rounds = StepAggregator(
-            name, self._resources, self.starter.start_unattended, self._soon, has_left=self.channel.has_left
+            name,
+            self._resources,
+            self.starter.start_unattended,
+            self._soon,
+            has_left=self.channel.has_left,
+            ask=lambda task, message, on_reply: self.peer(task).start(message, on_reply=on_reply),
         )
         self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
         self._listener = transport.listen(address, name=name, handler=self)
@@ -418,7 +423,7 @@ REQUESTS.in_pool(FailQueue)(lambda task, message, _: task._resources.fail_queue(
 REQUESTS.in_pool(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
 REQUESTS.in_pool(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
 REQUESTS.in_pool(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
-REQUESTS.in_pool(LeaveRounds)(lambda task, message, _: task._rounds.leave(message))
+REQUESTS.in_pool(LeaveRounds)(lambda task, message, arrival: task._rounds.leave(message, arrival.responder))
 REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))

@@ -4,12 +4,16 @@ A gradient of a step before the accumulator's is dropped, and so is one beyond t
 A take waits until the number of gradients reaches the number that it wants, or the number that is enough for all. It
 gets the sum of all gradients, and the step increases by one. Takes are served in the order of their requests.
 
+A gradient may also be kept aside under a ticket, until a later decision, such as another task's, chooses the gradients
+to sum. A gradient kept for a later step makes those kept for earlier steps stale.
+
 Invariant: `count` gradients were added since the last `Give`, and they are too few for the first pending take.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -32,6 +36,9 @@ class AccumulatorMachine:
         self.dropped = 0
         #: Number of gradients that each pending take wants, by ticket, in the order of requests.
         self._waiting: OrderedDict[int, int] = OrderedDict()
+        #: The steps of the gradients kept aside, by ticket.
+        self.kept: dict[int, int] = {}
+        self._last_ticket = 0
 
     def is_fresh(self, step: int) -> bool:
         """Whether a gradient of `step` would be added."""
@@ -44,6 +51,28 @@ class AccumulatorMachine:
             return []
         self.count += 1
         return self._served()
+
+    def keep(self, step: int) -> int:
+        """Return the ticket of a gradient computed in `step`; 0 if it is stale, and dropped."""
+        if step < self.step:
+            self.dropped += 1
+            return 0
+        self._advance(step)
+        self._last_ticket += 1
+        self.kept[self._last_ticket] = step
+        return self._last_ticket
+
+    def take_kept(self, tickets: Sequence[int]) -> None:
+        """Remove the gradients with these tickets, which are all kept; drop the others of their step."""
+        self._advance(1 + max(self.kept.pop(ticket) for ticket in tickets))
+
+    def _advance(self, step: int) -> None:
+        """Set the step unless it is later; drop the kept gradients that become stale."""
+        self.step = max(self.step, step)
+        stale = [ticket for ticket, its_step in self.kept.items() if its_step < self.step]
+        self.dropped += len(stale)
+        for ticket in stale:
+            del self.kept[ticket]
 
     def take(self, ticket: int, wanted: int) -> list[Give]:
         """Ask for at least `wanted` gradients."""

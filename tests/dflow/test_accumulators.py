@@ -120,6 +120,54 @@ def test_who_gave_up_does_not_take_from_who_waits() -> None:
     assert float(held.take(1, timeout_s=0)) == 2.0
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_kept_gradients_are_summed_by_their_tickets_and_the_others_dropped(traced: bool) -> None:
+    table = dflow.RowGradient(jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct((4,), jnp.float32), (9,))
+    held = dflow.ConditionalAccumulator({"w": jnp.zeros(2), "t": table}, name="g")
+    compiled: Any = dflow.jit if traced else lambda function: function
+    keep = compiled(lambda x, i, step: held.keep({"w": x, "t": dflow.RowGradient(i, 1.0 * i, (9,))}, step))
+    take = compiled(held.take_kept)
+    tickets = [keep(jnp.full(2, float(i)), jnp.array([i, 8]), 3) for i in range(1, 5)]
+    assert [int(ticket) for ticket in tickets] == [1, 2, 3, 4]
+    taken = take(jnp.array([2, 4, 0, 0]))
+    assert taken["w"].tolist() == [3.0, 3.0]
+    assert taken["t"].indices.tolist() == [2, 4, 8, 0]
+    assert taken["t"].rows.tolist() == [1.0, 2.0, 8.0, 0.0]
+    assert (held.step, held.count(), held.dropped()) == (4, 0, 2)
+    assert int(keep(jnp.ones(2), jnp.array([1, 8]), 3)) == 0
+    assert int(keep(jnp.ones(2), jnp.array([1, 8]), 4)) == 5
+    for wrong in ([1], [5, 5], [5, 3], [0], [0, 5]):
+        with pytest.raises(AccumulatorError, match="accumulator 'g': take_kept: expected different tickets of kept"):
+            take(jnp.array(wrong))
+    assert take(jnp.array([5]))["w"].tolist() == [1.0, 1.0]
+    with pytest.raises(AccumulatorError, match=r"'g': tickets are f32\[1\], not integers"):
+        held.take_kept(jnp.ones(1))
+
+
+def test_one_row_may_be_given_by_a_scalar_index() -> None:
+    spec = dflow.RowGradient(jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3, 0), jnp.float32), (9, 0))
+    scalar = dflow.RowGradient(jax.ShapeDtypeStruct((3,), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.float32), (9,))
+    held = dflow.ConditionalAccumulator([spec, scalar], name="g", reduction="sum")
+    apply = dflow.jit(
+        lambda i: held.apply([dflow.RowGradient(i, jnp.zeros(0), (9, 0)), dflow.RowGradient(i, np.float32(2), (9,))])
+    )
+    for index in (7, 3, 7):
+        apply(index)
+    empty, taken = held.take(3)
+    assert (empty.indices.tolist(), empty.rows.shape) == ([3, 7, 0], (3, 0))
+    assert (taken.indices.tolist(), taken.rows.tolist()) == ([3, 7, 0], [2.0, 4.0, 0.0])
+
+
+def test_too_many_rows_of_kept_gradients_are_refused_and_stay() -> None:
+    table = dflow.RowGradient(jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.float32), (9,))
+    held = dflow.ConditionalAccumulator([table], name="g")
+    for i in range(3):
+        held.keep([dflow.RowGradient(jnp.array([i]), jnp.ones(1), (9,))])
+    with pytest.raises(AccumulatorError, match="'g' would hold 3 different rows, but a take gives 2 rows of f32"):
+        held.take_kept(jnp.array([1, 2, 3]))
+    assert held.take_kept(jnp.array([1, 3]))[0].indices.tolist() == [0, 2]
+
+
 def test_setting_the_step_back_warns() -> None:
     held = dflow.ConditionalAccumulator(jnp.zeros(()), name="g")
     held.set_step(4)

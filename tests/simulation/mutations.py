@@ -228,7 +228,11 @@ def _keeping(original: Any) -> Any:
 
 
 def _the_old(original: Any) -> Any:
-    return lambda accumulator, gradient, where: accumulator._sum or original(accumulator, gradient, where)
+    return lambda accumulator, total, gradient, where: total or original(accumulator, total, gradient, where)
+
+
+def _all_kept(original: Any) -> Any:
+    return lambda accumulator, tickets, where: original(accumulator, [*accumulator._kept], where)
 
 
 def _one_less(original: Any) -> Any:
@@ -340,6 +344,7 @@ MUTATIONS = (
     Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", _giving(True), "counted once", program=ROUNDS),
     Mutation("a sum is not reset", accumulators.HeldAccumulator, "_answer", _keeping, "counted once", program=ROUNDS),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
+    Mutation("a task sums others than the host", _HELD, "_sum_of", _all_kept, "applied once", program=ROUNDS),
     Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
     Mutation("a dead worker is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", _doing_nothing, "the dead", _DIES, ROUNDS),

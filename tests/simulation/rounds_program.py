@@ -1,34 +1,47 @@
 """The schedule's program of synchronous training: `Sync` runs its steps, and each step gives one gradient.
 
 In names, a synchronous step is a round, and the task that aggregates its gradients is the host. A gradient is a one-hot
-vector with a 1 at the gradient's number, so a sum shows which gradients are in it. The host and the other ps tasks run
-the real code for rounds, accumulators and updates.
+vector with a 1 at the gradient's number, so a sum shows which gradients are in it. Each ps task gets all of a gradient,
+as if it held a variable. The host and the other ps tasks run the real code for rounds, accumulators and updates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
 import numpy as np
+from msgspec.structs import replace
 
+from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
 from dflow.distributed.strategies.sync import Sync, Workers
-from dflow.distributed.transport.base import Reply
-from dflow.distributed.wire.codec import decode_arrays, encode_arrays
+from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource
+from dflow.distributed.wire.messages.plans import RunPlan
+from dflow.distributed.wire.messages.resources import CreateResource
 from dflow.distributed.wire.messages.roster import Roster
-from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds, RoundOpen
+from dflow.distributed.wire.messages.rounds import (
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+    RoundOpen,
+    accumulator_on,
+)
 from dflow.lowering.programs.program import Program
-from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Scalar, Send, UseResource
 from dflow.tracing.errors import DeadlineExceeded, DflowError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
+from tests.simulation.blocking_program import end_wait
 from tests.simulation.checks import Require, name_of
-from tests.simulation.steps_program import TrainingWorker
+from tests.simulation.steps_program import STEP_S, TrainingWorker
 from tests.simulation.tasks import Member, SimulatedTasks, programs
 
 #: Longest time that the host lets a worker wait for a round, and the time that the worker adds for the answer.
@@ -37,6 +50,8 @@ REQUEST_S = 6.0
 COMPUTE_S = 0.4
 #: Length of a gradient: more than the gradients of a schedule.
 PLACES = 2048
+#: Number of rows that tickets can be indices of.
+_TICKETS = 2**31 - 1
 
 
 @dataclass
@@ -203,6 +218,9 @@ class RoundsWorker(TrainingWorker):
         self._workers, self._backups = workers, backups
         self._batches = iter(range(data))
         self._name = self._accumulator = ""
+        #: The handles of the ps tasks' plans in this worker's steps, by task.
+        self._gives: Mapping[str, int] = {}
+        self._plan = member.server.plans.add(*worker_plan(member.name, ps))
 
     def run(self) -> None:
         """Take part in the run of the tasks' present lives until a run is complete."""
@@ -236,16 +254,24 @@ class RoundsWorker(TrainingWorker):
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> RoundsWorker | None:
         """Open the run, or join it if it is open; return None if it is complete."""
         run = self._name
-        proposal = ProposeRounds(run, self.task, steps, wanted, run)
+        others = tuple(map(name_of, self._ps[1:]))
+        proposal = ProposeRounds(run, self.task, steps, wanted, run, others)
         agreed = self._ask(proposal).message
         if agreed.is_over:
             return None
         wanted, self._accumulator = agreed.wanted, agreed.accumulator
-        kind = f"accumulator<i32[{PLACES}]>"
-        self._ask(CreateResource(self._accumulator, kind, AccumulatorSettings(Reduction.SUM, wanted)))
+        settings = AccumulatorSettings(Reduction.SUM, wanted)
+        for host in self._ps:
+            tickets = f", {wanted} rows of i32[{_TICKETS}]" * (len(self._ps) - 1 if host == self._host else 0)
+            made = CreateResource(self._key(host), f"accumulator<i32[{PLACES}]{tickets}>", settings)
+            self._member.ask(host, made, timeout_s=REQUEST_S)
         names = {host: name_of(host) for host in self._ps}
-        made = partial(update_plans, names, partial(self._checks.summed, run), partial(self._checks.updated, run))
-        handles = self._tasks.handles(run, self._ps, made)
+        keys = {host: self._key(host) for host in self._ps}
+        on_sum, on_update = partial(self._checks.summed, run), partial(self._checks.updated, run)
+        plans = partial(update_plans, names, keys, wanted, on_sum, on_update)
+        handles = self._tasks.handles(f"{run} by {self._accumulator}", self._ps, plans)
+        plans = partial(gradient_plans, names, keys, self.task)
+        self._gives = self._tasks.handles(f"gradients of {self.task} for {self._accumulator}", self._ps, plans)
         self._checks.opened(run, steps, wanted)
         self._ask(OpenRounds(run, steps, wanted, self.colleagues()[0], self._accumulator, dict(handles)))
         return self
@@ -271,19 +297,32 @@ class RoundsWorker(TrainingWorker):
         gradient = self._checks.gives(str(self._member.process), self._name, number)
         one = np.zeros(PLACES, np.int32)
         one[gradient.number] = 1
-        infos, payload = encode_arrays([one, np.asarray(number, np.int32)])
-        apply = ResourceOp(ops.accumulator_apply.name, timeout_s=REQUEST_S)
-        message = CallResource(self._accumulator, apply, self.task, next(self._member.numbers), infos)
-
-        def told(reply: Any) -> None:
-            if not isinstance(reply, BaseException):
-                (is_fresh,) = decode_arrays(reply.message.arrays, reply.payload)
-                gradient.is_fresh = bool(is_fresh)
-
-        self._member.ask(self._host, message, payload, on_reply=told, timeout_s=REQUEST_S)
+        id, others = StepId(self.task, next(self._member.numbers)), dict[str, Peer]()
+        try:
+            others.update((task, self._member.server.peer(task)) for task in self._gives)
+            gradient.is_fresh = self._given(id, others, [one, np.asarray(number, np.int32)])
+        except DflowError as error:
+            self._member.server.runs.cancel(id, error)
+            cancel_elsewhere(id, others.values(), error)
+            raise
         said = "counts" if gradient.is_fresh else "came too late"
         self._member.say(f"gave gradient {gradient.number} for opening {number}, which {said}")
         return None, bool(gradient.is_fresh)
+
+    def _given(self, id: StepId, others: Mapping[str, Peer], feeds: Sequence[Any]) -> bool:
+        """Run the step that gives a gradient to all ps tasks; return whether it counts."""
+        future = Future[Fetches]()
+        parts = StepParts((self.task, *others), partial(end_wait, future))
+        for task, peer in others.items():
+            peer.start(RunPlan(self._gives[task], id.origin, id.number), on_reply=partial(parts.ended, task))
+        self._member.server.run(self._plan, id, feeds, partial(parts.ended, self.task))
+        (is_fresh,) = self._member.wait("the end of a step", STEP_S, future)
+        return bool(is_fresh)
+
+    def _key(self, host: str) -> str:
+        """Return the name of the run's accumulator on a host."""
+        name = self._accumulator
+        return name if host == self._host else accumulator_on(name_of(host), name)
 
     def leave(self, done: int) -> None:
         """Leave the run."""
@@ -302,12 +341,56 @@ def _places(total: Any) -> tuple[int, ...]:
     return tuple(int(number) for number in np.nonzero(np.asarray(total))[0])
 
 
+def worker_plan(worker: str, ps: Sequence[str]) -> tuple[Plan, list[Program]]:
+    """Return a worker's plan of a step; its feeds are a gradient and its opening, its fetch whether they count."""
+    sends = [Send(_edge("gradient", host), name_of(host), (0, 1)) for host in ps]
+    items: tuple[Item, ...] = (*sends, Recv("is fresh", name_of(ps[0]), (2,), (("bool", ()),)))
+    return Plan(worker, 3, items, feeds=(0, 1), fetches=(2,)), []
+
+
+def gradient_plans(
+    names: Mapping[str, str], keys: Mapping[str, str], worker: str
+) -> Mapping[str, tuple[Plan, list[Program]]]:
+    """Return, by host, the plan of its part in a worker's steps, which takes the worker's gradient.
+
+    names, keys  the tasks' names, and the names of their accumulators, by host; the first is the host of the run
+    """
+    first, *others = names
+    keep, apply = ResourceOp(ops.accumulator_keep.name), ResourceOp(ops.accumulator_apply.name)
+    plans: dict[str, tuple[Plan, list[Program]]] = {}
+    for host in names:
+        items: tuple[Item, ...] = (Recv(_edge("gradient", host), worker, (0, 1), (("i32", (PLACES,)), ("i32", ()))),)
+        if host != first:
+            kept = UseResource(keys[host], keep, (0, 1), (2,))
+            plans[host] = Plan(names[host], 3, (*items, kept, Send(_edge("ticket", host), names[first], (2,)))), []
+            continue
+        tickets = [
+            Recv(_edge("ticket", other), names[other], (2 + at,), (("i32", ()),)) for at, other in enumerate(others)
+        ]
+        one, fresh = 2 + len(others), 3 + len(others)
+        rows = [slot for ticket in range(2, one) for slot in (ticket, one)]
+        applied = UseResource(keys[host], apply, (0, *rows, 1), (fresh,))
+        items = (*items, *tickets, applied, Send("is fresh", worker, (fresh,)))
+        scalars = (Scalar(one, "i32", np.int32(1).tobytes()),)
+        plans[host] = Plan(names[host], fresh + 1, items, scalars=scalars), []
+    return plans
+
+
+def _edge(what: str, host: str) -> str:
+    return f"{what} of {host}"
+
+
 def update_plans(
-    names: Mapping[str, str], on_sum: Callable[[Any], None], on_update: Callable[[str, Any], None]
+    names: Mapping[str, str],
+    keys: Mapping[str, str],
+    wanted: int,
+    on_sum: Callable[[Any], None],
+    on_update: Callable[[str, Any], None],
 ) -> Mapping[str, tuple[Plan, list[Program]]]:
     """Return, by host, the plan of its part in the update of a run, and the plan's programs.
 
-    names  the tasks' names by host; the first host is the host of the run
+    names, keys  the tasks' names, and the names of their accumulators, by host; the first is the host of the run
+    wanted       the largest number of gradients in a sum
     """
     first, *others = names
 
@@ -315,15 +398,22 @@ def update_plans(
         on_update(host, total)
         return ()
 
-    def take(total: Any) -> tuple[Any, ...]:
+    def apply_first(total: Any) -> tuple[()]:
         on_sum(total)
-        on_update(first, total)
-        return (total,)
+        return apply(first, total)
 
-    sends = [Send(f"sum for {host}", names[host], (1,)) for host in others]
-    items: tuple[Item, ...] = (Call(0, (), (), (0,), (1,)), *sends)
-    plans = {first: (Plan(names[first], 2, items, feeds=(0,)), programs(take))}
+    # The others' tickets are the indices in the rows that the host takes.
+    feeds = tuple(range(1 + 2 * len(others)))
+    sends = [Send(_edge("tickets", host), names[host], (1 + 2 * at,)) for at, host in enumerate(others)]
+    # Another task may apply the sum before the host would, so the checks hear of it before it is sent.
+    items: tuple[Item, ...] = (Call(0, (), (), (0,), ()), *(replace(send, after=(0,)) for send in sends))
+    plans = {first: (Plan(names[first], len(feeds), items, feeds=feeds), programs(apply_first))}
+    take = ResourceOp(ops.accumulator_take_kept.name)
     for host in others:
-        items = (Recv(f"sum for {host}", names[first], (0,), (("i32", (PLACES,)),)), Call(0, (), (), (0,), ()))
-        plans[host] = (Plan(names[host], 1, items), programs(partial(apply, host)))
+        items = (
+            Recv(_edge("tickets", host), names[first], (0,), (("i32", (wanted,)),)),
+            UseResource(keys[host], take, (0,), (1,)),
+            Call(0, (), (), (1,), ()),
+        )
+        plans[host] = (Plan(names[host], 2, items), programs(partial(apply, host)))
     return plans

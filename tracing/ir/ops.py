@@ -323,23 +323,44 @@ def accumulator_apply(accumulator: AccumulatorType, /, *operands: ArrayType) -> 
     """Add a gradient, unless it is stale; return whether it was added.
 
     The operands are its components, then the number of the step that computed it. A row-sparse component is two
-    operands, indices and rows, of any number of rows.
+    operands, indices and rows, of any number of rows, or one index and its row.
     """
-    parts = _resource("accumulator.apply", accumulator, AccumulatorType).components
-    *given, step = [strong(operand) for operand in operands] or [TokenType()]
-    _check_step("accumulator.apply", step)
-    if given != _gradient(parts, given):
-        raise GraphTypeError(f"accumulator.apply: the gradient is {_listed(given)} but {accumulator} is to take it")
+    _check_gradient("accumulator.apply", accumulator, operands)
     return (ArrayType(np.dtype("bool"), ()),)
 
 
+@op("accumulator.keep", (Effect.RELEASE, 0))
+def accumulator_keep(accumulator: AccumulatorType, /, *operands: ArrayType) -> tuple[Type, ...]:
+    """Keep a gradient aside, unless it is stale; return its ticket, or 0. The operands are those of `apply`."""
+    _check_gradient("accumulator.keep", accumulator, operands)
+    return (ArrayType(np.dtype("int32"), ()),)
+
+
+@op("accumulator.take_kept", (Effect.ACQUIRE, 0))
+def accumulator_take_kept(accumulator: AccumulatorType, tickets: ArrayType, /) -> tuple[Type, ...]:
+    """Return the mean or the sum of the kept gradients with these tickets; drop the others. Zeros may follow them."""
+    arrays = _resource("accumulator.take_kept", accumulator, AccumulatorType).arrays
+    if strong(tickets) != ArrayType(np.dtype("int32"), tickets.shape) or len(tickets.shape) != 1:
+        raise GraphTypeError(f"accumulator.take_kept: the tickets are {tickets}, not one row of i32")
+    return arrays
+
+
+def _check_gradient(name: str, accumulator: AccumulatorType, operands: Sequence[ArrayType]) -> None:
+    parts = _resource(name, accumulator, AccumulatorType).components
+    *given, step = [strong(operand) for operand in operands] or [TokenType()]
+    _check_step(name, step)
+    if given != _gradient(parts, given):
+        raise GraphTypeError(f"{name}: the gradient is {_listed(given)} but {accumulator} is to take it")
+
+
 def _gradient(parts: Sequence[ArrayType | RowsType], given: Sequence[Type]) -> list[Type]:
-    """The types of a gradient; of a row-sparse part as many rows as are given."""
+    """The types of a gradient; of a row-sparse part as many rows as are given, or the row of one index."""
     wanted: list[Type] = []
     for part in parts:
         if isinstance(part, RowsType):
             indices = given[len(wanted)] if len(wanted) < len(given) else None
-            wanted += part.arrays(indices.shape[0] if isinstance(indices, ArrayType) and indices.shape else 0)
+            shape = indices.shape[:1] if isinstance(indices, ArrayType) else (0,)
+            wanted += [ArrayType(type.dtype, (*shape, *type.shape[1:])) for type in part.arrays(0)]
         else:
             wanted.append(part)
     return wanted

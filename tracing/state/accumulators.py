@@ -70,13 +70,34 @@ class ConditionalAccumulator(HostResource):
     def apply(self, gradient: Any, step: Any = 0) -> jax.Array:
         """Add a gradient that was computed in `step`, unless it is stale; return bool[], whether it was added.
 
-        Where the spec is row-sparse, the gradient is a `RowGradient` of any number of rows; elsewhere a `RowGradient`
-        is made dense. Raises GraphTypeError for another structure, shape or dtype than `spec`'s, and AccumulatorError
-        when the sum would have more different rows than a take can return.
+        Where the spec is row-sparse, the gradient is a `RowGradient` of any number of rows, or of one index i32[] and
+        its row; elsewhere a `RowGradient` is made dense. Raises GraphTypeError for another structure, shape or dtype
+        than `spec`'s, and AccumulatorError when the sum would have more different rows than a take can return.
         """
         operands = self._operands(gradient)
         fresh: jax.Array = self.use(ops.accumulator_apply, [*operands, self._number(step)])[0]
         return fresh
+
+    def keep(self, gradient: Any, step: Any = 0) -> jax.Array:
+        """Keep a gradient aside, unless it is stale, for `take_kept`; return its ticket, i32[], from 1, or 0 if stale.
+
+        A gradient of a later step than the accumulator's sets the step, and makes the gradients kept before stale.
+        """
+        ticket: jax.Array = self.use(ops.accumulator_keep, [*self._operands(gradient), self._number(step)])[0]
+        return ticket
+
+    def take_kept(self, tickets: Any) -> Any:
+        """Return the mean or sum of the kept gradients with these `tickets`, structured as `spec`; drop the others.
+
+        tickets  i32[k], one or more; zeros may follow them, as in the indices of a take
+        raises   AccumulatorError if one is no ticket of a kept gradient, or stands twice
+
+        The step becomes the one after that of these gradients.
+        """
+        given = read(tickets)
+        if not jnp.issubdtype(array_type_of(given).dtype, jnp.integer):
+            raise AccumulatorError(f"{self.title}: tickets are {array_type_of(given)}, not integers", at=caller())
+        return self.structured(self.use(ops.accumulator_take_kept, [jax.lax.convert_element_type(given, np.int32)]))
 
     def take(self, n: int, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
         """Wait until `n` fresh gradients are there; return the mean or sum of all that are, structured as `spec`.

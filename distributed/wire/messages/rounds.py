@@ -6,6 +6,7 @@ import msgspec
 
 from dflow.distributed.wire.messages.connection import ArrayInfo, Ok
 from dflow.distributed.wire.messages.message import Marked, Message, Notice, Request
+from dflow.tracing.devices.task_name import short_task_name
 
 
 class NotFinite(msgspec.Struct, frozen=True):
@@ -70,7 +71,8 @@ class ProposeRounds(Request[RoundsAgreed], frozen=True):
     """Register a worker in a run of synchronous training; answered by `RoundsAgreed`, the same for every worker.
 
     A run has `rounds` synchronous steps, called rounds. The first worker fixes `wanted`, the number of gradients per
-    round, and the name of the accumulator; a number is appended to a name that another run uses.
+    round, the name of the accumulator, and the `others`, the tasks with a further accumulator of the run, by the names
+    of `accumulator_on`. A number is appended to a name that another run uses.
     """
 
     speaker = "worker"
@@ -80,14 +82,20 @@ class ProposeRounds(Request[RoundsAgreed], frozen=True):
     rounds: int
     wanted: int
     accumulator: str
+    others: tuple[str, ...] = ()
+
+
+def accumulator_on(task: str, name: str) -> str:
+    """Return the name of the accumulator on another task of the run whose accumulator is `name`."""
+    return f"{name}/{short_task_name(task)}"
 
 
 class OpenRounds(Request[Ok], frozen=True):
     """Become the step aggregator (round host) of a run, unless it is open here.
 
     In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator. It then starts the
-    update, a step over the registered plans `handles` (by task). The payload holds the arrays fed `before` the mean
-    and those fed `after` it. `workers` take part.
+    update, a step over the registered plans `handles` (by task). In this step the other tasks take the mean of the same
+    gradients. The payload holds the arrays fed `before` the mean and those fed `after` it. `workers` take part.
     """
 
     name: str
@@ -118,7 +126,11 @@ class NextRound(Request[RoundOpen], frozen=True):
     timeout_s: float
 
 
-class LeaveRounds(Request[Ok], frozen=True):
+class RoundsLeft(Message, frozen=True):
+    """A worker has left a run; if it was the last one, the run's accumulators are freed on all tasks."""
+
+
+class LeaveRounds(Request[RoundsLeft], frozen=True):
     """A worker stops taking part; it has sent its gradients for the openings up to `done`."""
 
     speaker = "worker"

@@ -12,6 +12,7 @@ import pytest
 
 from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.wire.codec import encode_arrays
+from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
@@ -20,12 +21,15 @@ from dflow.distributed.wire.messages.rounds import (
     ProposeRounds,
     RoundOpen,
     RoundsAgreed,
+    RoundsLeft,
 )
+from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 from dflow.tracing.ir.resource_op import ResourceOp
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+OTHERS = ("/job:ps/task:1", "/job:ps/task:2")
 Done = Callable[[BaseException | None], None]
 
 
@@ -46,7 +50,10 @@ class ByHand:
             self.update,
             lambda do, *args: do(*args),
             has_left=self.gone.__contains__,
+            ask=self.ask_task,
         )
+        #: Requests to other tasks to free an accumulator, each with its callback.
+        self.asked: list[tuple[str, str, Callable[[Any], None]]] = []
 
     def accumulator(self, name: str) -> ByHand:
         return self
@@ -64,6 +71,11 @@ class ByHand:
     def forget(self, name: str, reason: str, remedy: str) -> None:
         self.forgotten.append(name)
 
+    def ask_task(self, task: str, message: ForgetState, on_reply: Callable[[Any], None]) -> None:
+        if task in self.gone:
+            raise TaskLost(f"{task} has left")
+        self.asked.append((task, message.key, on_reply))
+
     def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done) -> None:
         self.updates.append((weakref.ref(feeds[0]), on_done))
 
@@ -73,9 +85,9 @@ class ByHand:
     def fail(self, error: BaseException) -> None:
         self.answers.append(error)
 
-    def open(self, rounds: int = 1, workers: Sequence[str] = (A, B)) -> None:
+    def open(self, rounds: int = 1, workers: Sequence[str] = (A, B), others: tuple[str, ...] = ()) -> None:
         for worker in workers:
-            self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums"))
+            self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums", others))
         infos, payload = encode_arrays([np.ones(1000, np.float32)])
         self.host.open(OpenRounds("run", rounds, 2, (A, B), "sums", {PS: 0}, before=infos), memoryview(payload))
 
@@ -128,11 +140,11 @@ def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_
     run.open()
     assert run.host.agree(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
     assert run.host.agree(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
-    run.host.leave(LeaveRounds("run", A, -1))
+    run.host.leave(LeaveRounds("run", A, -1), run)
     assert run.forgotten == []
     run.host.task_left(B)
     assert run.forgotten == ["sums"]
-    run.host.leave(LeaveRounds("another", A, -1))
+    run.host.leave(LeaveRounds("another", A, -1), run)
     assert run.forgotten == ["sums", "sums 1"]
     assert run.host.agree(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
     run.gone.add(B)
@@ -150,7 +162,46 @@ def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
     run.host.close(TaskLost("it closes"))
     [answer] = run.answers
     assert isinstance(answer, TaskLost)
-    run.host.leave(LeaveRounds("run", B, 0))
+    run.host.leave(LeaveRounds("run", B, 0), run)
     run.averages[0]((np.zeros(1000, np.float32),))
     run.updates[0][1](None)
+    assert run.answers == [answer, RoundsLeft()]
+
+
+def test_a_name_is_free_and_the_last_leave_answered_when_all_tasks_have_freed_their_accumulators() -> None:
+    run = ByHand()
+    run.open(others=OTHERS)
+    run.host.leave(LeaveRounds("run", A, -1), run)
+    assert (run.answers, run.asked) == ([RoundsLeft()], [])
+    run.host.leave(LeaveRounds("run", B, -1), run)
+    assert run.forgotten == ["sums"]
+    assert [asked[:2] for asked in run.asked] == [(OTHERS[0], "sums/ps:1"), (OTHERS[1], "sums/ps:2")]
+    run.asked[0][2](Ok())
+    assert run.host.agree(ProposeRounds("early", A, 3, 2, "sums")).accumulator == "sums 1"
+    assert run.answers == [RoundsLeft()]
+    run.asked[1][2](Ok())
+    assert run.answers == [RoundsLeft()] * 2
+    assert run.host.agree(ProposeRounds("late", A, 3, 2, "sums")).accumulator == "sums"
+
+
+def test_a_name_is_not_used_again_where_a_task_may_still_hold_its_accumulator() -> None:
+    run = ByHand()
+    run.gone.add(OTHERS[0])
+    run.open(workers=[A], others=OTHERS)
+    run.host.leave(LeaveRounds("run", A, -1), run)
+    assert run.answers == []
+    run.asked[0][2](Ok())
+    assert run.answers == [RoundsLeft()]
+    assert run.host.agree(ProposeRounds("another", A, 3, 2, "sums")).accumulator == "sums 1"
+
+
+def test_a_leave_that_waits_is_answered_when_the_task_closes_and_not_again() -> None:
+    run = ByHand()
+    run.open(workers=[A], others=OTHERS)
+    run.host.leave(LeaveRounds("run", A, -1), run)
+    run.host.close(TaskLost("it closes"))
+    [answer] = run.answers
+    assert isinstance(answer, TaskLost)
+    for _, _, on_reply in run.asked:
+        on_reply(Ok())
     assert run.answers == [answer]

@@ -100,3 +100,46 @@ def test_every_gradient_is_dropped_or_given_once_and_no_take_gets_too_few(calls:
             given_out += command.count
         assert (state.count, state.dropped) == (added - given_out, dropped)
         assert not wanted or state.count < next(iter(wanted.values()))
+
+
+def test_kept_gradients_wait_for_their_tickets_and_those_of_earlier_steps_are_dropped() -> None:
+    state = AccumulatorMachine()
+    assert [state.keep(0), state.keep(0), state.keep(0)] == [1, 2, 3]
+    state.take_kept([3, 1])
+    assert (state.step, state.kept, state.dropped) == (1, {}, 1)
+    assert [state.keep(0), state.keep(1), state.keep(4), state.keep(1)] == [0, 4, 5, 0]
+    assert (state.step, state.kept, state.dropped, state.count) == (4, {5: 4}, 4, 0)
+
+
+_kept_calls = st.lists(
+    st.one_of(
+        st.tuples(st.just("keep"), st.integers(0, 4)),
+        st.tuples(st.just("take_kept"), st.integers(1, 3)),
+        st.tuples(st.just("set_step"), st.integers(0, 4)),
+    ),
+    max_size=30,
+)
+
+
+@given(_kept_calls)
+def test_every_kept_gradient_is_dropped_or_taken_once(calls: list[tuple[str, int]]) -> None:
+    state, given_out, taken = AccumulatorMachine(), 0, 0
+    for call, number in calls:
+        before, there = state.step, dict(state.kept)
+        match call:
+            case "keep":
+                ticket, given_out = state.keep(number), given_out + 1
+                assert (ticket == 0) == (number < before)
+                assert ticket not in there
+                assert state.step == max(before, number)
+            case "take_kept" if there:
+                chosen = [*there][:number]
+                state.take_kept(chosen)
+                taken += len(chosen)
+                assert state.step > max(there[ticket] for ticket in chosen)
+                assert {*state.kept}.isdisjoint(chosen)
+            case "set_step":
+                state.set_step(number)
+        if state.kept != there:
+            assert min(state.kept.values(), default=state.step) >= state.step
+        assert given_out == len(state.kept) + taken + state.dropped

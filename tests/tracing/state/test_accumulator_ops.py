@@ -87,3 +87,40 @@ def test_an_accumulator_type_is_read_back() -> None:
 def test_what_is_not_well_formed_is_said(old: str, new: str, message: str) -> None:
     with pytest.raises(VerifyError, match=message):
         verify(parse(GRAPH.replace(old, new)))
+
+
+KEPT = f"""graph(%g: {TYPE}, %x: f32[], %i: i32[3], %r: f32[3,1], %o: f32[1], %t: i32[3]) {{
+ !%1: i32[] = accumulator.keep(%g, %x, %i, %r, 4:i32[])
+ !%2: i32[] = accumulator.keep(%g, 7.0:f32[], %i, %r, 4:i32[])
+ !%3: i32[] = accumulator.keep(%g, 3.0:f32[], 1:i32[], %o, 4:i32[])
+ !%4: i32[] = accumulator.keep(%g, %x, %i, %r, 3:i32[])
+ !%5: f32[], %6: i32[2], %7: f32[2,1] = accumulator.take_kept(%g, %t)
+ !%8: i32[] = accumulator.step(%g)
+ !%9: i32[] = accumulator.dropped(%g)
+  return %1, %2, %3, %4, %5, %6, %7, %8, %9
+}}"""
+
+
+def test_a_graph_with_kept_gradients_is_read_back_and_means_what_its_ops_say() -> None:
+    verify(parse(KEPT))
+    assert text(parse(KEPT)) == KEPT
+    parsed = parse(KEPT)
+    held: Any = parsed.refs[0].type
+    inputs = [np.float32(1), np.array([4, 1, 4], np.int32), np.ones((3, 1), np.float32), np.ones(1, np.float32)]
+
+    def run(*tickets: int) -> list[Any]:
+        model = AccumulatorModel(held, AccumulatorSettings(Reduction.MEAN))
+        outputs, _ = interpret(parsed, [*inputs, np.array(tickets, np.int32)], {"g": model})
+        return [np.asarray(output).tolist() for output in outputs]
+
+    assert run(1, 3, 0) == [1, 2, 3, 0, 2.0, [1, 4], [[1.0], [1.0]], 5, 2]
+    for tickets in ((0, 0, 0), (1, 1, 0), (1, 4, 0), (0, 1, 3)):
+        with pytest.raises(AccumulatorError, match=r"take_kept: expected distinct tickets of \[1, 2, 3\], got "):
+            run(*tickets)
+    for old, new, message in [
+        ("%t: i32[3]", "%t: i32[]", r"accumulator.take_kept: the tickets are i32\[\], not one row of i32"),
+        ("%t: i32[3]", "%t: f32[3]", r"the tickets are f32\[3\], not one row of i32"),
+        ("(%g, %x, %i, %r, 3:i32[])", "(%g, %x, %i, %r, %x)", r"accumulator.keep: the step is f32\[\], not i32"),
+    ]:
+        with pytest.raises(VerifyError, match=message):
+            verify(parse(KEPT.replace(old, new)))
