@@ -10,80 +10,83 @@ import multiprocessing
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from benchmarks._models import LEARNING_RATE, Model, dense
+from benchmarks._losses import LOSSES
+from benchmarks._models import LEARNING_RATE, MODELS
 from benchmarks._raw_sockets import receive
-from benchmarks._rounds import train
+from benchmarks._train import train
 
 PS = 2
 
 
 def main() -> None:
     began = time.perf_counter()
-    layers = int(sys.argv[1])
-    model = dense(layers)
+    name, layers = sys.argv[1], int(sys.argv[2])
+    model = MODELS[name](layers)
     context = multiprocessing.get_context("spawn")
-    messages = []
+    servers = []
     for index in range(PS):
         here, there = socket.socketpair()
-        context.Process(target=serve, args=(there, layers, index), daemon=True).start()
+        mine = part(model.initial, index)
+        context.Process(target=serve, args=(there, mine), daemon=True).start()
         there.close()
-        messages.append(Messages(here, part(model, index)))
-    values_and_gradients = jax.jit(jax.value_and_grad(model.loss))
+        servers.append(Messages(here, mine))
+    value_and_gradients = jax.jit(jax.value_and_grad(LOSSES[name]))
     parameters = dict(model.initial)
 
     def step() -> float:
-        loss, gradients = values_and_gradients(parameters, *model.batch)
-        for message in messages:
-            message.send(gradients)
-        for message in messages:
-            parameters.update(message.receive())
+        loss, gradients = value_and_gradients(parameters, *model.batch)
+        for server in servers:
+            server.send(gradients)
+        for server in servers:
+            parameters.update(server.receive())
         return float(loss)
 
     train(step, began)
 
 
-def part(model: Model, index: int) -> dict[str, np.ndarray]:
-    """Return every `PS`-th parameter."""
-    return dict(list(model.initial.items())[index::PS])
+def part(values: Mapping[str, np.ndarray], index: int) -> dict[str, np.ndarray]:
+    """Return the `index`-th of every `PS` values."""
+    return dict(list(values.items())[index::PS])
 
 
-def serve(sock: socket.socket, layers: int, index: int) -> None:
-    """Hold a part of the parameters and their slots, and update them by each message of gradients."""
-    parameters: Any = jax.tree.map(jax.numpy.array, part(dense(layers), index))
+def serve(sock: socket.socket, initial: Mapping[str, np.ndarray]) -> None:
+    """Hold parameters and their slots, and update them by each message of gradients."""
+    parameters: Any = jax.tree.map(jax.numpy.array, dict(initial))
     adam = optax.adam(LEARNING_RATE)
     slots = adam.init(parameters)
-    messages = Messages(sock, parameters)
+    worker = Messages(sock, initial)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def update(parameters: Any, slots: Any, gradients: Any) -> Any:
         updates, slots = adam.update(gradients, slots, parameters)
         return optax.apply_updates(parameters, updates), slots
 
-    while gradients := messages.receive():
+    while gradients := worker.receive():
         parameters, slots = update(parameters, slots, gradients)
-        messages.send(parameters)
+        worker.send(parameters)
 
 
 class Messages:
     """Messages of arrays with these names, shapes and dtypes. Received arrays are valid until the next message."""
 
-    def __init__(self, sock: socket.socket, like: dict[str, Any]) -> None:
+    def __init__(self, sock: socket.socket, like: Mapping[str, np.ndarray]) -> None:
         self._sock = sock
-        self._buffer = np.empty(sum(array.nbytes for array in like.values()), np.uint8)
-        ends = np.cumsum([array.nbytes for array in like.values()])
-        parts = np.split(self._buffer, ends[:-1])
+        sizes = [array.nbytes for array in like.values()]
+        self._buffer = np.empty(sum(sizes), np.uint8)
+        views = np.split(self._buffer, np.cumsum(sizes)[:-1])
         self._arrays = {
             name: view.view(array.dtype).reshape(array.shape)
-            for (name, array), view in zip(like.items(), parts, strict=True)
+            for (name, array), view in zip(like.items(), views, strict=True)
         }
 
-    def send(self, arrays: Any) -> None:
+    def send(self, arrays: Mapping[str, Any]) -> None:
         """Send the arrays' own memory, once they are computed."""
         if self._sock.sendmsg([np.asarray(arrays[name]) for name in self._arrays]) != len(self._buffer):
             raise OSError("a message was sent in part")

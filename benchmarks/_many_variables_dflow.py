@@ -1,4 +1,4 @@
-"""The worker of `benchmarks.many_variables` by dflow, standalone or on a cluster."""
+"""The worker of `benchmarks.many_variables` by dflow, standalone or on a cluster: a model's name and its layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import optax
 
 import dflow
-from benchmarks._models import LEARNING_RATE, dense
-from benchmarks._rounds import train
+from benchmarks._losses import LOSSES
+from benchmarks._models import LEARNING_RATE, MODELS
+from benchmarks._train import train
 
 
 def main() -> None:
     began = time.perf_counter()
-    model = dense(int(sys.argv[1]))
+    name, layers = sys.argv[1], int(sys.argv[2])
+    model, loss = MODELS[name](layers), LOSSES[name]
     cluster = dflow.connect()
     with cluster.parameter_servers():
         variables = dflow.variables(model.initial)
@@ -23,7 +25,7 @@ def main() -> None:
 
     @dflow.jit
     def step(*batch: Any) -> Any:
-        value, gradients = dflow.value_and_grad(lambda: model.loss(dflow.read(variables), *batch), variables)()
+        value, gradients = dflow.value_and_grad(lambda: loss(dflow.read(variables), *batch), variables)()
         optimizer.apply(gradients)
         return value
 

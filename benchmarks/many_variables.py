@@ -1,93 +1,83 @@
 """What does a training step of many small variables cost on a cluster, beside one process and a cluster made by hand?
 
-The model has N layers of 64 x 64 float32 with ReLU, and a batch of 32; a step is the forward and backward pass and
-Adam's update of every variable. *cluster* is dflow with 2 ps tasks and a worker, *one process* the same script without
-a cluster. *by hand* are three processes with Unix sockets and one jitted function each, whose worker sends the
-gradients in one message to each other process and receives the new values in one.
+The dense model has N layers of 64 x 64 float32 with ReLU, and a batch of 32; `--model transformer` has 12 variables a
+layer. A step is the forward and backward pass and Adam's update of every variable. *cluster* is dflow with 2 ps tasks
+and a worker, *one process* the same script without a cluster. *by hand* are three processes with Unix sockets and one
+jitted function each, whose worker sends the gradients in one message to each other process and receives the new values
+in one. `--beside PYTHON` names an environment with TensorFlow, whose own runtime (graph mode, gRPC) then does the step
+of the dense model on a cluster of as many processes.
 
-All ways live at the same time and take turns, a round of steps each; a way that has no turn waits for its input.
-`first s` is the time from the end of the worker's imports to the end of its first step, while no other way computes.
-All ways must have the same losses.
+All ways live at the same time and take turns, a round of steps each; a way that has no turn waits for its input. All
+must have the same losses. `first s` is the time from the end of the worker's imports to the end of its first step,
+while no other way computes. `cpu ms` is the processor time of all processes of a way, per step. `dflow / way` is the
+cluster's step over that of the way, round by round, with its 10th and 90th percentile.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from benchmarks._paired import in_turn, median_ratio, options, publish
-from benchmarks._rounds import Trainer
-from benchmarks.startup import free_port, running
+from benchmarks._cluster import running_peers, running_tasks, standalone
+from benchmarks._paired import options, publish
+from benchmarks._trainers import Trainer, Way, lines, rounds_of
 
-SIZES = (10, 50, 200, 1000)
+#: Layers of the models, by name.
+SIZES = {"dense": (10, 50, 200, 1000), "transformer": (12,)}
 PS = 2
+MODULE = "benchmarks._many_variables_"
 
 
 def main() -> None:
-    given = options(__doc__, sizes=",".join(map(str, SIZES)), rounds=15, steps=10, turns=1)
-    rows = [measured(int(size), given) for size in given.sizes.split(",")]
-    publish("many_variables", rows, as_json=given.json)
+    words = {"model": tuple(SIZES), "sizes": None, "beside": None}
+    given = options(__doc__, **words, rounds=15, steps=10, turns=3)
+    sizes = map(int, given.sizes.split(",")) if given.sizes else SIZES[given.model]
+    name = "many_variables" if given.model == "dense" else f"many_variables_{given.model}"
+    rows = [row for layers in sizes for row in measured(layers, given)]
+    publish(name, rows, as_json=given.json)
 
 
-def measured(size: int, given: Any) -> dict[str, Any]:
-    """Return the row of a model of `size` variables."""
-    module = "benchmarks._many_variables_"
-    times: dict[str, list[float]] = {}
-    firsts: dict[str, list[float]] = {}
+def measured(layers: int, given: Any) -> list[dict[str, Any]]:
+    """Return the rows of a model. Each turn starts all ways again."""
+    starts: dict[str, Callable[..., Way]] = {"cluster": on_cluster, "one process": alone, "by hand": by_hand}
+    if given.beside and given.model == "dense":
+        starts["TensorFlow"] = by_tensorflow
+    found: dict[str, list[Any]] = {name: [] for name in starts}
+    first: dict[str, list[float]] = {name: [] for name in starts}
     for _ in range(given.turns):
         with contextlib.ExitStack() as stack:
-            trainers = {}
-            for way, script, tasks in (
-                ("cluster", "dflow", cluster()),
-                ("one process", "dflow", standalone()),
-                ("by hand", "by_hand", standalone()),
-            ):
-                environment = stack.enter_context(tasks)
-                trainer = Trainer([sys.executable, "-m", module + script, str(size)], environment)
-                trainers[way] = stack.enter_context(contextlib.closing(trainer))
-                firsts.setdefault(way, []).append(trainer.first()[0])
-            for way, medians in rounds_of(trainers, given).items():
-                times.setdefault(way, []).extend(medians)
-    row: dict[str, Any] = {"variables": size}
-    row |= {f"{way} ms": 1e3 * statistics.median(medians) for way, medians in times.items()}
-    for way in [way for way in times if way != "cluster"]:
-        ratio, low, high = median_ratio(times["cluster"], times[way])
-        row |= {f"/ {way}": ratio, f"p10, p90 / {way}": f"{low:.3g}, {high:.3g}"}
-    return row | {f"first s, {way}": statistics.median(firsts[way]) for way in ("cluster", "one process")}
+            ways = {name: start(stack, layers, given) for name, start in starts.items()}
+            for name, rounds in rounds_of(ways, given.rounds, given.steps).items():
+                found[name] += rounds
+                first[name].append(ways[name].first_s)
+    every = lines(found)
+    for name in first.keys() - {"by hand"}:  # whose worker also starts the other processes
+        every[name]["first s"] = statistics.median(first[name])
+    return [{"model": given.model, "layers": layers, **every[name]} for name in starts]
 
 
-def rounds_of(trainers: Mapping[str, Trainer], given: Any) -> dict[str, list[float]]:
-    """Return the median step of each round, after one round that is not measured. Check that the losses agree."""
-    for trainer in trainers.values():
-        trainer.round(given.steps)
-    found = in_turn({way: lambda way=way: trainers[way].round(given.steps) for way in trainers}, given.rounds)
-    for rounds in zip(*found.values(), strict=True):
-        losses = [each.loss for each in rounds]
-        if not max(losses) - min(losses) <= 0.01 * max(losses):
-            raise SystemExit(f"the ways train differently: losses {dict(zip(found, losses, strict=True))}")
-    return {way: [statistics.median(each.times) for each in rounds] for way, rounds in found.items()}
+def on_cluster(stack: contextlib.ExitStack, layers: int, given: Any) -> Way:
+    tasks = stack.enter_context(running_tasks(PS, 1))
+    trainer = Trainer([sys.executable, "-m", f"{MODULE}dflow", given.model, str(layers)], tasks.worker(0))
+    return Way([stack.enter_context(contextlib.closing(trainer))], [*tasks.ps, tasks.coordinator_pid])
 
 
-@contextlib.contextmanager
-def cluster() -> Iterator[dict[str, str]]:
-    """Start a coordinator and ps tasks; yield the environment of their worker."""
-    coordinator = f"127.0.0.1:{free_port()}"
-    tasks = [["task", "--job", "ps", "--index", str(index), "--coordinator", coordinator] for index in range(PS)]
-    jobs = ["--job", f"ps={PS}", "--job", "worker=1"]
-    with contextlib.ExitStack() as stack, standalone() as environment:
-        for words in (["coordinator", *jobs, "--address", coordinator], *tasks):
-            stack.enter_context(running([sys.executable, "-m", "dflow", *words]))
-        yield environment | {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": "worker", "DFLOW_INDEX": "0"}
+def alone(stack: contextlib.ExitStack, layers: int, given: Any, script: str = "dflow") -> Way:
+    trainer = Trainer([sys.executable, "-m", MODULE + script, given.model, str(layers)], standalone())
+    return Way([stack.enter_context(contextlib.closing(trainer))])
 
 
-@contextlib.contextmanager
-def standalone() -> Iterator[dict[str, str]]:
-    """Yield an environment without a cluster."""
-    yield {name: value for name, value in os.environ.items() if not name.startswith("DFLOW_")}
+def by_hand(stack: contextlib.ExitStack, layers: int, given: Any) -> Way:
+    return alone(stack, layers, given, "by_hand")
+
+
+def by_tensorflow(stack: contextlib.ExitStack, layers: int, given: Any) -> Way:
+    command = [given.beside, "-m", f"{MODULE}tensorflow", str(layers)]
+    tasks, workers = stack.enter_context(running_peers(command, PS, 1))
+    return Way([stack.enter_context(contextlib.closing(Trainer(words, standalone()))) for words in workers], tasks)
 
 
 if __name__ == "__main__":
