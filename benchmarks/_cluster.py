@@ -16,7 +16,7 @@ from dflow.distributed.wire.messages.status import GetStatus
 
 START_S = 60.0
 #: Environment variables for one computing thread in each process.
-ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,14 @@ class Model:
     batch: tuple[np.ndarray, ...]
 
 
-def dense(layers: int, width: int = 64) -> Model:
+def dense(layers: int, width: int) -> Model:
     """Return a model of layers that add the ReLU of a product to their input, so that any number of them trains."""
     draw = np.random.default_rng(0)
     initial = {f"w{number:04}": normal(draw, width, width, scale=1 / layers**2) for number in range(layers)}
     return Model(initial, (normal(draw, BATCH, width) * width**0.5, normal(draw, BATCH, width) * width**0.5))
 
 
-def transformer(layers: int, width: int = 64) -> Model:
+def transformer(layers: int, width: int) -> Model:
     """Return a transformer that predicts the next word, with 12 variables in a layer."""
     draw = np.random.default_rng(0)
     initial = {"words": normal(draw, WORDS, width), "places": normal(draw, TOKENS, width)}

@@ -57,6 +57,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),
+    "sync_steps": ({"MODELS": to({1: (2, 64)}), "WORKERS": to((2,))}, (*ONE_ROUND, "--steps", "3")),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),
     "transport": ({"MEGABYTES": first, "CALLS": to(20)}, ONE_ROUND),

@@ -28,7 +28,8 @@ from benchmarks._trainers import Trainer, Way, lines, rounds_of
 #: Layers of the models, by name.
 SIZES = {"dense": (10, 50, 200, 1000), "transformer": (12,)}
 PS = 2
-MODULE = "benchmarks._many_variables_"
+WIDTH = 64
+MODULE = "benchmarks._training_"
 
 
 def main() -> None:
@@ -59,14 +60,18 @@ def measured(layers: int, given: Any) -> list[dict[str, Any]]:
     return [{"model": given.model, "layers": layers, **every[name]} for name in starts]
 
 
+def model(layers: int, given: Any) -> list[str]:
+    return ["--model", given.model, "--layers", str(layers), "--width", str(WIDTH)]
+
+
 def on_cluster(stack: contextlib.ExitStack, layers: int, given: Any) -> Way:
     tasks = stack.enter_context(running_tasks(PS, 1))
-    trainer = Trainer([sys.executable, "-m", f"{MODULE}dflow", given.model, str(layers)], tasks.worker(0))
+    trainer = Trainer([sys.executable, "-m", f"{MODULE}dflow", *model(layers, given)], tasks.worker(0))
     return Way([stack.enter_context(contextlib.closing(trainer))], [*tasks.ps, tasks.coordinator_pid])
 
 
 def alone(stack: contextlib.ExitStack, layers: int, given: Any, script: str = "dflow") -> Way:
-    trainer = Trainer([sys.executable, "-m", MODULE + script, given.model, str(layers)], standalone())
+    trainer = Trainer([sys.executable, "-m", MODULE + script, *model(layers, given)], standalone())
     return Way([stack.enter_context(contextlib.closing(trainer))])
 
 
@@ -75,7 +80,7 @@ def by_hand(stack: contextlib.ExitStack, layers: int, given: Any) -> Way:
 
 
 def by_tensorflow(stack: contextlib.ExitStack, layers: int, given: Any) -> Way:
-    command = [given.beside, "-m", f"{MODULE}tensorflow", str(layers)]
+    command = [given.beside, "-m", f"{MODULE}tensorflow", "--layers", str(layers), "--width", str(WIDTH)]
     tasks, workers = stack.enter_context(running_peers(command, PS, 1))
     return Way([stack.enter_context(contextlib.closing(Trainer(words, standalone()))) for words in workers], tasks)
 

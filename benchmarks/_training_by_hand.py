@@ -5,10 +5,10 @@ In a step the worker sends each of the two processes its gradients in one messag
 
 from __future__ import annotations
 
+import argparse
 import functools
 import multiprocessing
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +27,12 @@ PS = 2
 
 def main() -> None:
     began = time.perf_counter()
-    name, layers = sys.argv[1], int(sys.argv[2])
-    model = MODELS[name](layers)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=MODELS, required=True)
+    for name in ("layers", "width"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    model = MODELS[given.model](given.layers, given.width)
     context = multiprocessing.get_context("spawn")
     servers = []
     for index in range(PS):
@@ -37,7 +41,7 @@ def main() -> None:
         context.Process(target=serve, args=(there, mine), daemon=True).start()
         there.close()
         servers.append(Messages(here, mine))
-    value_and_gradients = jax.jit(jax.value_and_grad(LOSSES[name]))
+    value_and_gradients = jax.jit(jax.value_and_grad(LOSSES[given.model]))
     parameters = dict(model.initial)
 
     def step() -> float:
