@@ -46,6 +46,10 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
     "many_variables": ({}, (*ONE_ROUND, "--sizes", "3", "--steps", "2", "--turns", "1")),
+    "many_workers": (
+        {"PS": to((1,)), "WORKERS": to((3,))},
+        (*ONE_ROUND, "--steps", "6", "--turns", "1"),
+    ),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
     "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),
     "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
