@@ -48,7 +48,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "many_variables": ({}, (*ONE_ROUND, "--sizes", "3", "--steps", "2", "--turns", "1")),
     "many_workers": (
         {"PS": to((1,)), "WORKERS": to((3,))},
-        (*ONE_ROUND, "--steps", "6", "--turns", "1"),
+        (*ONE_ROUND, "--steps", "40"),
     ),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
     "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),

@@ -1,10 +1,14 @@
 """How many steps of workers does a ps task serve, how much processor time does one cost it, and how much memory?
 
 Each of 4 to 64 workers fetches 4 variables of 64 x 64 float32 from the ps tasks, and sends an update of each, without
-waiting for other workers. The ps tasks are processes; the workers live in a few processes, each with connections of its
-own. They share this machine's cores with the ps tasks, and need more of them than those: so `steps/s` is that of the
-whole machine. `ps cpu us` is the processor time of all ps tasks per step of a worker, and `steps/ps core-s` the steps
-for a second of it. `peak MB` is the highest resident memory of a ps task.
+waiting for other workers. The ps tasks are processes; the workers live in 2 processes, each worker as a task with
+connections of its own. The workers take more of this machine's cores than the ps tasks do, so `steps/s`, of all workers
+together, is the rate of the machine. `ps cpu us` is the processor time of all ps tasks per step of a worker, and
+`steps/ps core-s` the steps for a second of it. `peak MB` is the highest resident memory of a ps task.
+
+`--beside PYTHON` names an environment with TensorFlow, whose own ps tasks (graph mode, gRPC) then serve as many
+workers, in turns with dflow's. `dflow / way` is the processor time of dflow's ps tasks over those of the way, round by
+round.
 """
 
 from __future__ import annotations
@@ -12,86 +16,105 @@ from __future__ import annotations
 import contextlib
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._cluster import running_tasks, standalone
-from benchmarks._paired import in_turn, options, publish
+from benchmarks._cluster import running_peers, running_tasks, standalone
+from benchmarks._paired import in_turn, median_ratio, options, publish
 from benchmarks._trainers import Trainer
 from benchmarks.startup import processor_s
 
 PS = (1, 2)
 WORKERS = (4, 8, 16, 32, 64)
-#: Processes that the workers share.
+#: Number of processes that the workers share.
 CROWDS = 2
 
 
 @dataclass(frozen=True)
 class Round:
-    """Steps of all workers per s; processor times in s of the ps tasks and of the coordinator, per step; memory."""
+    """Steps of all workers per s; processor time of all ps tasks in s per step; highest memory of a ps task in MB."""
 
     steps_per_s: float
     ps_s: float
-    coordinator_s: float
     peak_mb: float
 
 
+class Crowd:
+    """Workers that share `CROWDS` processes, and their ps tasks.
+
+    ps       process ids of the ps tasks
+    command  starts the process of the workers whose indices follow it
+    count    number of steps of each worker in a round
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, ps: Sequence[int], command: list[str], workers: int, count: int
+    ) -> None:
+        self._ps, self._steps = ps, workers * count
+        every = [map(str, range(first, workers, CROWDS)) for first in range(CROWDS)]
+        commands = [[*command, "--count", str(count), "--indices", *indices] for indices in every]
+        self._trainers = [
+            stack.enter_context(contextlib.closing(Trainer(command, standalone()))) for command in commands
+        ]
+        for trainer in self._trainers:
+            trainer.measured()
+
+    def round(self) -> Round:
+        """Run the steps of all workers concurrently."""
+        before = sum(map(processor_s, self._ps))
+        for trainer in self._trainers:
+            trainer.start_round(1)
+        elapsed = max(trainer.measured()["times"][0] for trainer in self._trainers)
+        spent = sum(map(processor_s, self._ps)) - before
+        return Round(self._steps / elapsed, spent / self._steps, max(map(peak_mb, self._ps)))
+
+
 def main() -> None:
-    given = options(__doc__, rounds=5, steps=2000, turns=2)
-    ways = {(ps, workers): lambda ps=ps, workers=workers: run(ps, workers, given) for ps in PS for workers in WORKERS}
-    found = in_turn({f"{ps} {workers}": way for (ps, workers), way in ways.items()}, given.turns)
-    rows = [line(ps, workers, [each for turn in found[f"{ps} {workers}"] for each in turn]) for ps, workers in ways]
+    given = options(__doc__, rounds=10, steps=1000, beside=None)
+    rows = [row for ps in PS for workers in WORKERS for row in measured(ps, workers, given)]
     publish("many_workers", rows, as_json=given.json)
 
 
-def line(ps: int, workers: int, rounds: list[Round]) -> dict[str, Any]:
-    """Return the row of a cluster."""
-    rates, ps_us = sorted(each.steps_per_s for each in rounds), sorted(1e6 * each.ps_s for each in rounds)
-    tenth = len(rounds) // 10
+def measured(ps: int, workers: int, given: Any) -> list[dict[str, Any]]:
+    """Return the rows of a number of tasks. In a round all workers together do at most `given.steps` steps."""
+    starts: dict[str, Callable[..., tuple[Sequence[int], list[str]]]] = {"dflow": by_dflow}
+    if given.beside:
+        starts["TensorFlow"] = by_tensorflow
+    count = max(1, given.steps // workers)
+    with contextlib.ExitStack() as stack:
+        ways = {
+            name: Crowd(stack, *start(stack, ps, workers, given.beside), workers, count)
+            for name, start in starts.items()
+        }
+        found = in_turn({name: way.round for name, way in ways.items()}, given.rounds)
+    return [{"ps": ps, "workers": workers, "way": name, **line(found["dflow"], found[name])} for name in found]
+
+
+def line(ours: Sequence[Round], rounds: Sequence[Round]) -> dict[str, Any]:
+    """Return the figures of a way, beside dflow's."""
+    ps_s = [each.ps_s for each in rounds]
     return {
-        "ps": ps,
-        "workers": workers,
-        "steps/s": statistics.median(rates),
-        "p10": rates[tenth],
-        "p90": rates[-1 - tenth],
-        "ps cpu us": statistics.median(ps_us),
-        "p10 ": ps_us[tenth],
-        "p90 ": ps_us[-1 - tenth],
-        "steps/ps core-s": 1e6 / statistics.median(ps_us),
-        "coordinator cpu us": 1e6 * statistics.mean(each.coordinator_s for each in rounds),
+        "steps/s": statistics.median(each.steps_per_s for each in rounds),
+        "ps cpu us": 1e6 * statistics.median(ps_s),
+        "steps/ps core-s": 1 / statistics.median(ps_s),
+        **dict(zip(("dflow / way", "p10", "p90"), median_ratio([each.ps_s for each in ours], ps_s), strict=True)),
         "peak MB": max(each.peak_mb for each in rounds),
     }
 
 
-def run(ps: int, workers: int, given: Any) -> list[Round]:
-    """Start a cluster and measure its rounds, each of at most `given.steps` steps of all workers together."""
-    each = max(1, given.steps // workers)
-    steps = workers * each
-    with contextlib.ExitStack() as stack:
-        tasks = stack.enter_context(running_tasks(ps, workers))
-        command = [sys.executable, "-m", "benchmarks._crowd", "--coordinator", tasks.coordinator, "--steps", str(each)]
-        indices = [[str(index) for index in range(first, workers, CROWDS)] for first in range(CROWDS)]
-        crowds = [
-            stack.enter_context(contextlib.closing(Trainer([*command, "--indices", *mine], standalone())))
-            for mine in indices
-        ]
-        for crowd in crowds:
-            crowd.measured()
+def by_dflow(stack: contextlib.ExitStack, ps: int, workers: int, _: str) -> tuple[Sequence[int], list[str]]:
+    """Start ps tasks; return their process ids, and a command that starts workers, without their indices."""
+    tasks = stack.enter_context(running_tasks(ps, workers))
+    return tasks.ps, [sys.executable, "-m", "benchmarks._crowd_dflow", "--coordinator", tasks.coordinator]
 
-        def processor() -> tuple[float, float]:
-            return sum(map(processor_s, tasks.ps)), processor_s(tasks.coordinator_pid)
 
-        rounds = []
-        for _ in range(given.rounds):
-            ps_s, coordinator_s = processor()
-            for crowd in crowds:
-                crowd.start_round(1)
-            elapsed = max(crowd.measured()["times"][0] for crowd in crowds)
-            ps_after, coordinator_after = processor()
-            spent = (ps_after - ps_s) / steps, (coordinator_after - coordinator_s) / steps
-            rounds.append(Round(steps / elapsed, *spent, max(map(peak_mb, tasks.ps))))
-        return rounds
+def by_tensorflow(stack: contextlib.ExitStack, ps: int, workers: int, python: str) -> tuple[Sequence[int], list[str]]:
+    """As `by_dflow`."""
+    command = [python, "-m", "benchmarks._crowd_tensorflow"]
+    tasks, (first, *_) = stack.enter_context(running_peers(command, ps, workers))
+    return tasks, first
 
 
 def peak_mb(pid: int) -> float:

@@ -28,7 +28,7 @@ def main() -> None:
     began = time.perf_counter()
     parser = argparse.ArgumentParser()
     parser.add_argument("--coordinator", required=True)
-    parser.add_argument("--steps", type=int, required=True, help="steps of each worker in one step of the crowd")
+    parser.add_argument("--count", type=int, required=True, help="steps of each worker in one step of the crowd")
     parser.add_argument("--indices", type=int, nargs="+", required=True)
     given = parser.parse_args()
     transport = SocketTransport()
@@ -38,7 +38,7 @@ def main() -> None:
     steps = [make_step(cluster) for cluster in clusters]
 
     def work(step: Callable[..., Any]) -> float:
-        for _ in range(given.steps):
+        for _ in range(given.count):
             loss = float(step(jnp.ones((1, SHAPE[0]))))
         return loss
 
