@@ -8,7 +8,7 @@ together, is the rate of the machine. `ps cpu us` is the processor time of all p
 
 `--beside PYTHON` names an environment with TensorFlow, whose own ps tasks (graph mode, gRPC) then serve as many
 workers, in turns with dflow's. `dflow / way` is the processor time of dflow's ps tasks over those of the way, round by
-round.
+round. `--ps` and `--workers` measure one number of tasks.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Crowd:
 
 
 def main() -> None:
-    given = options(__doc__, rounds=10, steps=1000, beside=None)
-    rows = [row for ps in PS for workers in WORKERS for row in measured(ps, workers, given)]
+    given = options(__doc__, ps=0, workers=0, rounds=10, steps=1000, beside=None)
+    shards, counts = [given.ps] if given.ps else PS, [given.workers] if given.workers else WORKERS
+    rows = [row for ps in shards for workers in counts for row in measured(ps, workers, given)]
     publish("many_workers", rows, as_json=given.json)
 
 

@@ -8,7 +8,7 @@ environment with PyTorch and TensorFlow: *PyTorch* is DistributedDataParallel ov
 All ways live at the same time and take turns, a round of steps each; a way that has no turn waits for its input. All
 workers have the same batch, so that all ways must have the same losses. `cpu ms` is the processor time of all processes
 of a way, per step. `dflow / way` is dflow's step over that of the way, round by round, with its 10th and 90th
-percentile.
+percentile. `--mb` measures one model, `--workers` one number of workers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ PS = 2
 
 
 def main() -> None:
-    given = options(__doc__, rounds=10, steps=10, beside=None)
-    rows = [row for mb in MODELS for workers in WORKERS for row in measured(mb, workers, given)]
+    given = options(__doc__, mb=0, workers=0, rounds=10, steps=10, beside=None)
+    sizes, counts = [given.mb] if given.mb else MODELS, [given.workers] if given.workers else WORKERS
+    rows = [row for mb in sizes for workers in counts for row in measured(mb, workers, given)]
     publish("sync_steps", rows, as_json=given.json)
 
 
