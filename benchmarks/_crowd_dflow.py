@@ -1,6 +1,7 @@
-"""Many workers of `benchmarks.many_workers` in one process: each is a task with its own connections, and a thread.
+"""Many workers of `benchmarks.many_workers` in one process: each is a task with separate connections, and a thread.
 
-A line of the input has each of them do as many steps, concurrently. A step fetches all variables and updates them.
+A step of `train` is `--count` steps of each worker, concurrently. A worker's step fetches all variables and updates
+them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,7 @@ def main() -> None:
     steps = [make_step(cluster) for cluster in clusters]
 
     def work(step: Callable[..., Any]) -> float:
-        for _ in range(given.count):
-            loss = float(step(jnp.ones((1, SHAPE[0]))))
-        return loss
+        return [float(step(jnp.ones((1, SHAPE[0])))) for _ in range(given.count)][-1]
 
     with ThreadPoolExecutor(len(steps)) as pool:
         train(lambda: max(pool.map(work, steps)), began)

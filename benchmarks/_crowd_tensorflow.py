@@ -1,7 +1,6 @@
 """Tasks of `benchmarks.many_workers` by TensorFlow: a ps task, or many workers in one process, as in `_crowd`.
 
-Each worker has a server, a session and a thread of its own; all have the same graph, with the worker's part on its own
-task. Graph mode, gRPC.
+Each worker has a server, a session and a thread. Graph mode, gRPC.
 """
 
 from __future__ import annotations

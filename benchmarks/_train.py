@@ -1,4 +1,4 @@
-"""The loop of a training process that takes turns with others; `_trainers.Trainer` is its other end.
+"""The loop of a training process that alternates with others; `_trainers.Trainer` is its other end.
 
 The file imports neither JAX nor dflow, since the processes of other runtimes import it too.
 """

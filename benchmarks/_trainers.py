@@ -1,6 +1,6 @@
-"""Ways to train that take turns, a round of steps each; the idle ones wait for their input.
+"""Ways to train that alternate, a round of steps each; the idle ones wait for their input.
 
-A way has one training process or more, each of which calls `_train.train`, and possibly other processes.
+A way has one training process or more, which call `_train.train`, and possibly other processes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -107,7 +108,7 @@ def rounds_of(ways: Mapping[str, Way], rounds: int, steps: int) -> dict[str, lis
     """Return the rounds of each way, after one round that is not measured. Exit if their losses differ."""
     for way in ways.values():
         way.round(steps)
-    found = in_turn({name: lambda way=way: way.round(steps) for name, way in ways.items()}, rounds)
+    found = in_turn({name: partial(way.round, steps) for name, way in ways.items()}, rounds)
     refuse_other_losses({name: [way.first_loss, *(each.loss for each in found[name])] for name, way in ways.items()})
     return found
 

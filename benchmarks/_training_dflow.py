@@ -1,4 +1,7 @@
-"""A worker that trains a model of `_models` by dflow, on a cluster or standalone: each step by itself, or in rounds."""
+"""A worker that trains a model of `_models` by dflow, on a cluster or standalone.
+
+With `--synchronous`, the steps are those of `dflow.distributed.Sync`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A task that trains the dense model of `_models` by TensorFlow, in an environment with it and without JAX.
 
-Graph mode, variables on ps tasks, gRPC; Adam's updates are the kernels of its own optimizer, on the ps tasks. With
+Graph mode, variables on ps tasks, gRPC; TensorFlow's kernels for Adam update them there. With
 `--synchronous`, `SyncReplicasOptimizer` averages the gradients of all workers in accumulators on the ps tasks.
 """
 

@@ -1,16 +1,16 @@
 """What does a training step of many small variables cost on a cluster, beside one process and a cluster made by hand?
 
-The dense model has N layers of 64 x 64 float32 with ReLU, and a batch of 32; `--model transformer` has 12 variables a
-layer. A step is the forward and backward pass and Adam's update of every variable. *cluster* is dflow with 2 ps tasks
-and a worker, *one process* the same script without a cluster. *by hand* are three processes with Unix sockets and one
-jitted function each, whose worker sends the gradients in one message to each other process and receives the new values
-in one. `--beside PYTHON` names an environment with TensorFlow, whose own runtime (graph mode, gRPC) then does the step
-of the dense model on a cluster of as many processes.
+The dense model has N layers of 64 x 64 float32 with ReLU, and a batch of 32; `--model transformer` has 12 layers of 12
+variables. A step is the forward and backward pass and Adam's update of every variable. *cluster* is dflow with 2 ps
+tasks and a worker, *one process* the same script without a cluster. *by hand* are three processes with Unix sockets and
+one jitted function each, whose worker sends the gradients in one message to each other process and receives the new
+values in one. `--beside PYTHON` names an environment with TensorFlow, whose own runtime (graph mode, gRPC) then does
+the step of the dense model on a cluster of as many processes.
 
-All ways live at the same time and take turns, a round of steps each; a way that has no turn waits for its input. All
-must have the same losses. `first s` is the time from the end of the worker's imports to the end of its first step,
-while no other way computes. `cpu ms` is the processor time of all processes of a way, per step. `dflow / way` is the
-cluster's step over that of the way, round by round, with its 10th and 90th percentile.
+All ways live at the same time and alternate, a round of steps each; the idle ones wait for their input. All must have
+the same losses. `first s` is the time from the end of the worker's imports to the end of its first step, while no other
+way computes. `cpu ms` is the processor time of all processes of a way, per step. `dflow / way` is the cluster's step
+over that of the way, round by round, with its 10th and 90th percentile.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measured(layers: int, given: Any) -> list[dict[str, Any]]:
-    """Return the rows of a model. Each turn starts all ways again."""
+    """Return the rows of a model. `given.turns` is the number of times that all are started."""
     starts: dict[str, Callable[..., Way]] = {"cluster": on_cluster, "one process": alone, "by hand": by_hand}
     if given.beside and given.model == "dense":
         starts["TensorFlow"] = by_tensorflow

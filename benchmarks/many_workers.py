@@ -1,14 +1,14 @@
 """How many steps of workers does a ps task serve, how much processor time does one cost it, and how much memory?
 
 Each of 4 to 64 workers fetches 4 variables of 64 x 64 float32 from the ps tasks, and sends an update of each, without
-waiting for other workers. The ps tasks are processes; the workers live in 2 processes, each worker as a task with
-connections of its own. The workers take more of this machine's cores than the ps tasks do, so `steps/s`, of all workers
-together, is the rate of the machine. `ps cpu us` is the processor time of all ps tasks per step of a worker, and
-`steps/ps core-s` the steps for a second of it. `peak MB` is the highest resident memory of a ps task.
+waiting for other workers. The ps tasks are processes; the workers live in 2 processes, each as a task with separate
+connections. The workers take more of this machine's cores than the ps tasks do, so `steps/s`, of all workers together,
+is the rate of the machine. `ps cpu us` is the processor time of all ps tasks per step of a worker, and `steps/ps
+core-s` the steps for a second of it. `peak MB` is the highest resident memory of a ps task.
 
 `--beside PYTHON` names an environment with TensorFlow, whose own ps tasks (graph mode, gRPC) then serve as many
-workers, in turns with dflow's. `dflow / way` is the processor time of dflow's ps tasks over those of the way, round by
-round. `--ps` and `--workers` measure one number of tasks.
+workers, a round after each of dflow's. `dflow / way` is the processor time of dflow's ps tasks over those of the way,
+round by round. `--ps` and `--workers` measure one number of tasks.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def by_tensorflow(stack: contextlib.ExitStack, ps: int, workers: int, python: st
 
 
 def peak_mb(pid: int) -> float:
-    """Return the highest resident memory of a process so far."""
+    """Return the highest resident memory of a process since its start."""
     status = dict(text.split(":", 1) for text in Path(f"/proc/{pid}/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024 / 1e6
 

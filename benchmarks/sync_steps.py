@@ -5,10 +5,10 @@ The models have 2, 25 and 100 MB in layers of N x N float32, a batch of 32 on ea
 environment with PyTorch and TensorFlow: *PyTorch* is DistributedDataParallel over gloo, which has no ps tasks;
 *TensorFlow* is `SyncReplicasOptimizer` with 2 ps tasks and gRPC. Each process computes in one thread.
 
-All ways live at the same time and take turns, a round of steps each; a way that has no turn waits for its input. All
-workers have the same batch, so that all ways must have the same losses. `cpu ms` is the processor time of all processes
-of a way, per step. `dflow / way` is dflow's step over that of the way, round by round, with its 10th and 90th
-percentile. `--mb` measures one model, `--workers` one number of workers.
+All ways live at the same time and alternate, a round of steps each; the idle ones wait for their input. All workers
+have the same batch, so that all ways must have the same losses. `cpu ms` is the processor time of all processes of a
+way, per step. `dflow / way` is dflow's step over that of the way, round by round, with its 10th and 90th percentile.
+`--mb` measures one model, `--workers` one number of workers.
 """
 
 from __future__ import annotations

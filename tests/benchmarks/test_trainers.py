@@ -1,4 +1,4 @@
-"""Processes that take turns in training: their rounds, and the comparison of their losses."""
+"""Training processes that alternate: their rounds, and the comparison of their losses."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_every_process_of_every_way_does_the_steps_of_every_round() -> None:
 
 
 def test_a_process_that_fails_is_an_error_with_its_output() -> None:
-    fails = [sys.executable, "-c", "print('so far', flush=True); raise OSError('no')"]
+    fails = [sys.executable, "-c", "print('first', flush=True); raise OSError('no')"]
     with (
         contextlib.closing(Trainer(fails, os.environ)) as one,
-        pytest.raises(SystemExit, match=r"ended early:\nso far\n(.|\n)*OSError: no"),
+        pytest.raises(SystemExit, match=r"ended early:\nfirst\n(.|\n)*OSError: no"),
     ):
         Way([one])
 
