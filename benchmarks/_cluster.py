@@ -15,8 +15,8 @@ from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import GetStatus
 
 START_S = 60.0
-#: Environment variables for one computing thread in each process.
-ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "OMP_NUM_THREADS": "1"}
+#: Environment variables for one computing thread in each process. XLA makes `NPROC` threads.
+ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false", "NPROC": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
