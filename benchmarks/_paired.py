@@ -67,7 +67,7 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def options(description: str | None, **defaults: int | tuple[str, ...] | None) -> argparse.Namespace:
+def options(description: str | None, **defaults: int | str | tuple[str, ...] | None) -> argparse.Namespace:
     """Parse the command line: `--json`, and an option for each of `defaults`: an int, one of several words, a str."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="write the figures to benchmarks/results/")
@@ -76,8 +76,8 @@ def options(description: str | None, **defaults: int | tuple[str, ...] | None) -
             parser.add_argument(f"--{name}", action="store_true")
         elif isinstance(default, int):
             parser.add_argument(f"--{name}", type=int, default=default)
-        elif default is None:
-            parser.add_argument(f"--{name}")
+        elif default is None or isinstance(default, str):
+            parser.add_argument(f"--{name}", default=default)
         else:
             parser.add_argument(f"--{name}", choices=default, default=default[0])
     return parser.parse_args()

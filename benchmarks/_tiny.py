@@ -45,6 +45,11 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "embedding": ({"RULES": first}, (*ONE_ROUND, "--small", "--steps", "2", "--turns", "1")),
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
+    "many_variables": ({}, (*ONE_ROUND, "--sizes", "3", "--steps", "2", "--turns", "1")),
+    "many_workers": (
+        {"PS": to((1,)), "WORKERS": to((3,))},
+        (*ONE_ROUND, "--steps", "40"),
+    ),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
     "network": (
         {"CLUSTERS": first, "DELAYS_S": to((1e-4, 1e-3)), "LOSSES": first, "GIGABITS": first},
@@ -60,6 +65,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),
+    "sync_steps": ({"MODELS": to({1: (2, 64)}), "WORKERS": to((2,))}, (*ONE_ROUND, "--steps", "3")),
     "threads": ({"THREADS": to((1, 2)), "CALLS": to(20)}, ONE_ROUND),
     "tls": ({}, ONE_ROUND),
     "trace_time": ({"LAYERS": to(1)}, (*ONE_ROUND, "--short", "1")),

@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -93,15 +93,16 @@ def by_dflow(size: int) -> dict[str, Times]:
 
 def beside(tasks: Sequence[subprocess.Popen[str]], run: Callable[..., Times], *given: Any) -> Times:
     """Return the result of `run`, with the processor time of the tasks in the meantime."""
-    before = sum(map(processor_s, tasks))
+    pids = [task.pid for task in tasks]
+    before = sum(map(processor_s, pids))
     times = run(*given)
-    times["processor"]["tasks"] = sum(map(processor_s, tasks)) - before
+    times["processor"]["tasks"] = sum(map(processor_s, pids)) - before
     return times
 
 
-def processor_s(process: subprocess.Popen[str]) -> float:
+def processor_s(pid: int) -> float:
     """Return the processor time that a process has used."""
-    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -128,9 +129,11 @@ def by_tensorflow(size: int, python: str) -> Times:
 
 
 @contextmanager
-def running(words: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
+def running(words: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
     """Start a process, and end it with the block."""
-    task = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    task = subprocess.Popen(
+        words, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
     try:
         yield task
     finally:

@@ -18,7 +18,19 @@ from tests.conftest import QUICK_PYTHON
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 #: Benchmarks that start processes; each runs in a separate process.
-ALONE = ("convnets", "copies", "embedding", "memory", "network", "null_step", "soak", "startup")
+ALONE = (
+    "convnets",
+    "copies",
+    "embedding",
+    "many_variables",
+    "many_workers",
+    "memory",
+    "network",
+    "null_step",
+    "soak",
+    "startup",
+    "sync_steps",
+)
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300
 
