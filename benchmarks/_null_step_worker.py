@@ -64,7 +64,11 @@ def make_step(cluster: Any, given: argparse.Namespace, prefix: str = "") -> Call
     """
     shape = shard_shape(given)
     with cluster.parameter_servers():
-        shards = [dflow.Variable(lambda: jnp.zeros(shape), name=f"{prefix}shard_{index}") for index in range(given.ps)]
+        shards = []
+        for index in range(given.ps):
+            # By sizes alone, small shards may all go to one task.
+            with dflow.device(f"ps:{index}"):
+                shards.append(dflow.Variable(lambda: jnp.zeros(shape), name=f"{prefix}shard_{index}"))
         counts = [
             dflow.Variable(lambda: jnp.zeros(()), name=f"{prefix}count_{index}", near=shard)
             for index, shard in enumerate(shards)

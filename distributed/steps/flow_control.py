@@ -163,6 +163,8 @@ class Inflow:
 
     def ended(self, step: StepId) -> list[Reaction]:
         """Credit and decline what remains of a step, which is dropped."""
+        if not (self._held or self._offered or self._queued or self._requested):
+            return []
         credits = [one for held in self._held.pop(step, {}).values() for one in self._owe(*held)]
         offered = list(self._offered.pop(step, {}).items())
         if self._queued:

@@ -187,7 +187,13 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def finish(self, step: StepId) -> list[EndWait[Waiter, Value]]:
         """End this task's part of the step and drop the rest."""
-        return self.abort(step, StepCancelled(f"{describe(step)} has ended"))
+        edges = self._steps.get(step)
+        if edges and any(edges.values()):
+            return self.abort(step, StepCancelled(f"{describe(step)} has ended"))
+        # The common case, with all values delivered.
+        self._ended[step.origin].add(step.number)
+        self._steps.pop(step, None)
+        return []
 
     def abort(self, step: StepId, error: BaseException) -> list[EndWait[Waiter, Value]]:
         """Abort the step: its waits end with `error`; its values are dropped, including later ones."""

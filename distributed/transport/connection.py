@@ -66,6 +66,8 @@ class Connection:
         self._lock = threading.Lock()
         #: Notified when frames are acknowledged, and when the connection breaks, is resumed or closed.
         self._changed = threading.Condition(self._lock)
+        #: Number of threads that wait for acknowledgements.
+        self._waiting_for_room = 0
         self.session: Session[_RetainedFrame] = Session()
         #: Whether this side has closed the connection.
         self.is_closed = False
@@ -175,7 +177,7 @@ class Connection:
             place = self._memory.pool.put(frame.payload)
             if place is not None:
                 return msgspec.structs.replace(frame, payload=place, on_released=None, is_shared=True)
-        if size_bytes <= COPIED_BYTES:
+        if size_bytes <= COPIED_BYTES and type(frame.payload) is not bytes:
             return msgspec.structs.replace(frame, payload=bytes(joined(frame.payload)), on_released=None)
         return None
 
@@ -190,10 +192,14 @@ class Connection:
         if session.retained_bytes <= limits.max_retained_bytes or on_reader_thread():
             return
         with self._lock:
-            has_room = self._changed.wait_for(
-                lambda: self.is_closed or session.retained_bytes <= limits.max_retained_bytes,
-                limits.stall_timeout_s,
-            )
+            self._waiting_for_room += 1
+            try:
+                has_room = self._changed.wait_for(
+                    lambda: self.is_closed or session.retained_bytes <= limits.max_retained_bytes,
+                    limits.stall_timeout_s,
+                )
+            finally:
+                self._waiting_for_room -= 1
         if not has_room:
             raise TransportClosed(
                 f"the other side took nothing of {session.retained_bytes} bytes for {limits.stall_timeout_s:g} s"
@@ -257,15 +263,17 @@ class Connection:
         is_message = frame.kind <= Kind.NOTIFY
         if is_message and not header.sequence:
             raise WireError("a message has no number")
+        session = self.session
         with self._lock:
-            kept = self.session.acknowledge(header.acknowledged)
-            is_new = is_message and self.session.receive(header.sequence, len(frame.payload) + len(frame.meta))
-            if kept:
+            kept = session.acknowledge(header.acknowledged)
+            is_new = is_message and session.receive(header.sequence, len(frame.payload) + len(frame.meta))
+            if kept and self._waiting_for_room:
                 self._changed.notify_all()
-        _release(kept)
+        if kept:
+            _release(kept)
         if is_new:
             self._on_frame(frame)
-            if self.session.ack_due:
+            if session.ack_due:
                 self._queue.send(_ACK)
 
     def _stream_ended(self, reason: str, *, breaks: bool) -> None:

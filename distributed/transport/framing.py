@@ -129,11 +129,17 @@ class FrameReader:
                 return None
             give_way()
         self._header = None
-        meta = self._take(header.meta_bytes)
         payload: memoryview | bytearray
-        if header.payload_bytes < MIN_ALIGNED_BYTES:
-            payload = self._take(header.payload_bytes)
+        meta: bytes | bytearray
+        if header.payload_bytes < MIN_ALIGNED_BYTES and self._start + size_bytes <= self._end:
+            # The common case, without further calls.
+            middle, end = self._start + header.meta_bytes, self._start + size_bytes
+            meta, payload = bytes(self._buffer[self._start : middle]), bytearray(self._buffer[middle:end])
+            self._start = end
+        elif header.payload_bytes < MIN_ALIGNED_BYTES:
+            meta, payload = self._take(header.meta_bytes), self._take(header.payload_bytes)
         else:
+            meta = self._take(header.meta_bytes)
             payload = RECEIVED.take(header.payload_bytes)
             self._fill(payload)
         if header.is_shared:

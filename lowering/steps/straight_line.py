@@ -42,7 +42,8 @@ class StraightLine:
     """A plan as segments, for the variables and resources of `store`; made by `straight_line`.
 
     segments   the items of each segment, with their indices, in order
-    tokens     number of waits and segments that each segment comes after
+    tokens     the tokens of each segment: one for each wait and each segment that it comes after
+    left       the tokens of the end: one for each segment and each wait
     after      segments that come after each wait, by the index of its item
     following  segments that come after each segment
     slots      the initial content of the slots
@@ -61,8 +62,7 @@ class StraightLine:
             - {number}
             for number, group in enumerate(groups.values())
         ]
-        #: Number of waits and segments that each segment comes after.
-        self.tokens = [len(waits) + len(earlier[number]) for number, waits in enumerate(groups)]
+        self.tokens = [_tokens(len(waits) + len(earlier[number])) for number, waits in enumerate(groups)]
         self.after = {
             wait: tuple(number for number, waits in enumerate(groups) if wait in waits)
             for wait in {wait for waits in groups for wait in waits}
@@ -76,8 +76,7 @@ class StraightLine:
         #: The variables of each call.
         self.states: list[StepState] = []
         self.segments = [self._compiled(group) for group in groups.values()]
-        #: A run ends after all segments and all waits.
-        self.parts = len(groups) + sum(map(_waits, plan.items))
+        self.left = _tokens(len(groups) + sum(map(_waits, plan.items)))
 
     def is_busy(self) -> bool:
         """Whether a thread is dispatching a program that uses a variable of this plan's calls."""
@@ -124,6 +123,11 @@ class StraightLine:
             case UseResource():
                 return _use_resource(item, index)
         raise InternalError(f"{type(item).__name__} in a straight line; please report this")
+
+
+def _tokens(count: int) -> tuple[bool, ...]:
+    """Return the tokens of something that comes after `count` others: the last one to be popped is True."""
+    return (True, *(False,) * (count - 1)) if count else ()
 
 
 def is_straight(executable: Executable) -> bool:
@@ -284,9 +288,9 @@ class StraightRun:
             self.slots[slot] = value
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         #: Tokens of the parts that each segment comes after.
-        self._tokens = [[True, *(False,) * (count - 1)] for count in line.tokens]
+        self._tokens = list(map(list, line.tokens))
         #: Tokens of the parts that the end comes after.
-        self._left = [True, *(False,) * (line.parts - 1)]
+        self._left = list(line.left)
         #: A token until the run has ended.
         self._is_open = [True]
         self.error: BaseException | None = None
@@ -315,20 +319,23 @@ class StraightRun:
 
     def _run(self, numbers: list[int]) -> None:
         """Run segments, and those that become ready by them."""
-        note, step, line = self.recorder.note, self.step, self.line
+        step, line = self.step, self.line
+        plan, note = line.plan, self.recorder.note
         for number in numbers:  # which grows
             for index, waits, do in line.segments[number]:
                 if not self._is_open:
                     return
-                note(ITEM_BEGAN, step, line.plan, index)
+                note(ITEM_BEGAN, step, plan, index)
                 try:
                     do(self)
                 except BaseException as error:
                     self._fail(index, error)
                     return
                 if not waits:
-                    note(ITEM_ENDED, step, line.plan, index)
-            numbers += [later for later in line.following[number] if self._tokens[later].pop()]
+                    note(ITEM_ENDED, step, plan, index)
+            for later in line.following[number]:
+                if self._tokens[later].pop():
+                    numbers.append(later)
             if self._left.pop():
                 self._complete()
 
@@ -342,7 +349,10 @@ class StraightRun:
         try:
             fill(self.slots, values)
             self.recorder.note(ITEM_ENDED, self.step, self.line.plan, index)
-            ready = [number for number in self.line.after.get(index, ()) if self._tokens[number].pop()]
+            ready = []
+            for number in self.line.after.get(index, ()):
+                if self._tokens[number].pop():
+                    ready.append(number)
             if self._left.pop():
                 self._complete()
             # After the end there may be no thread left to submit to.
@@ -396,9 +406,9 @@ def run_of(
     recorder: Recorder = NOWHERE,
 ) -> Execution | StraightRun:
     """Return a run of a plan in `store`; see `execute.Execution`."""
-    if not is_straight(executable):
-        return Execution(executable, store, channel, step, feeds, on_done, submit, recorder=recorder)
     line = executable.line
     if line is None or line.store is not store:
+        if not is_straight(executable):
+            return Execution(executable, store, channel, step, feeds, on_done, submit, recorder=recorder)
         line = executable.line = StraightLine(executable, store)
     return StraightRun(line, channel, step, feeds, on_done, submit, recorder)
