@@ -56,6 +56,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         (*ONE_ROUND, "--steps", "2", "--mb", "1"),
     ),
     "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),
+    "packing": ({"SIZES": to((2,))}, ONE_ROUND),
     "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
     "placement": (
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},

@@ -178,8 +178,9 @@ def sends() -> None:
     sent = [number for number, node in enumerate(lowered.nodes) if node.op is ops.net_send]
     for number in sent:
         node = lowered.nodes[number]
-        (value,) = received[node.attributes["edge"], node.attributes["destination"]].outputs
-        latest = min(known.start[user] for user in known.users[value]) - (known.end[number] - known.start[number])
+        values = received[node.attributes["edge"], node.attributes["destination"]].outputs
+        needed = min(known.start[user] for value in values for user in known.users[value])
+        latest = needed - (known.end[number] - known.start[number])
         arrivals = [
             known.end[other]
             for other, one in enumerate(lowered.nodes)

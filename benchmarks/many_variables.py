@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measured(layers: int, given: Any) -> list[dict[str, Any]]:
-    """Return the rows of a model. `given.turns` is the number of times that all are started."""
+    """Return the rows of a model. All ways are started `given.turns` times."""
     starts: dict[str, Callable[..., Way]] = {"cluster": on_cluster, "one process": alone, "by hand": by_hand}
     if given.beside and given.model == "dense":
         starts["TensorFlow"] = by_tensorflow

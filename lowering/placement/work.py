@@ -109,7 +109,7 @@ def exceeds(nodes: Iterable[Node], limit: Work, moved_bytes: float = 0.0) -> boo
 def is_asynchronous(call: Node) -> bool:
     """Whether an XLA call surely returns without waiting for its results, so that no thread is blocked by it.
 
-    XLA runs short programs on the calling thread and all others on threads of its own. A loop with an unknown number
+    XLA runs short programs on the calling thread, and all others on its pool. A loop with an unknown number
     of iterations may be mistaken for a short program.
     """
     (body,) = call.bodies

@@ -1,9 +1,9 @@
-"""Run a plan whose items wait only for values, queues and accumulators, without looking for what is ready.
+"""Run a plan without branches and loops in an order that was decided once.
 
-What a task does in a step is known when its plan is registered. Only receives and ops on queues or accumulators wait.
-So the other items form segments: all that becomes ready by the same waits. A segment runs its items on one thread, in
-an order decided here once; a run counts waits and segments, not items, and a value costs it no call. Plans with
-branches, loops or copies that wait run by `execute.Execution`, which this equals otherwise.
+The items of a plan are known when it is registered. Only receives, and ops on queues or accumulators, wait. The other
+items form segments: a segment has all items that become ready by the same waits. It runs them on one thread, one after
+the other. So a run counts waits and segments, not items, and the number of values costs it no calls. Plans with
+branches, loops or copies that wait run by `execute.Execution`; the results are the same.
 
 Invariants: an item runs when all that it needs is done. The first error ends a run and cancels its pending operations;
 later arrivals are ignored. A value is freed after the last item that takes it, or if segments share it, with the run.
@@ -12,7 +12,7 @@ later arrivals are ignored. A value is freed after the last item that takes it, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -39,7 +39,7 @@ _Do = Callable[["StraightRun"], None]
 
 
 class StraightLine:
-    """A plan as segments, for the variables and resources of `store`; made by `straight_line`.
+    """A plan as segments, for the variables and resources of `store`.
 
     segments   the items of each segment, with their indices, in order
     tokens     the tokens of each segment: one for each wait and each segment that it comes after
@@ -92,16 +92,12 @@ class StraightLine:
         last = {slot: index for index in group for slot in takes(self.plan.items[index])}
         for index in group:
             item = self.plan.items[index]
-            freed = [
-                slot
-                for slot in dict.fromkeys(takes(item))
-                if last[slot] == index
-                and slot not in self.executable.fetched
-                and own.issuperset(self.executable.takers[slot])
-            ]
-            freed += [slot for slot in gives(item) if slot not in self.executable.takers]
-            freed = [slot for slot in freed if slot not in self.executable.fetched]
-            done.append((index, _waits(item), _with_freed(self._do(item, index), freed)))
+            freed = {
+                slot for slot in takes(item) if last[slot] == index and own.issuperset(self.executable.takers[slot])
+            }
+            if not _waits(item):
+                freed.update(slot for slot in gives(item) if slot not in self.executable.takers)
+            done.append((index, _waits(item), _with_freed(self._do(item, index), freed - self.executable.fetched)))
         return done
 
     def _do(self, item: Item, index: int) -> _Do:
@@ -141,7 +137,7 @@ def _waits(item: Item) -> bool:
 
 
 def _in_order(executable: Executable) -> list[int]:
-    """Return the items, each after those that it needs: receives as early as possible, then transfers before calls."""
+    """Return the items, each after the items that it needs: receives early, and transfers before calls."""
     missing, order = list(executable.waiting), []
     ready = deque(executable.at_once)
     while ready:
@@ -154,7 +150,7 @@ def _in_order(executable: Executable) -> list[int]:
 
 
 def _waits_before(executable: Executable) -> list[frozenset[int]]:
-    """Return, for each item, the waits that it needs, without those that these need themselves."""
+    """Return, for each item, the waits that it needs, except waits that another one of them needs."""
     items = executable.plan.items
     everything: dict[int, frozenset[int]] = {}
     newest: list[frozenset[int]] = [frozenset()] * len(items)
@@ -187,7 +183,7 @@ def _filler(slots: Sequence[int]) -> Callable[[list[Any], Sequence[Any]], None]:
 
     def fill(held: list[Any], values: Sequence[Any]) -> None:
         if len(values) != count:
-            raise InternalError(f"{count} values were expected, got {len(values)}")
+            raise InternalError(f"values of an item: expected {count}, got {len(values)}")
         if place is not None:
             held[place] = values
         else:
@@ -197,7 +193,7 @@ def _filler(slots: Sequence[int]) -> Callable[[list[Any], Sequence[Any]], None]:
     return fill
 
 
-def _with_freed(do: _Do, slots: Sequence[int]) -> _Do:
+def _with_freed(do: _Do, slots: Collection[int]) -> _Do:
     if not slots:
         return do
     fill, nothing = _filler(sorted(slots)), (None,) * len(slots)
@@ -318,7 +314,7 @@ class StraightRun:
             self._cancel_all(self.error)
 
     def _run(self, numbers: list[int]) -> None:
-        """Run segments, and those that become ready by them."""
+        """Run segments, and then the segments that become ready by them."""
         step, line = self.step, self.line
         plan, note = line.plan, self.recorder.note
         for number in numbers:  # which grows

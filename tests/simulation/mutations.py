@@ -364,7 +364,7 @@ def planted(mutation: Mutation) -> Iterator[None]:
 
 
 def find(mutation: Mutation, schedules: int = SCHEDULES) -> ScheduleResult | None:
-    """How the first schedule ended in which the mutation's invariant failed; None if there is none.
+    """Return the end of the first schedule that breaks the mutation's invariant; None if no schedule does.
 
     A schedule that raises names no invariant, so the next one is tried.
     """

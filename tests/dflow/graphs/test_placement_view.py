@@ -99,7 +99,7 @@ def test_each_op_has_its_device_and_its_own_reason() -> None:
 
 def test_a_step_is_measured_as_a_loop_calls_it_and_no_value_is_read_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
     called, copied = list[int](), list[str]()
-    call, read = SingleExecutable.__call__, Store.read
+    call, read = SingleExecutable.call, Store.read
 
     def noting_call(self: SingleExecutable, args: Any, kwargs: Any) -> Any:
         called.append(len(copied))
@@ -109,7 +109,7 @@ def test_a_step_is_measured_as_a_loop_calls_it_and_no_value_is_read_in_between(m
         copied.append(key)
         return read(self, key)
 
-    monkeypatch.setattr(SingleExecutable, "__call__", noting_call)
+    monkeypatch.setattr(SingleExecutable, "call", noting_call)
     monkeypatch.setattr(Store, "read", noting_read)
     v, w = dflow.Variable(jnp.ones(3), name="v"), dflow.Variable(jnp.ones(3), name="w")
 

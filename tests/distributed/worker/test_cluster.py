@@ -132,7 +132,7 @@ def test_gradients_travel_and_the_state_of_the_optimizer_stays(memory: MemoryClu
     values = [sent for sent in large if sent.source != worker.task]
     assert {sent.edge for sent in gradients} == {"grad/stay/a+1", "grad/stay/b+1"}
     assert {sent.edge for sent in values} == {"stay/a+1", "stay/b+1"}
-    # Two arrays of 400 bytes, of which the second one is aligned.
+    # Two arrays of 400 bytes; the second one is aligned to 64 bytes.
     assert {(sent.values, sent.size_bytes) for sent in large} == {(2, 448 + 400)}
 
 
