@@ -264,12 +264,9 @@ class Execution:
             if ready and not self._ended:
                 self._submit(lambda: self._run(ready))
         except BaseException as error:
-            # This is the producer's thread: fail the step here, or it would hang.
-            if isinstance(error, Exception):
-                self._fail(index, error)
-                return
-            self._fail(index, StepCancelled("the thread that brought what this step waited for was interrupted"))
-            raise
+            self._fail(index, failure_of_arrival(error))
+            if not isinstance(error, Exception):
+                raise
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, and add its name to it; a body's item is named before the branch or loop."""
@@ -309,6 +306,16 @@ class Execution:
             for cancel in cancels:
                 cancel(outcome)
         self._on_done(outcome)
+
+
+def failure_of_arrival(error: BaseException) -> BaseException:
+    """Return the error of a step, from one raised while the producer's thread delivered what the step waited for.
+
+    The step must fail there, or it would hang. An interrupt is for that thread, and cancels the step.
+    """
+    if isinstance(error, Exception):
+        return error
+    return StepCancelled("the thread that brought what this step waited for was interrupted")
 
 
 def note_failure(recorder: Recorder, step: StepId, plan: Plan, index: int, error: BaseException) -> None:

@@ -25,15 +25,17 @@ from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives, takes
-from dflow.lowering.steps.execute import Execution, Fetches, Submit, note_failure
+from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.errors import InternalError
 
 #: Items that wait: their results come by a callback.
 _WAITS = Recv | UseResource
+#: Limit of the waits that need other items: the time to find segments grows with its square.
+MOST_CHAINED = 256
 #: Runs one item, or starts one that waits.
 _Do = Callable[["StraightRun"], None]
 
@@ -63,13 +65,13 @@ class StraightLine:
             for number, group in enumerate(groups.values())
         ]
         self.tokens = [_tokens(len(waits) + len(earlier[number])) for number, waits in enumerate(groups)]
-        self.after = {
-            wait: tuple(number for number, waits in enumerate(groups) if wait in waits)
-            for wait in {wait for waits in groups for wait in waits}
-        }
-        self.following = [
-            tuple(later for later in range(len(groups)) if number in earlier[later]) for number in range(len(groups))
-        ]
+        self.after: dict[int, list[int]] = {}
+        self.following: list[list[int]] = [[] for _ in groups]
+        for number, waits in enumerate(groups):
+            for wait in waits:
+                self.after.setdefault(wait, []).append(number)
+            for segment in earlier[number]:
+                self.following[segment].append(number)
         self.slots: list[Any] = [None] * plan.slots
         for slot, value in executable.scalars:
             self.slots[slot] = value
@@ -129,7 +131,12 @@ def _tokens(count: int) -> tuple[bool, ...]:
 def is_straight(executable: Executable) -> bool:
     """Whether the plan can run as a straight line."""
     items = executable.plan.items
-    return not executable.awaited and all(isinstance(item, Call | Copy | Read | Send | _WAITS) for item in items)
+    chained = sum(_waits(item) and bool(needed) for item, needed in zip(items, executable.needs, strict=True))
+    return (
+        not executable.awaited
+        and chained <= MOST_CHAINED
+        and all(isinstance(item, Call | Copy | Read | Send | _WAITS) for item in items)
+    )
 
 
 def _waits(item: Item) -> bool:
@@ -333,7 +340,10 @@ class StraightRun:
                 if self._tokens[later].pop():
                     numbers.append(later)
             if self._left.pop():
-                self._complete()
+                try:
+                    self._complete()
+                except BaseException as error:
+                    self._fail(line.segments[number][-1][0], error)
 
     def _arrived(
         self, index: int, fill: Callable[[list[Any], Sequence[Any]], None], values: Outcome[Sequence[Any]]
@@ -355,12 +365,9 @@ class StraightRun:
             elif ready and self._is_open:
                 self._submit(partial(self._run, ready))
         except BaseException as error:
-            # This is the producer's thread: fail the step here, or it would hang.
-            if isinstance(error, Exception):
-                self._fail(index, error)
-                return
-            self._fail(index, StepCancelled("the thread that brought what this step waited for was interrupted"))
-            raise
+            self._fail(index, failure_of_arrival(error))
+            if not isinstance(error, Exception):
+                raise
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, and add its name to it."""

@@ -24,7 +24,7 @@ from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Copy, Item, Plan, Recv, Send, UseResource
-from dflow.lowering.steps.straight_line import StraightRun, run_of
+from dflow.lowering.steps.straight_line import MOST_CHAINED, StraightRun, is_straight, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -473,3 +473,12 @@ def test_what_ends_a_step_from_outside_is_of_no_node() -> None:
     execution.start()
     execution.cancel(StepCancelled("stop"))
     assert notes(task) == []
+
+
+def test_a_long_chain_of_waits_is_no_straight_line() -> None:
+    def chain(length: int) -> Executable:
+        items = [Recv(f"e{n}", PS_0, (n,), (("f32", ()),), (n - 1,) if n else ()) for n in range(length)]
+        return Executable(Plan(WORKER, length, tuple(items)))
+
+    assert is_straight(chain(MOST_CHAINED + 1))
+    assert not is_straight(chain(MOST_CHAINED + 2))
