@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def measured(layers: int, given: Any) -> list[dict[str, Any]]:
-    """Return the rows of a model. All ways are started `given.turns` times."""
+    """Return the rows of a model. Every way is started again for each of `--turns`."""
     starts: dict[str, Callable[..., Way]] = {"cluster": on_cluster, "one process": alone, "by hand": by_hand}
     if given.beside and given.model == "dense":
         starts["TensorFlow"] = by_tensorflow
