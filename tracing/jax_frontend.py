@@ -12,6 +12,7 @@ derivatives let them through. Names taken from `jax._src`, each with the public 
 - how a call is lowered for several platforms: the public form cannot keep a platform to its own function;
 - how an object is read where it is an operand: the tables that JAX's own key arrays are in have no public form;
 - lowering without the lines of callers: the public setting is of the whole process;
+- the MLIR context of a thread: no public form;
 - whether a backend is up: every public function that would tell starts one;
 - the class of errors about shardings in types;
 - a call of a compiled function for types without a program: `jax.jit` compiles it immediately, and has no hook;
@@ -216,6 +217,24 @@ def without_callers() -> AbstractContextManager[None]:
     """Lower programs with only each op's own line, not the lines of its callers, so that equal programs are equal."""
     setting: AbstractContextManager[None] = jax_config.include_full_tracebacks_in_locations(False)
     return setting
+
+
+@contextmanager
+def own_ir_context() -> Iterator[None]:
+    """Lower programs in an MLIR context that no later one uses, so that another thread can compile them meanwhile.
+
+    JAX 0.12 lowers several programs of a thread in one context, and a context's table of dialects is not thread-safe.
+    """
+    of_thread = getattr(jax_mlir, "_thread_local_context", None)  # older JAX makes a context for each program
+    if of_thread is None:
+        yield
+        return
+    before = of_thread.value
+    of_thread.set_local(None)
+    try:
+        yield
+    finally:
+        of_thread.set_local(before)
 
 
 def line_bound() -> Loc | None:

@@ -37,7 +37,13 @@ def _show_cluster(options: argparse.Namespace) -> None:
 def _trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=at_least_one, default=5, metavar="N", help="steps of each worker (default: 5)")
     parser.add_argument(
-        "--out", type=Path, default=Path("trace.json"), metavar="FILE", help="where to write (default: trace.json)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="where to write (default: trace.json; with --summary, no file is written)",
+    )
+    parser.add_argument(
+        "--summary", action="store_true", help="print how the time of a step divides at each task, in tables"
     )
     add_seconds(parser, "--timeout", 60, "how long to wait for the steps")
     _running_cluster(parser)
@@ -46,12 +52,18 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
 def _trace_cluster(options: argparse.Namespace) -> None:
     from dflow.cli.observing import trace
 
-    if not options.out.absolute().parent.is_dir():
-        raise ConfigError(
-            f"there is no folder {options.out.parent} for {options.out.name}", "make it, or give another --out"
-        )
+    path = options.out or (None if options.summary else Path("trace.json"))
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder {path.parent} for {path.name}", "make it, or give another --out")
     transport, coordinator = transport_of(options), coordinator_of(options)
-    for line in trace(transport, coordinator, options.out, steps=options.steps, timeout_s=options.timeout):
+    asked = {"steps": options.steps, "timeout_s": options.timeout}
+    if options.summary:
+        from dflow.cli.status_view import make_console
+        from dflow.cli.trace_summary import show_summary
+
+        show_summary(transport, coordinator, make_console(), path=path, **asked)
+        return
+    for line in trace(transport, coordinator, path, **asked)[1]:
         print(line)
 
 
@@ -90,7 +102,7 @@ STATUS = Command(
 )
 TRACE = Command(
     "trace",
-    "write what every task does in the next steps to a file for Perfetto",
+    "write what every task does in the next steps to a file for Perfetto, or sum it up",
     _trace_options,
     _trace_cluster,
     more=": what is computed, sent and waited for, with all tasks' clocks aligned.",

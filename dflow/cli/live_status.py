@@ -14,13 +14,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
+from msgspec.structs import replace
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from dflow.cli.cost_tables import usage_table
 from dflow.cli.observing import ClusterObserver, live_tasks
-from dflow.cli.status_view import closing_tables, progress_line, size_text, traffic_table
-from dflow.cli.tables import TaskLine, task_table
+from dflow.cli.status_view import closing_tables, progress_line, traffic_table
+from dflow.cli.tables import TaskLine, size_text, task_table
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
@@ -59,7 +61,7 @@ def look(observer: ClusterObserver, pool: Executor) -> Look:
 
 def _state_of(observer: ClusterObserver, info: TaskInfo) -> TaskState | None:
     try:
-        return observer.peer(info, TASK_S).call(GetTaskState(), timeout_s=TASK_S).message
+        return observer.peer(info, TASK_S).call(GetTaskState(usage=True), timeout_s=TASK_S).message
     except (DflowError, OSError, ValueError):
         return None
 
@@ -98,7 +100,7 @@ def show_status(
 
 
 def live_view(before: Look, now: Look) -> RenderableType:
-    """Return the progress line, the table of tasks, and the table of the edges with the most traffic."""
+    """Return the progress line, the tables of tasks and of their costs, and that of the edges with the most traffic."""
     took_s = max(now.at_s - before.at_s, 1e-9)
     done = now.status.steps_done - before.status.steps_done
 
@@ -106,14 +108,21 @@ def live_view(before: Look, now: Look) -> RenderableType:
         return f"{size_text(int(size_bytes / took_s))}/s"
 
     parts: list[RenderableType] = [Text(progress_line(now.status, done / took_s)), Text(), _tasks(before, now)]
+    costs = usage_table(before.states, now.states, took_s, most=MOST_TASKS)
+    if costs.row_count:
+        parts += [Text(), costs]
     traffic = _recent_traffic(before.status, now.status)
     if traffic:
         edges = traffic_table(
             traffic,
             MOST_EDGES,
             lambda size_bytes: f"Sent now: {rate_text(size_bytes)}",
-            (">values/s", ">bytes/s"),
-            lambda row: (f"{row.values / took_s:.1f}", rate_text(row.size_bytes)),
+            (">messages/s", ">values/s", ">bytes/s"),
+            lambda row: (
+                f"{row.messages / took_s:.1f}" if row.messages else "",
+                f"{row.values / took_s:.1f}",
+                rate_text(row.size_bytes),
+            ),
         )
         parts += [Text(), edges]
     return Group(*parts)
@@ -182,9 +191,15 @@ def _recent_traffic(before: Status, now: Status) -> list[EdgeTraffic]:
     earlier = {(entry.edge, entry.source, entry.destination): entry for entry in before.traffic}
     found = []
     for entry in now.traffic:
-        known = earlier.get((entry.edge, entry.source, entry.destination))
-        values = entry.values - (known.values if known is not None else 0)
-        size = entry.size_bytes - (known.size_bytes if known is not None else 0)
-        if values > 0 and size >= 0:
-            found.append(EdgeTraffic(entry.edge, entry.source, entry.destination, values, size))
+        known = earlier.get((entry.edge, entry.source, entry.destination)) or replace(
+            entry, values=0, size_bytes=0, messages=0
+        )
+        sent = replace(
+            entry,
+            values=entry.values - known.values,
+            size_bytes=entry.size_bytes - known.size_bytes,
+            messages=max(entry.messages - known.messages, 0),
+        )
+        if sent.values > 0 and sent.size_bytes >= 0:
+            found.append(sent)
     return found

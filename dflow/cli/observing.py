@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
-from dflow.distributed.observe.tracer import Tracer
+from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import TaskInfo
@@ -76,8 +76,10 @@ def live_peers(transport: Transport, coordinator: str) -> Iterator[tuple[dict[st
         yield reached, missing
 
 
-def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, timeout_s: float) -> list[str]:
-    """Write the next `steps` steps of each worker to `path`; return a summary in lines.
+def trace(
+    transport: Transport, coordinator: str, path: Path | None, *, steps: int, timeout_s: float
+) -> tuple[Trace, list[str]]:
+    """Trace the next `steps` steps of each worker, and write them to `path` unless it is None; also return lines on it.
 
     raises  DeadlineExceeded when no step ends within `timeout_s` seconds
     """
@@ -87,12 +89,14 @@ def trace(transport: Transport, coordinator: str, path: Path, *, steps: int, tim
             tracer.wait_for_steps(steps, timeout_s)
         finally:
             found = tracer.stop(steps)
-    found.write(path)
     worst_us = max((offset.error_ns for offset in found.offsets.values()), default=0) / 1e3
-    shown = f"{path}: {found.steps} steps of {len(found.events)} tasks, clocks aligned to {worst_us:.0f} us"
+    shown = f"{found.steps} steps of {len(found.events)} tasks, clocks aligned to {worst_us:.0f} us"
+    if path is not None:
+        found.write(path)
+        shown = f"{path}: {shown}; open it at https://ui.perfetto.dev"
     lost = (f"the first events of {short_task_name(task)} were overwritten by later ones" for task in found.lost)
     without = (f"without {short_task_name(task)}: {why}" for task, why in [*found.missing.items(), *missing.items()])
-    return [f"{shown}; open it at https://ui.perfetto.dev", *lost, *without]
+    return found, [shown, *lost, *without]
 
 
 def dump(transport: Transport, coordinator: str) -> list[str]:

@@ -19,12 +19,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dflow.cli.tables import launch_table, make_table
+from dflow.cli.tables import launch_table, make_table, size_text, time_text
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.status import Status, VariableInfo
+from dflow.distributed.wire.messages.status import PartCosts, Status, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: Most rows of a table; one more row sums up the rest.
@@ -79,8 +79,8 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
         status.traffic,
         MOST_ROWS,
         lambda size_bytes: f"Sent: {size_text(size_bytes)}",
-        (">values", ">MB"),
-        lambda row: (str(row.values), f"{row.size_bytes / 1e6:.3f}"),
+        (">messages", ">values", ">MB"),
+        lambda row: (str(row.messages or ""), str(row.values), f"{row.size_bytes / 1e6:.3f}"),
     )
     tables = (
         _results_table(status),
@@ -98,15 +98,6 @@ def type_text(dtype: str, shape: Sequence[int]) -> str:
     word = dtype.rstrip("0123456789")
     short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
     return f"{short}[{','.join(map(str, shape))}]"
-
-
-def size_text(size_bytes: int) -> str:
-    """Return a size with a decimal unit, such as 999 B, 1.2 kB or 3.4 MB."""
-    size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.95 and len(units) > 1:
-        size /= 1000
-        del units[0]
-    return f"{size:.{0 if units[0] == 'B' else 1}f} {units[0]}"
 
 
 def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[EdgeTraffic]:
@@ -131,9 +122,18 @@ def _grouped(rows: Iterable[EdgeTraffic], end: str, other: str) -> list[EdgeTraf
     found = []
     for (_, job, _), same in groups.items():
         where = job if len({getattr(row, end) for row in same}) > 1 else getattr(same[0], end)
-        values, size_bytes = sum(row.values for row in same), sum(row.size_bytes for row in same)
-        found.append(replace(same[0], **{end: where}, values=values, size_bytes=size_bytes))
+        found.append(replace(_sum(same), **{end: where}))
     return found
+
+
+def _sum(rows: Sequence[EdgeTraffic]) -> EdgeTraffic:
+    """Return the first row with the messages, values and bytes of all."""
+    return replace(
+        rows[0],
+        values=sum(row.values for row in rows),
+        size_bytes=sum(row.size_bytes for row in rows),
+        messages=sum(row.messages for row in rows),
+    )
 
 
 class TerminalView:
@@ -284,22 +284,21 @@ def traffic_table(
     traffic: Iterable[EdgeTraffic],
     most: int,
     title: Callable[[int], str],
-    columns: tuple[str, str],
-    cells: Callable[[EdgeTraffic], tuple[str, str]],
+    columns: Sequence[str],
+    cells: Callable[[EdgeTraffic], Sequence[str]],
 ) -> Table:
     """Return a table of the edges with the most traffic.
 
     most     number of rows; one more row sums up the rest
     title    returns the title for the total number of bytes
-    columns  the last two columns; `cells` returns a row's texts in them
+    columns  the columns after the edge and its ends; `cells` returns a row's texts in them
     """
     rows = grouped_traffic(traffic)
     table = make_table(title(sum(row.size_bytes for row in rows)), "value", "from -> to", *columns)
     for row in rows[:most]:
         table.add_row(Text(row.edge), f"{row.source} -> {row.destination}", *cells(row))
     if rest := rows[most:]:
-        values, size_bytes = sum(row.values for row in rest), sum(row.size_bytes for row in rest)
-        table.add_row(f"{len(rest)} more", "", *cells(replace(rest[0], values=values, size_bytes=size_bytes)))
+        table.add_row(f"{len(rest)} more", "", *cells(_sum(rest)))
     return table
 
 
@@ -342,7 +341,9 @@ def _variables_table(variables: Sequence[VariableInfo]) -> Table:
 
 
 def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
-    table = make_table("Tasks", "task", ">joined", ">left", "why")
+    costs = {cost.task: cost for cost in status.costs}
+    columns = (">parts", ">processor", ">wake-ups") if costs else ()
+    table = make_table("Tasks", "task", ">joined", ">left", *columns, "why")
     newest = {info.task: info for info in status.tasks}
     stalls = {health.task: health for health in status.health if health.stalled_since_s is not None}
     for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
@@ -354,10 +355,18 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
             if stall is not None:
                 why = f"stalled since {stall.stalled_since_s:.1f} s at: {stall.doing or 'steps that it claimed'}"
             why = "away" if info.task in status.away else why
-        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, Text(why))
+        cells = _cost_cells(costs.get(info.task) if newest[info.task] is info else None)[: len(columns)]
+        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, *cells, Text(why))
     for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
-        table.add_row(short_task_name(task), "never", "", Text(ends.get(task, "")))
+        table.add_row(short_task_name(task), "never", "", *[""] * len(columns), Text(ends.get(task, "")))
     return table
+
+
+def _cost_cells(cost: PartCosts | None) -> Sequence[str]:
+    """Return the number of parts of steps, and what each cost: processor time and wake-ups."""
+    if cost is None:
+        return ("", "", "")
+    return str(cost.parts), time_text(1e6 * cost.processor_s / cost.parts), f"{cost.wakeups / cost.parts:.1f}"
 
 
 def _why(info: TaskInfo, end: str) -> str:

@@ -33,6 +33,20 @@ def make_table(title: str, *columns: str, is_wide: bool = False) -> Table:
     return table
 
 
+def size_text(size_bytes: float) -> str:
+    """Return a size with a decimal unit, such as 999 B, 1.2 kB or 3.4 MB."""
+    size, units = float(size_bytes), ["B", "kB", "MB", "GB", "TB"]
+    while size >= 999.95 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.{0 if units[0] == 'B' else 1}f} {units[0]}"
+
+
+def time_text(us: float) -> str:
+    """Return a time, such as 870 us or 12.3 ms."""
+    return f"{us:.0f} us" if us < 9999.5 else f"{us / 1e3:.1f} ms"
+
+
 @dataclass(frozen=True)
 class TaskLine:
     """A row: the task's short name, its state with the style of that, and the cells of the other columns.

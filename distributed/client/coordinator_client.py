@@ -84,6 +84,7 @@ class CoordinatorClient:
         traffic: Callable[[], tuple[EdgeTraffic, ...]] = tuple,
         steps: Callable[[], int] = int,
         doing: Callable[[], str] = str,
+        used: Callable[[], tuple[float, int]] = lambda: (0.0, 0),
         timeout_s: float = ANSWER_S,
     ) -> Roster:
         """Join as the task `task`, which listens at `address`, and start the heartbeats.
@@ -92,9 +93,11 @@ class CoordinatorClient:
         `traffic`  what the task has sent since it started
         `steps`    number of parts of steps that it has ended
         `doing`    short text on what it works on, empty when idle; a task that is busy and ends no part has stalled
+        `used`     processor time of this process, in s, and number of its wake-ups
         raises     RemoteError with both addresses when a live task has the name; DeviceError for a malformed name
         """
-        self.task, self._heartbeat = task, lambda: Heartbeat(task, largest(traffic()), steps(), doing())
+        self.task = task
+        self._heartbeat = lambda: Heartbeat(task, largest(traffic()), steps(), doing(), *used())
         try:
             self.session.ask(Join(task, address), timeout_s)
         except BaseException:

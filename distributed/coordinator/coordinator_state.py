@@ -36,6 +36,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
+from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
@@ -102,7 +103,7 @@ class CoordinatorState:
         self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
-        self._traffic = TrafficTotals()
+        self._traffic, self._costs = TrafficTotals(), CostTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
         self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
@@ -185,6 +186,7 @@ class CoordinatorState:
             away=self._membership.away(),
             left=self._membership.left_in_all,
             not_finite=self._ledger.not_finite,
+            costs=self._costs.totals(),
         )
 
     def _present(self, job: str) -> tuple[tuple[str, ...], int]:
@@ -299,6 +301,7 @@ class CoordinatorState:
         task, life = heartbeat.task, self._membership.life(heartbeat.task)
         self._membership.hear(event.at_s, task)
         self._traffic.report(life, heartbeat.traffic)
+        self._costs.report(life, heartbeat)
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
         stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
         return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]

@@ -55,6 +55,11 @@ def _summed(entries: Iterable[EdgeTraffic]) -> tuple[EdgeTraffic, ...]:
         key = (entry.edge, entry.source, entry.destination)
         last = sums.get(key)
         if last is not None:
-            entry = replace(last, values=last.values + entry.values, size_bytes=last.size_bytes + entry.size_bytes)
+            entry = replace(
+                last,
+                values=last.values + entry.values,
+                size_bytes=last.size_bytes + entry.size_bytes,
+                messages=last.messages + entry.messages,
+            )
         sums[key] = entry
     return tuple(sums.values())

@@ -28,7 +28,9 @@ class ThisMachine:
         """Start a child process; see `LaunchPlace.start`."""
         share = self._shares.get(program.task, Share())
         ours = {LIFELINE_VARIABLE: str(self._lifeline), "PYTHONUNBUFFERED": "1"}
-        environment = {**program.defaults, **os.environ, **share.environment, **program.environment, **ours}
+        # A task that crashes in native code prints the stacks of its threads.
+        defaults = {"PYTHONFAULTHANDLER": "1", **program.defaults}
+        environment = {**defaults, **os.environ, **share.environment, **program.environment, **ours}
         command = [self._python, *program.words]
         name = short_task_name(program.task)
         return ChildProcess(name, command, environment, self._lifeline, on_line, cores=share.cores)

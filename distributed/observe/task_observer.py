@@ -22,6 +22,7 @@ from dflow.distributed.wire.messages.observing import (
     StartTrace,
     StopTrace,
     TaskState,
+    TaskUsage,
     TraceTold,
 )
 from dflow.lowering.queues.timers import Stoppable, start_timer
@@ -38,8 +39,10 @@ Observation = GetClock | StartTrace | StopTrace | GetTaskState
 class TaskObserver:
     """Answers observations of the task whose events are in `recorder`; thread-safe."""
 
-    def __init__(self, recorder: Recorder, state: Callable[[], TaskState]) -> None:
-        self._recorder, self._state = recorder, state
+    def __init__(
+        self, recorder: Recorder, state: Callable[[], TaskState], usage: Callable[[], TaskUsage | None] = lambda: None
+    ) -> None:
+        self._recorder, self._state, self._usage = recorder, state, usage
         self._lock = threading.Lock()
         self._ends: Stoppable | None = None
 
@@ -56,8 +59,9 @@ class TaskObserver:
                 events = self._recorder.events(since_ns)
                 self._recorder.keep(0)
                 return TraceTold(lost), msgspec.msgpack.encode(events)
-            case GetTaskState():
-                return self._state(), b""
+            case GetTaskState(usage):
+                state = self._state()
+                return (msgspec.structs.replace(state, usage=self._usage()) if usage else state), b""
 
     def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
         """Answer a tracer in this process; as `Peer.call`."""

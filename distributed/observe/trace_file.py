@@ -1,18 +1,20 @@
 """The events of many tasks as one trace for Perfetto and chrome://tracing, in the Trace Event Format.
 
-Each task is a process, with tracks for the steps it started, its parts of steps, its computations, transfers and
-waits. An arrow goes from each send to the arrival of the value. The format forbids slices that overlap without being
-nested, so such slices go to further tracks of the same name. Times are in us from the first event, by the tracer's
-clock: see `clock_alignment`.
+Each task is a process, with tracks for the steps it started, its parts of steps, the items that its threads run, XLA's
+computations, the messages that it sent or received, and its waits. A message has a slice at its sender, from the
+beginning of its sending to its arrival, and an arrow to the arrival. The format forbids slices that overlap without
+being nested, so such slices go to further tracks of the same name. Times are in us from the first event, by the
+tracer's clock: see `clock_alignment`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dflow.distributed.observe.clock_alignment import Crossing, Offset
+from dflow.distributed.observe.sent_messages import MessageKey, SentMessage, key_of, sent_messages
 from dflow.distributed.observe.spans import Span, spans
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
 from dflow.lowering.steps.recorder import (
@@ -29,12 +31,13 @@ from dflow.lowering.steps.recorder import (
 )
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
-TRACKS = ("steps", "parts of steps", "compute", "transfers", "waits", "branches and loops")
+XLA, MESSAGES = "XLA", "messages"
+TRACKS = ("steps", "parts of steps", "Python", XLA, MESSAGES, "waits", "branches and loops")
 _TRACK_OF_ITEM = {
-    "Call": "compute",
-    "Copy": "compute",
-    "Read": "compute",
-    "Send": "transfers",
+    "Call": "Python",
+    "Copy": "Python",
+    "Read": "Python",
+    "Send": "Python",
     "Recv": "waits",
     "UseResource": "waits",
 }
@@ -43,7 +46,6 @@ _INSTANTS = (CONNECTED, CONNECTION_LOST, ROSTER_CHANGED, WAIT_EXPIRED)
 _ARRIVAL_NS = 1000
 
 Events = Mapping[str, Sequence[Event]]
-_Value = tuple[str, int, str, str, str]
 
 
 def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
@@ -60,10 +62,11 @@ def first_steps(events: Events, steps: int | None) -> dict[str, list[Event]]:
 
 
 def crossings(events: Events) -> list[Crossing]:
-    """The values whose sending and arrival were both recorded."""
+    """The messages whose sending and arrival were both recorded."""
     return [
-        Crossing(value[3], sent.began_ns or sent.at_ns, value[4], received.at_ns)
-        for value, (sent, received) in _transfers(events).items()
+        Crossing(one.source, one.began_ns, one.destination, one.received.at_ns)
+        for one in sent_messages(events)
+        if one.received is not None
     ]
 
 
@@ -76,10 +79,13 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
         for event in events[task]
     ]
     start_ns = min(times, default=0)
-    arrows = {value: number for number, value in enumerate(_transfers(events), 1)}
+    messages = {
+        key_of(one.source, one.sent): _DrawnMessage(number, one, _flight_ns(one, offsets))
+        for number, one in enumerate(sent_messages(events), 1)
+    }
     found: list[dict[str, Any]] = []
     for pid, task in enumerate(tasks, 1):
-        own = _Process(task, pid, start_ns + offsets[task].offset_ns, arrows)
+        own = _Process(task, pid, start_ns + offsets[task].offset_ns, messages)
         found += own.told(events[task])
     clocks = {
         short_task_name(task): {
@@ -91,18 +97,19 @@ def trace_of(events: Events, offsets: Mapping[str, Offset]) -> dict[str, Any]:
     return {"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"clocks": clocks}}
 
 
-def _transfers(events: Events) -> dict[_Value, tuple[Event, Event]]:
-    """By step, edge and both tasks, the sending and the arrival of each value: an edge has at most one in a step."""
-    sent, received = (
-        {_value(task, event): event for task, own in events.items() for event in own if event.what == what}
-        for what in (SENT, RECEIVED)
-    )
-    return {value: (event, received[value]) for value, event in sent.items() if value in received}
+def _flight_ns(message: SentMessage, offsets: Mapping[str, Offset]) -> int:
+    """Time from the beginning of the sending to the arrival, or to the end of the sending if that is later."""
+    sending_ns = message.sent.at_ns - message.began_ns
+    if message.received is None:
+        return sending_ns
+    ahead_ns = offsets[message.destination].offset_ns - offsets[message.source].offset_ns
+    return max(message.received.at_ns - ahead_ns - message.began_ns, sending_ns)
 
 
-def _value(task: str, event: Event) -> _Value:
-    ends = (task, event.peer) if event.what == SENT else (event.peer, task)
-    return (event.origin, event.step, event.name, *ends)
+class _DrawnMessage(NamedTuple):
+    number: int
+    message: SentMessage
+    flight_ns: int
 
 
 @dataclass(frozen=True)
@@ -119,13 +126,13 @@ class _Slice:
 class _Process:
     """One task of the trace. `zero_ns` is the start of the trace by the task's clock."""
 
-    def __init__(self, task: str, pid: int, zero_ns: int, arrows: Mapping[_Value, int]) -> None:
-        self._task, self._pid, self._zero_ns, self._arrows = task, pid, zero_ns, arrows
+    def __init__(self, task: str, pid: int, zero_ns: int, messages: Mapping[MessageKey, _DrawnMessage]) -> None:
+        self._task, self._pid, self._zero_ns, self._messages = task, pid, zero_ns, messages
 
     def told(self, events: Sequence[Event]) -> list[dict[str, Any]]:
         last_ns = max((event.at_ns for event in events), default=0)
-        transfers = [self._transfer(event) for event in events if event.what in (SENT, RECEIVED)]
-        lanes = _in_lanes([*(_slice_of(span, last_ns) for span in spans(events)), *transfers])
+        messages = [self._message(event) for event in events if event.what in (SENT, RECEIVED)]
+        lanes = _in_lanes([*(each for span in spans(events) for each in _slices_of(span, last_ns)), *messages])
         found = [self._meta("process_name", 0, name=short_task_name(self._task))]
         found.append(self._meta("process_sort_index", 0, sort_index=self._pid))
         for tid, (track, slices) in enumerate(lanes, 1):
@@ -143,18 +150,24 @@ class _Process:
                 found.append({"name": said, "cat": "cluster", "ph": "i", "s": "p", **self._at(event.at_ns, 0)})
         return found
 
-    def _transfer(self, event: Event) -> _Slice:
-        """A slice for the sending of a value, which may outlast its Send item, or for an arrival."""
+    def _message(self, event: Event) -> _Slice:
+        """A slice for the way of a message that was sent here, or for an arrival."""
         is_sent = event.what == SENT
+        about: dict[str, Any] = {"step": _step(event), "message": event.name, "bytes": event.size_bytes}
         arrow = None
-        number = self._arrows.get(_value(self._task, event))
-        if number is not None:
-            way = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
-            arrow = {"name": event.name, "cat": "transfers", "id": number, **way}
+        length_ns = event.at_ns - (event.began_ns or event.at_ns) if is_sent else _ARRIVAL_NS
+        if (found := self._messages.get(key_of(self._task, event))) is not None:
+            if found.message.values:
+                about["values"] = found.message.values
+            if found.message.received is not None:
+                way = {"ph": "s"} if is_sent else {"ph": "f", "bp": "e"}
+                arrow = {"name": event.name, "cat": MESSAGES, "id": found.number, **way}
+            if is_sent:
+                about["sending us"] = length_ns / 1e3
+                length_ns = found.flight_ns
         name = f"{event.name} {'to' if is_sent else 'from'} {short_task_name(event.peer)}"
-        end_ns = event.at_ns if is_sent else event.at_ns + _ARRIVAL_NS
-        about = {"step": _step(event), "bytes": event.size_bytes, "value": event.name}
-        return _Slice("transfers", name, event.began_ns or event.at_ns, end_ns, about, arrow)
+        began_ns = event.began_ns or event.at_ns
+        return _Slice(MESSAGES, name, began_ns, began_ns + length_ns, about, arrow)
 
     def _at(self, at_ns: int, tid: int) -> dict[str, Any]:
         return {"ts": (at_ns - self._zero_ns) / 1e3, "pid": self._pid, "tid": tid}
@@ -163,19 +176,26 @@ class _Process:
         return {"name": what, "ph": "M", "ts": 0, "pid": self._pid, "tid": tid, "args": about}
 
 
-def _slice_of(span: Span, last_ns: int) -> _Slice:
-    began, ended = span.began, span.computed or span.ended
+def _slices_of(span: Span, last_ns: int) -> list[_Slice]:
+    """Return the slice of a span; of a call, also that of the computation, which includes the dispatch."""
+    began, ended = span.began, span.ended
     end_ns = max(ended.at_ns if ended is not None else last_ns, began.at_ns)
     about: dict[str, Any] = {"step": _step(began)}
     if ended is None:
         about["goes on"] = True
-    if span.ended is not None and span.ended.text:
-        about["error"] = span.ended.text
+    elif ended.text:
+        about["error"] = ended.text
     if began.what in (STEP_BEGAN, PART_BEGAN):
-        return _Slice(TRACKS[began.what == PART_BEGAN], _step(began), began.at_ns, end_ns, about)
+        return [_Slice(TRACKS[began.what == PART_BEGAN], _step(began), began.at_ns, end_ns, about)]
     if began.line:
         about["line"] = began.line
-    return _Slice(_TRACK_OF_ITEM.get(began.kind, TRACKS[-1]), _item(began), began.at_ns, end_ns, about)
+    if began.values:
+        about["values"] = began.values
+    if began.kind != "Call":
+        return [_Slice(_TRACK_OF_ITEM.get(began.kind, TRACKS[-1]), _item(began), began.at_ns, end_ns, about)]
+    dispatch = _Slice("Python", f"dispatch {_item(began)}", began.at_ns, end_ns, about)
+    computed_ns = max(span.computed.at_ns, began.at_ns) if span.computed is not None else end_ns
+    return [dispatch, _Slice(XLA, _item(began), began.at_ns, computed_ns, about)]
 
 
 def _item(event: Event) -> str:

@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from dflow.distributed.observe.clock_alignment import ClockSample, Offset, align
+from dflow.distributed.observe.step_times import MessageTimes, StepTimes, message_times, step_times
 from dflow.distributed.observe.trace_file import crossings, first_steps, trace_of
 from dflow.distributed.process.run_folder import write_whole_file
 from dflow.distributed.transport.base import Reply
@@ -61,6 +62,14 @@ class Trace:
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, atomically."""
         write_whole_file(path, self.json())
+
+    def step_times(self) -> list[StepTimes]:
+        """Return how the time of the steps divides, by task; see the file `step_times`."""
+        return step_times(self.events, self.offsets)
+
+    def message_times(self) -> list[MessageTimes]:
+        """Return the messages of the steps and their times, the largest first."""
+        return message_times(self.events, self.offsets)
 
     @property
     def steps(self) -> int:

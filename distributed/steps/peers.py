@@ -5,11 +5,15 @@ opened when it is first needed, or taken over from a task that opened it to run 
 is opened again when next needed. A task that is not in the address book is not tried, and an attempt stops when the
 task is removed. An unreachable task is a TaskLost, whatever the reason. The first message over a connection opened
 here, and the next one after this task has another life, is `Introduce`.
+
+An attempt to reach a dead task takes up to the timeout. A thread that other work relies on calls `connected` and
+`when_connected`, which do not wait. At most one thread for each task connects for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +21,16 @@ from dataclasses import dataclass, field
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.wire.messages.connection import Introduce
 from dflow.lowering.steps.recorder import CONNECTED, NOWHERE
+from dflow.lowering.values.computed import about_to_wait
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 
 _GONE = "the task has left or moved"
+#: Called when a task is connected, with None, or with the error.
+OnConnected = Callable[[Exception | None], None]
+
+
+def _start_thread(work: Callable[..., None], task: str) -> None:
+    threading.Thread(target=work, args=(task,), name=f"dflow dial {task}", daemon=True).start()
 
 
 @dataclass
@@ -30,7 +41,10 @@ class _Place:
 
 
 class Peers:
-    """Connections from the task `name` to the other tasks of the cluster; thread-safe."""
+    """Connections from the task `name` to the other tasks of the cluster; thread-safe.
+
+    `submit`  runs a function of a task's name on a thread that may wait
+    """
 
     def __init__(
         self,
@@ -41,8 +55,9 @@ class Peers:
         connect_timeout_s: float,
         note: Callable[..., int] = NOWHERE.note,
         on_opened: Callable[[Peer], None] = lambda peer: None,
+        submit: Callable[[Callable[[str], None], str], object] = _start_thread,
     ) -> None:
-        self._transport = transport
+        self._transport, self._submit = transport, submit
         self._name = name
         self._handler = handler
         self._connect_timeout_s = connect_timeout_s
@@ -53,6 +68,8 @@ class Peers:
         self._places: dict[str, _Place] = {}
         self._left: Mapping[str, str] = {}
         self._is_closed = False
+        #: The callbacks that wait for each task to be connected.
+        self._connecting: dict[str, list[OnConnected]] = {}
 
     def set_addresses(self, addresses: Mapping[str, str], left: Mapping[str, str] = {}) -> None:
         """Replace the address book, and close connections to tasks that left or moved; `left` has the reasons."""
@@ -90,6 +107,7 @@ class Peers:
         peer = place.peer
         if peer is not None and not peer.closed:
             return peer
+        about_to_wait()
         with place.connecting:
             peer = place.peer
             if peer is None or peer.closed:
@@ -98,6 +116,40 @@ class Peers:
             peer.close(_GONE)
             raise self._gone_meanwhile(task, place)
         return peer
+
+    def connected(self, task: str) -> Peer | None:
+        """Return the open connection to `task`, if there is one. Raises TaskLost if no such task is in the cluster."""
+        place = self._places.get(task)
+        if place is None:
+            raise self._missing(task)
+        peer = place.peer
+        return None if peer is None or peer.closed else peer
+
+    def when_connected(self, task: str, call: OnConnected) -> None:
+        """Connect `task` on another thread unless it is connected, then call `call` there."""
+        with self._lock:
+            waiting = self._connecting.setdefault(task, [])
+            waiting.append(call)
+            if len(waiting) > 1:
+                return
+        try:
+            self._submit(self._connect_for_waiting, task)
+        except RuntimeError as error:  # this task is closed, or the system starts no more threads
+            self._connected(task, TaskLost(f"{task} cannot be connected: {error}"))
+
+    def _connect_for_waiting(self, task: str) -> None:
+        try:
+            self.get(task)
+        except Exception as error:
+            self._connected(task, error)
+        else:
+            self._connected(task, None)
+
+    def _connected(self, task: str, error: Exception | None) -> None:
+        with self._lock:
+            waiting = self._connecting.pop(task, [])
+        for call in waiting:
+            call(copy.copy(error))  # a copy, since each step adds notes
 
     def _missing(self, task: str) -> TaskLost:
         if self._is_closed:

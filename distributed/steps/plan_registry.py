@@ -3,7 +3,7 @@
 Why: a step names a plan by its handle, in one small message; checking, loading and compiling happen once, here.
 Invariants: equal plans with equal programs share a handle, and equal programs are compiled once, however many workers
 register them; no index of a registered plan goes out of range, and it is kept until it was released as often as it was
-registered.
+registered. If several workers register a program, the first that may compile it does so for all.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from dflow.distributed.steps.fair_semaphore import COMPILE_TIMEOUT_S, FairSemaphore
 from dflow.distributed.steps.plan_checks import check_from_peer, check_plan
 from dflow.distributed.wire.messages.plans import RegisterPlan
 from dflow.lowering.programs.program import Program, load_program
@@ -29,8 +30,6 @@ from dflow.tracing.errors import InternalError, TaskLost, WireError
 
 #: At most this many programs that no plan uses any more are kept for later plans.
 MOST_UNUSED = 32
-#: Longest wait of one registration for another to compile the same program, in s.
-COMPILE_TIMEOUT_S = 600.0
 
 _DECODER = msgspec.msgpack.Decoder(Plan)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -54,6 +53,8 @@ class PlanRegistry:
 
     def __init__(self, task: str) -> None:
         self._task = task
+        #: Held while a program is compiled.
+        self.compiling = FairSemaphore()
         self._lock = threading.RLock()
         # A random start, so that a restarted task rejects the handles of its earlier process.
         self._first = self._next = secrets.randbits(40) << 20
@@ -115,11 +116,11 @@ class PlanRegistry:
         for key in unused[: max(0, len(unused) - MOST_UNUSED)]:
             del self._programs[key], self._uses[key]
 
-    def add_encoded(self, message: RegisterPlan, payload: memoryview) -> int:
-        """Keep a plan that a peer sent, and compile its programs; return its handle.
+    def add_encoded(self, message: RegisterPlan, payload: memoryview, sender: str) -> int:
+        """Keep a plan that the task `sender` sent, and compile its programs; return its handle.
 
         raises  WireError if the plan is malformed or does not match its programs, or if a program is missing; what
-                loading a program raises
+                loading a program and `FairSemaphore.held_for` raise
         """
         blobs = list(_split(payload, message.program_sizes))
         plan, variables = self._checked(message)
@@ -128,7 +129,7 @@ class PlanRegistry:
         known = self._found(identity)
         if known is not None:
             return known
-        programs = [self._load(key, blob) for key, blob in zip(keys, blobs, strict=True)]
+        programs = [self._load(key, blob, sender) for key, blob in zip(keys, blobs, strict=True)]
         registered = _Registered(Executable(plan, programs), identity)
         with self._lock:
             known = self._found(identity)
@@ -146,9 +147,9 @@ class PlanRegistry:
                 self._plans[known].holds += 1
             return known
 
-    def program(self, blob: memoryview) -> Program:
-        """Load a program that writes no variables, compiled once; raises what `load_program` raises."""
-        return self._load((hashlib.sha256(blob).digest(), 0, 0), blob)
+    def program(self, blob: memoryview, sender: str) -> Program:
+        """Load a program that writes no variables, as `add_encoded` does."""
+        return self._load((hashlib.sha256(blob).digest(), 0, 0), blob, sender)
 
     def wanted(self, message: RegisterPlan) -> tuple[int, ...]:
         """Indices of a plan's programs that were not sent with it and are not here. Raises WireError."""
@@ -172,22 +173,30 @@ class PlanRegistry:
         check_from_peer(plan)
         return plan, _variables(plan, len(message.program_sizes))
 
-    def _load(self, key: _ProgramKey, blob: memoryview) -> Program:
+    def _load(self, key: _ProgramKey, blob: memoryview, sender: str) -> Program:
         with self._lock:
             loading = self._programs.get(key)
-            is_first = loading is None
-            if loading is None and not blob:
+        if loading is None:
+            if not blob:
                 raise WireError(f"the program with the SHA-256 {key[0].hex()} was not sent, and is not on {self._task}")
-            if loading is None:
-                loading = self._programs[key] = concurrent.futures.Future()
-        if is_first:
-            try:
-                loading.set_result(load_program(blob, *key[1:]))
-            except BaseException as error:
-                loading.set_exception(error)
-                with self._lock:
-                    del self._programs[key]
+            with self.compiling.held_for(sender):
+                loading = self._loaded(key, blob)
         return loading.result(COMPILE_TIMEOUT_S)
+
+    def _loaded(self, key: _ProgramKey, blob: memoryview) -> concurrent.futures.Future[Program]:
+        """Compile a program, unless another thread has begun to; return its future."""
+        with self._lock:
+            loading = self._programs.get(key)
+            if loading is not None:
+                return loading
+            loading = self._programs[key] = concurrent.futures.Future()
+        try:
+            loading.set_result(load_program(blob, *key[1:]))
+        except BaseException as error:
+            loading.set_exception(error)
+            with self._lock:
+                del self._programs[key]
+        return loading
 
 
 def _check_named(message: RegisterPlan) -> None:

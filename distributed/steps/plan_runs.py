@@ -4,8 +4,10 @@ Invariants:
 
 - A plan that was begun ends exactly once: by its last item, its first error, or `cancel`.
 - The thread that makes items of an asynchronous plan ready (`Executable.is_asynchronous`) runs them, since waking
-  another thread takes longer, unless it would have to wait for a variable. The pool runs all other items. A reader
-  thread that waits for computed values hands over its other connections first.
+  another thread takes longer, unless it would have to wait for a variable. All other items, and those of a plan's first
+  run, which may compile a program again, have a thread each. A reader thread that waits for computed values hands over
+  its other connections first.
+- A run that begins after another one can be cancelled from the beginning, and starts when the other has ended.
 - An item that makes others ready on its thread returns before they run, so that chains of steps which feed each other
   use no more stack than one.
 """
@@ -35,33 +37,79 @@ from dflow.tracing.errors import InternalError, StepCancelled
 class PlanRuns:
     """The plans that the task `task` runs; thread-safe.
 
-    counts  number of ended plans by outcome
+    threads  runs each submitted function immediately, on a thread that may wait
+    counts   number of ended plans by outcome
+    updates  number of ended plans that changed variables
+    missed   number of these that ended while another such plan ran: the sum over all plans
     """
 
-    def __init__(self, task: str, store: Store, channel: TaskChannel, recorder: Recorder, pool: Executor) -> None:
-        self._task, self._store, self._channel, self._recorder, self._pool = task, store, channel, recorder, pool
+    def __init__(self, task: str, store: Store, channel: TaskChannel, recorder: Recorder, threads: Executor) -> None:
+        self._task, self._store, self._channel, self._recorder = task, store, channel, recorder
+        self._threads = threads
         self.counts = StepCounts()
+        self.updates = self.missed = 0
         self._lock = threading.Lock()
-        #: The runs, each with the time when it began.
-        self._runs: dict[StepId, tuple[Execution | StraightRun, int]] = {}
+        #: The runs, each with the time when it began, and the count of updates when it started to read.
+        self._runs: dict[StepId, tuple[Execution | StraightRun, int, int]] = {}
+        #: For a running step, the step that begins after it, its start, and whether its task calls that step next.
+        self._followers: dict[StepId, tuple[StepId, Callable[[], None], bool]] = {}
 
     def running(self) -> list[StepId]:
-        """The steps that have a part running here, oldest first."""
+        """The steps that have a part running here, oldest first; without parts that have only begun ahead."""
+        with self._lock:
+            return [step for step, (run, *_) in self._runs.items() if not run.is_ahead]
+
+    def steps(self) -> list[StepId]:
+        """The steps that have a part here, also those begun ahead."""
         with self._lock:
             return list(self._runs)
 
     def run(
-        self, executable: Executable, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]
+        self,
+        executable: Executable,
+        step: StepId,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome[Fetches]], None],
+        *,
+        is_ahead: bool = False,
+        is_next: bool = False,
+        after: StepId | None = None,
     ) -> None:
-        """Run a plan as the task's part of `step`; see `TaskServer.run`."""
-        submit = partial(self._do, executable) if executable.is_asynchronous else self._pool.submit
-        ended = partial(self._ended, step, on_done)
-        run = run_of(executable, self._store, self._channel, step, feeds, ended, submit, self._recorder)
+        """Run a plan as the task's part of `step`; see `TaskServer.run`, and `RunPlan` for the options.
+
+        raises  what `TaskServer.run` raises; InternalError if another run begins after `after`
+        """
+        runs_here = executable.is_asynchronous and executable.has_run
+        submit = partial(self._do, executable) if runs_here else self._threads.submit
+        ended = partial(self._ended, executable, step, on_done)
+        # The task that calls the step has a deadline for it, from the call on.
+        channel = self._channel.without_deadlines if is_ahead else self._channel
+        run = run_of(executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead)
+        start = partial(self._start, submit, run)
         with self._lock:
             if step in self._runs:
                 raise InternalError(f"{self._task} already runs a plan in {describe(step)}")
+            if after is not None and after in self._followers:
+                raise InternalError(f"two runs of {self._task} begin after {describe(after)}")
             self._channel.begin(step)
-            self._runs[step] = run, self._recorder.note(PART_BEGAN, step)
+            self._runs[step] = run, self._recorder.note(PART_BEGAN, step), self.updates
+            if after in self._runs:
+                self._followers[after] = step, start, is_next
+                return
+        start()
+
+    def release(self, step: StepId) -> None:
+        """Let a part that began ahead change state."""
+        run = self._run_of(step)
+        if isinstance(run, StraightRun):
+            run.release()
+
+    def _run_of(self, step: StepId) -> Execution | StraightRun | None:
+        with self._lock:
+            run, *_ = self._runs.get(step, (None,))
+        return run
+
+    def _start(self, submit: Callable[..., object], run: Execution | StraightRun) -> None:
         try:
             submit(run.start)
         except RuntimeError:
@@ -76,8 +124,7 @@ class PlanRuns:
         self._cancel_run(step, error)
 
     def _cancel_run(self, step: StepId, error: BaseException) -> None:
-        with self._lock:
-            run, _ = self._runs.get(step, (None, 0))
+        run = self._run_of(step)
         if run is not None:
             run.cancel(error)
 
@@ -85,17 +132,42 @@ class PlanRuns:
         """Run work on this thread, unless it would have to wait for a variable."""
         line = executable.line
         if self._store.table.is_busy(executable.keys) if line is None else line.is_busy():
-            self._pool.submit(work)
+            self._threads.submit(work)
         else:
             run_soon(work)
 
-    def _ended(self, step: StepId, on_done: Callable[[Outcome[Fetches]], None], outcome: Outcome[Fetches]) -> None:
+    def _ended(
+        self,
+        executable: Executable,
+        step: StepId,
+        on_done: Callable[[Outcome[Fetches]], None],
+        outcome: Outcome[Fetches],
+    ) -> None:
         with self._lock:
-            _, began_ns = self._runs.pop(step)
+            _, began_ns, started_at = self._runs.pop(step)
+            if not isinstance(outcome, BaseException):
+                executable.has_run = True
+                if executable.updates:
+                    self.missed += self.updates - started_at
+                    self.updates += 1
+            follower = self._followers.pop(step, None) if self._followers else None
+            if follower is not None and follower[0] in self._runs:  # and was not cancelled
+                self._runs[follower[0]] = *self._runs[follower[0]][:2], self.updates
         self._channel.finish(step)
         ended_ns = self._recorder.note(PART_ENDED, step, "", described_end(outcome))
         self.counts.ended((ended_ns - began_ns) / 1e9, outcome)
-        on_done(outcome)
+        if follower is None:
+            on_done(outcome)
+            return
+        _, start, is_next = follower
+        if is_next:
+            # The values of the next step and the report of this one leave together.
+            start()
+            run_soon(partial(on_done, outcome))
+        else:
+            # The report must not wait for values that the task uses later.
+            on_done(outcome)
+            start()
 
 
 class _Queue(threading.local):

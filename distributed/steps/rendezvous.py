@@ -238,6 +238,11 @@ class Rendezvous(Generic[Waiter, Value]):
         """The steps of `origin` that have begun or hold something."""
         return tuple(step for step in self._steps if step.origin == origin)
 
+    def waiters(self) -> list[Waiter]:
+        """The waiters whose waits have not ended."""
+        places = (place for edges in self._steps.values() for place in edges.values())
+        return [place.waiter for place in places if isinstance(place, _Waiting)]
+
     def statistics(self) -> RendezvousStatistics:
         """Return the present contents and the counters."""
         return RendezvousStatistics(

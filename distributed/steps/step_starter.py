@@ -49,6 +49,11 @@ class StepParts:
         with self._lock:
             return sorted(self._running)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all parts have ended, or one has failed."""
+        return not self._running
+
     def ended(self, task: str, outcome: Outcome[Fetches] | Reply[Ok]) -> None:
         """Record that the part of `task` has ended; later calls after an error do nothing."""
         with self._lock:
@@ -93,22 +98,36 @@ class StepStarter:
         step: StepId,
         peers: Mapping[str, Peer],
         handles: Mapping[str, int],
-        feeds: Sequence[Any],
         on_over: Callable[[Outcome[Fetches]], None],
+        *,
+        is_ahead: bool = False,
+        is_next: bool = False,
+        after: int = 0,
     ) -> StepParts:
-        """Run the plans `handles`, by task, as one step; `feeds` are for this task's plan.
+        """Start the plans `handles`, by task, on the other tasks of a step; `run_own` starts the one of this task.
 
-        `on_over` gets the first error, also one in starting, or the outcome of this task's part when all have ended.
+        on_over   gets the first error, also one in starting, or the outcome of this task's part when all have ended
+        is_ahead  start the plans with the next message to each task, and ahead of `run_own`, until which `cancel`
+                  leaves no trace of the step; see `RunPlan`, also for `is_next` and `after`
         """
         parts = StepParts(handles, on_over)
         try:
             for task, peer in peers.items():
-                peer.start(RunPlan(handles[task], step.origin, step.number), on_reply=partial(parts.ended, task))
+                message = RunPlan(handles[task], step.origin, step.number, is_ahead, is_next, after)
+                peer.start(message, on_reply=partial(parts.ended, task), with_next=is_ahead)
+        except Exception as error:
+            parts.ended(self._name, error)
+        return parts
+
+    def run_own(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any], parts: StepParts) -> None:
+        """Run this task's part of a started step, unless that failed."""
+        if parts.is_over:
+            return
+        try:
             executable = self._plans.get(handles[self._name])
             self._runs.run(executable, step, feeds, partial(parts.ended, self._name))
         except Exception as error:
             parts.ended(self._name, error)
-        return parts
 
     def cancel(self, step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
         """End all parts of a step with `error`."""
@@ -131,4 +150,4 @@ class StepStarter:
                 self.cancel(step, peers.values(), error)
             on_end(error)
 
-        self.start(step, peers, handles, feeds, over)
+        self.run_own(step, handles, feeds, self.start(step, peers, handles, over))

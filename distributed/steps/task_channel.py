@@ -14,6 +14,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -25,7 +26,7 @@ from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import SentPayload, encode_values
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
-from dflow.lowering.queues.channel import Deliver, Sent, StepId, edge_alone
+from dflow.lowering.queues.channel import Channel, Deliver, NotConnected, Sent, StepId, edge_alone
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.lowering.values.computed import wait_until_computed
@@ -42,11 +43,11 @@ WINDOW_BYTES = 256 << 20
 
 @dataclass
 class _Total:
-    values: int = 0
+    messages: int = 0
     size_bytes: int = 0
 
-    def add(self, count: int, size_bytes: int) -> None:
-        self.values += count
+    def add(self, size_bytes: int) -> None:
+        self.messages += 1
         self.size_bytes += size_bytes
 
 
@@ -62,6 +63,7 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
     source: str
     layout: PayloadLayout
     deliver: Deliver
+    has_deadline: bool = True
 
     def end(self, outcome: Outcome[_Held]) -> None:
         """End the wait; values from another task are checked and unpacked."""
@@ -71,6 +73,14 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
             except WireError as error:
                 outcome = WireError(f"edge {self.edge!r} in {describe(self.step)} is malformed: {error}")
         self.deliver(outcome)
+
+
+class _WithoutDeadlines:
+    """A channel whose receives wait until the step ends."""
+
+    def __init__(self, channel: TaskChannel) -> None:
+        self.send = channel.send
+        self.receive = partial(channel.receive, has_deadline=False)
 
 
 @dataclass(frozen=True)
@@ -105,18 +115,21 @@ class TaskChannel:
         self._rendezvous: Rendezvous[_Receiver, _Held] = Rendezvous()
         self._clock = clock or Timers("dflow deadlines")
         self._deadlines: Deadlines[_Receiver] = Deadlines(wait_timeout_s, self._expire, self._clock)
-        self._traffic: dict[tuple[str, str], _Total] = defaultdict(_Total)
+        #: Sent messages by edge, destination and number of values in each, so that a message costs one count.
+        self._traffic: dict[tuple[str, str, int], _Total] = defaultdict(_Total)
         self._taken_in: Counter[str] = Counter()
         self._outflow: Outflow[_OfferedValues] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
         self._offers: Deadlines[Offered] = Deadlines(wait_timeout_s, self._expire_offer, self._clock)
+        #: The same channel for parts begun ahead, whose values may come late.
+        self.without_deadlines: Channel = _WithoutDeadlines(self)
         # The connection over which the newest value or offer of a task came.
         self._senders: dict[str, Peer] = {}
 
     def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
         """Send `values` to `destination`; returns when they are computed and the connection has taken them, or offered.
 
-        raises  TaskLost if the destination is not in the cluster; what connecting and sending raise
+        raises  NotConnected; TaskLost if the destination is not in the cluster; what sending raises
         """
         if destination == self._name:
             with self._lock:
@@ -125,7 +138,9 @@ class TaskChannel:
             return
         wait_until_computed(values)
         payload = encode_values(values)
-        peer = self._peers.get(destination)
+        peer = self._peers.connected(destination)
+        if peer is None:
+            raise NotConnected(partial(self._peers.when_connected, destination))
         size_bytes = len(payload)
         with self._lock:
             is_pushed = self._outflow.pushes(destination, size_bytes)
@@ -149,17 +164,27 @@ class TaskChannel:
     def _sent(self, step: StepId, edge: str, destination: str, count: int, size_bytes: int, began: int) -> None:
         self._recorder.note(SENT, step, edge, destination, size_bytes, began)
         with self._lock:
-            self._traffic[edge_alone(edge), destination].add(count, size_bytes)
+            self._traffic[edge_alone(edge), destination, count].add(size_bytes)
 
-    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
+    def receive(
+        self,
+        step: StepId,
+        edge: str,
+        source: str,
+        layout: PayloadLayout,
+        deliver: Deliver,
+        *,
+        has_deadline: bool = True,
+    ) -> None:
         """Call `deliver` once, with the values or with the error that ended the wait."""
-        receiver = _Receiver(step, edge, source, layout, deliver)
+        receiver = _Receiver(step, edge, source, layout, deliver, has_deadline)
         with self._lock:
             commands = self._rendezvous.take(step, edge, source, receiver)
             if commands:
                 reactions = self._inflow.taken(step, edge)
             else:
-                self._deadlines.add(receiver)
+                if has_deadline:
+                    self._deadlines.add(receiver)
                 reactions = self._inflow.awaited(step, edge)
         self._carry_out(commands, reactions)
 
@@ -279,17 +304,24 @@ class TaskChannel:
 
     @property
     def endless_waits(self) -> int:
-        """Number of waits without a deadline, which must be 0 whenever no call is in progress."""
+        """Number of waits without the deadline that they should have: 0 whenever no call is in progress."""
         with self._lock:
-            return self._rendezvous.statistics().waiters - len(self._deadlines)
+            return sum(waiter.has_deadline for waiter in self._rendezvous.waiters()) - len(self._deadlines)
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """Values and bytes sent since the start, per edge and destination."""
+        """Messages, values and bytes sent since the start, per edge and destination."""
         with self._lock:
-            return tuple(
-                EdgeTraffic(edge, self._name, destination, total.values, total.size_bytes)
-                for (edge, destination), total in self._traffic.items()
+            sent = [(key, total.messages, total.size_bytes) for key, total in self._traffic.items()]
+        found: dict[tuple[str, str], EdgeTraffic] = {}
+        for (edge, destination, count), messages, size_bytes in sent:
+            last = found.get((edge, destination)) or EdgeTraffic(edge, self._name, destination, 0, 0)
+            found[edge, destination] = msgspec.structs.replace(
+                last,
+                values=last.values + count * messages,
+                size_bytes=last.size_bytes + size_bytes,
+                messages=last.messages + messages,
             )
+        return tuple(found.values())
 
     def taken_in(self) -> dict[str, int]:
         """Bytes of values received since the start, by sending task."""

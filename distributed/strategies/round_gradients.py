@@ -146,7 +146,7 @@ class Gradients:
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
         """Run the step for opening `number`; return its result, and whether its gradients are in the average."""
-        self._round.assign(jnp.int32(number))
+        self._round.assign(np.int32(number))
         with applying(self):
             outcome = step(*arguments_of(batch))
         return outcome, bool(self._is_fresh.read())

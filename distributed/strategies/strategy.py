@@ -29,8 +29,11 @@ class StrategyCluster(Protocol):
     #: Assigns steps to workers, and collects their progress.
     coordinator: CoordinatorClient
 
-    def shared_step(self) -> AbstractContextManager[None]:
-        """Return a context for running a step that other workers run too."""
+    def shared_steps(self, prefetch: int) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """Return the context of a loop over steps that other workers run too; it gives the context of each step.
+
+        prefetch  number of the loop's newest updates that the values fetched for a step may lack
+        """
         ...
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:

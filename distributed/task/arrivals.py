@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Protocol, TypeVar
 
 import msgspec
 
+from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.transport.base import Peer, Responder
 from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -29,16 +30,17 @@ class RequestArrival(Arrival, frozen=True, gc=False):
     responder: Responder
 
 
-class HasPool(Protocol):
-    """A task with a thread pool for its work."""
+class HasThreads(Protocol):
+    """A task with threads for its work, and queues of the requests that wait for some."""
 
-    pool: Executor
+    threads: Executor
+    requests: RequestQueues
 
 
 #: The reply of a handler, with or without a payload. None is Ok where the message declares that reply; otherwise the
 #: handler answers later, by the responder.
 Handled = Message | tuple[Message, Payload] | None
-Task = TypeVar("Task", bound=HasPool)
+Task = TypeVar("Task", bound=HasThreads)
 Taken = TypeVar("Taken", bound=Message)
 Method = Callable[[Task, Taken, RequestArrival], Handled]
 Add = Callable[[Method[Task, Taken]], Method[Task, Taken]]
@@ -47,27 +49,26 @@ Add = Callable[[Method[Task, Taken]], Method[Task, Taken]]
 class RequestTable(HandlerTable[Task, RequestArrival, None]):
     """The handlers of a task's requests; a reader thread calls those of `handles`, which answer by themselves."""
 
-    def in_pool(self, kind: type[Taken]) -> Add[Task, Taken]:
-        """Return a decorator for a handler that runs in the task's pool; its result or error is the answer."""
-        return self._adder(kind, lambda task: task.pool.submit)
+    def queued(self, kind: type[Taken]) -> Add[Task, Taken]:
+        """Return a decorator for a handler that runs on a thread; its result or error is the answer.
+
+        It waits while many requests of the same sender run; see `RequestQueues`.
+        """
+        return self._adder(kind, lambda task, sender: partial(task.requests.submit, sender))
 
     def on_own_thread(self, kind: type[Taken]) -> Add[Task, Taken]:
-        """Like `in_pool`, on a new thread: the pool may be stuck, and these requests are made to find out."""
-        return self._adder(kind, lambda task: _start_thread)
+        """Like `queued`, but without waiting: these requests are made to find out why others are stuck."""
+        return self._adder(kind, lambda task, sender: task.threads.submit)
 
-    def _adder(self, kind: type[Taken], submit: Callable[[Task], Callable[..., object]]) -> Add[Task, Taken]:
+    def _adder(self, kind: type[Taken], submit: Callable[[Task, str], Callable[..., object]]) -> Add[Task, Taken]:
         def add(method: Method[Task, Taken]) -> Method[Task, Taken]:
             def handle(task: Task, message: Taken, arrival: RequestArrival) -> None:
-                submit(task)(answer, method, task, message, arrival)
+                submit(task, arrival.peer.name)(answer, method, task, message, arrival)
 
             self.handles(kind)(handle)
             return method
 
         return add
-
-
-def _start_thread(work: Callable[..., None], *args: Any) -> None:
-    threading.Thread(target=work, args=args, name="dflow look", daemon=True).start()
 
 
 def answer(method: Method[Task, Taken], task: Task, message: Taken, arrival: RequestArrival) -> None:

@@ -11,17 +11,17 @@ import contextlib
 import queue
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
+from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.wire.messages.plans import ReleasePlan
@@ -31,6 +31,7 @@ from dflow.lowering.programs.program import LoweredProgram, lower_program
 from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state_backend import LoweredStep, Runner
+from dflow.lowering.steps.begin_ahead import released_at_call
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import Lowered, literals, make_plans
@@ -38,6 +39,7 @@ from dflow.lowering.steps.plan import Plan
 from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, described_end
 from dflow.lowering.steps.spread_variables import refuse_spread
 from dflow.lowering.values.devices import devices_in_order
+from dflow.lowering.values.host_values import as_argument
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed, VariableError
@@ -59,6 +61,24 @@ class ClusterSteps:
         #: The plans of functions that were garbage-collected. A finalizer runs on any thread, between any two
         #: instructions, so it must take no lock and send nothing. The next registration releases them.
         self._unused: deque[Mapping[str, int]] = deque()
+        #: The training loops whose steps begin ahead.
+        self._loops: list[StepsAhead] = []
+
+    @contextlib.contextmanager
+    def ahead(self, prefetch: int, on_refusal: Callable[[str], None]) -> Iterator[StepsAhead]:
+        """Return the context of a training loop whose steps begin ahead; see `StepsAhead`."""
+        loop = StepsAhead(self.server.starter, prefetch, on_refusal=on_refusal)
+        self._loops.append(loop)
+        try:
+            yield loop
+        finally:
+            self._loops.remove(loop)
+            loop.cancel("the loop ended")
+
+    def state_changed(self) -> None:
+        """Note that this process has changed state, or has waited for others that may have."""
+        for loop in list(self._loops):
+            loop.state_changed()
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
         """Place, partition and register a traced function; calling the result runs one step of it."""
@@ -98,10 +118,11 @@ class ClusterSteps:
         finally:
             compiling.shutdown(wait=False)
         first, last = list(step.traced.constants), step.literals
+        plans = {task: part.plan for task, part in step.plans.items()}
+        registered = RegisteredStep(handles, released_at_call(plans, self._task))
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
-            arrays = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
-            return self.run(handles, [*first, *arrays, *last])
+            return self.run(registered, [*first, *map(as_argument, leaves), *last])
 
         weakref.finalize(run, self._unused.append, handles).atexit = False
         return run
@@ -126,19 +147,26 @@ class ClusterSteps:
                 with contextlib.suppress(DflowError):  # the task is gone, and its plans with it
                     self.server.peer(task).notify(ReleasePlan(handles[task]))
 
-    def run(self, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+    def run(self, called: RegisteredStep, feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Run one step on every task that has a part in it; return this task's fetches.
 
         raises  the first error of any task, whose text names it; TaskLost when a task left
         """
-        step = self.server.starter.next_step()
+        loop = CURRENT.get()
+        begun = loop.take(called) if loop is not None else None
+        step = self.server.starter.next_step() if begun is None else begun.step
         began_ns = self.server.recorder.note(STEP_BEGAN, step)
         try:
-            with self._requests.used.explained(handles):
-                fetches = self._run(step, handles, feeds)
+            with self._requests.used.explained(called.handles):
+                fetches = self._run(step, called.handles, feeds, begun, loop)
         except BaseException as error:
+            if begun is not None:  # an interrupt may have come before `_run`, which cancels too
+                self.server.starter.cancel(step, begun.peers.values(), error)
             self._ended(step, began_ns, error)
             raise
+        finally:
+            if loop is None:
+                self.state_changed()
         self._ended(step, began_ns, None)
         return fetches
 
@@ -146,12 +174,28 @@ class ClusterSteps:
         ended_ns = self.server.recorder.note(STEP_ENDED, step, "", described_end(error))
         self.server.step_counts.ended((ended_ns - began_ns) / 1e9, error)
 
-    def _run(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+    def _run(
+        self,
+        step: StepId,
+        handles: Mapping[str, int],
+        feeds: Sequence[Any],
+        begun: BegunStep | None,
+        loop: StepsAhead | None,
+    ) -> tuple[jax.Array, ...]:
         starter, timeout_s = self.server.starter, self.timeout_s
-        peers = starter.peers(handles)
-        end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue()
+        peers = starter.peers(handles) if begun is None else begun.peers
+        end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue() if begun is None else begun.outcome
         try:
-            parts = starter.start(step, peers, handles, feeds, end.put)
+            if begun is None:
+                parts = starter.start(step, peers, handles, end.put)
+            else:
+                parts = begun.parts
+            if loop is not None:
+                loop.begin_more(step, peers, handles)
+            starter.run_own(step, handles, feeds, parts)
+            if loop is not None:
+                for peer in peers.values():
+                    peer.flush()
             try:
                 # Slightly longer than the receives' own timeout, whose error says more than this one.
                 return fetched(end.get(timeout=timeout_s + min(WORD_S, timeout_s)))

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
+from dflow.distributed.observe.processor_use import processor_time
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Transport
 from dflow.lowering.state.store import Store
@@ -42,6 +43,13 @@ def joined_server(
         undo.callback(server.close)
         server.channel.count_from(server.starter.first)
         client.session.call_on_roster(server.roster_changed)
-        client.join(task, server.address, traffic=server.traffic, steps=server.steps_ended, doing=server.doing)
+        client.join(
+            task,
+            server.address,
+            traffic=server.traffic,
+            steps=server.steps_ended,
+            doing=server.doing,
+            used=processor_time,
+        )
         undo.pop_all()
     return server

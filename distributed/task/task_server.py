@@ -8,9 +8,11 @@ Invariants:
 
 - An error while handling a request is the answer to that request, and never ends the task.
 - Reader threads dispatch messages: they begin steps, receive values, cancel, and run items of plans that do not block
-  (see `plan_runs`). The task's pool does all else that reads or writes a variable, compiles or computes.
+  (see `plan_runs`). All else that reads or writes a variable, compiles or computes has a thread on demand.
 - `RunPlan` is answered when the plan has ended, and no thread waits for that. The plan also ends by `CancelStep`, by
   the loss of the task that started the step, and by `close`.
+- Slow work for one worker does not delay the steps of another: all work that may block has a thread on demand, and of
+  the requests of one task at most a few run (`RequestQueues`). `threads.py` lists that work.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +28,7 @@ from typing import Any
 import jax
 
 from dflow.distributed.observe.flight_recorder import FlightRecorder
+from dflow.distributed.observe.processor_use import processor_use
 from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.observe.task_observer import TaskObserver
 from dflow.distributed.steps.peers import Peers
@@ -36,9 +39,11 @@ from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
 from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, RequestTable
 from dflow.distributed.task.member_gate import Arrived, MemberGate
+from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.task.task_resources import TaskResources
+from dflow.distributed.task.threads import OnDemandThreads
 from dflow.distributed.task.variable_creation import VariableCreation
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
@@ -55,8 +60,17 @@ from dflow.distributed.wire.messages.observing import (
     StartTrace,
     StopTrace,
     TaskState,
+    TaskUsage,
 )
-from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleasePlan, RunPlan, Wanted
+from dflow.distributed.wire.messages.plans import (
+    CancelStep,
+    Registered,
+    RegisterPlan,
+    ReleasePlan,
+    ReleaseStep,
+    RunPlan,
+    Wanted,
+)
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
@@ -83,13 +97,11 @@ class TaskSettings:
 
     `wait_timeout_s`     longest wait of a receive for its value, in s
     `connect_timeout_s`  longest attempt to connect to another task, in s
-    `threads`            number of plan items and requests that run concurrently
     `window_bytes`       bytes that other tasks may push before they are taken; they keep and offer what exceeds them
     """
 
     wait_timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
-    threads: int = 8
     window_bytes: int = WINDOW_BYTES
 
 
@@ -111,7 +123,7 @@ class TaskServer:
     """The task `name`, which listens at `address` as soon as it is constructed.
 
     process          identity of this process; state that the coordinator placed on another one is not created here
-    pool, clock      executor for its work and clock of its timeouts, instead of threads of the task
+    threads, clock   executor for its work and clock of its timeouts, instead of threads of the task
     flights          writes its events to a file when a wait lasted too long, or on request
     on_stall         called with the reason when a wait lasted too long, so that other tasks dump their events too
     described        describes another task for an error; may take a second
@@ -127,7 +139,7 @@ class TaskServer:
         store: Store | None = None,
         address: str = LOCAL_ADDRESS,
         settings: TaskSettings | None = None,
-        pool: Executor | None = None,
+        threads: Executor | None = None,
         clock: Clock | None = None,
         flights: FlightRecorder | None = None,
         on_stall: Callable[[str], None] = lambda why: None,
@@ -144,10 +156,11 @@ class TaskServer:
         self.plans = PlanRegistry(name)
         self._resources = TaskResources(name, self.store)
         self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process)
-        self.pool = pool or ThreadPoolExecutor(settings.threads, thread_name_prefix=f"dflow {name}")
+        self.threads = threads or OnDemandThreads(f"dflow {name}")
+        self.requests = RequestQueues(self.threads)
         #: Counts of the steps that this task has started.
         self.step_counts = StepCounts()
-        self.observer = TaskObserver(self.recorder, self.state)
+        self.observer = TaskObserver(self.recorder, self.state, self.usage)
         self._gate = MemberGate(name)
         #: Connections to the other tasks.
         self.peers = Peers(
@@ -157,6 +170,7 @@ class TaskServer:
             connect_timeout_s=settings.connect_timeout_s,
             note=self.recorder.note,
             on_opened=self._gate.opened,
+            submit=self.threads.submit,
         )
         #: The channel over which this task's plans send and receive.
         self.channel = TaskChannel(
@@ -170,7 +184,7 @@ class TaskServer:
             window_bytes=settings.window_bytes,
         )
         #: The parts of steps that run here.
-        self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.pool)
+        self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.threads)
         self.starter = StepStarter(name, self.peers, self.plans, self.runs)
         self._rounds = StepAggregator(
             name,
@@ -193,7 +207,7 @@ class TaskServer:
         return self.peers.get(task)
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
-        """Values and bytes that this task has sent since its start, per edge."""
+        """Messages, values and bytes that this task has sent since its start, per edge."""
         return self.channel.traffic()
 
     def steps_ended(self) -> int:
@@ -226,6 +240,20 @@ class TaskServer:
             waiting=held.rendezvous.waiters,
             held=held.rendezvous.values,
             depths=self._resources.depths(),
+        )
+
+    def usage(self) -> TaskUsage:
+        """Processor time of this process, and values sent by this task, since their start."""
+        used, sent = processor_use(), self.traffic()
+        return TaskUsage(
+            used.python_s,
+            used.other_s,
+            used.wakeups,
+            messages=sum(entry.messages for entry in sent),
+            values=sum(entry.values for entry in sent),
+            size_bytes=sum(entry.size_bytes for entry in sent),
+            updates=self.runs.updates,
+            missed=self.runs.missed,
         )
 
     def statistics(self) -> TaskStatistics:
@@ -281,12 +309,15 @@ class TaskServer:
 
     def close(self) -> None:
         """Cancel the running parts, stop listening and close every connection; a second call does nothing."""
-        for step in self.runs.running():
+        for step in self.runs.steps():
             self.runs.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
-        self._rounds.close(TaskLost(f"{self.name} has left the cluster: it closes"))
+        closes = TaskLost(f"{self.name} has left the cluster: it closes")
+        self._rounds.close(closes)
+        self.plans.compiling.close(closes)
+        self.requests.close()
         self._listener.close()
         self.peers.close()
-        self.pool.shutdown(wait=False, cancel_futures=True)
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self.channel.close()
 
     # Messages; see `transport.base.Handler`.
@@ -333,9 +364,9 @@ class TaskServer:
         self.channel.connection_lost(peer.name, error)
 
     def _soon(self, work: Callable[..., object], *args: Any) -> None:
-        """Submit work to the pool; ignored once the task is closed."""
+        """Run work on a thread; ignored once the task is closed."""
         with contextlib.suppress(RuntimeError):
-            self.pool.submit(work, *args)
+            self.threads.submit(work, *args)
 
     # Requests handled on the reader thread.
 
@@ -347,7 +378,13 @@ class TaskServer:
     @REQUESTS.handles(RunPlan)
     def _run_plan(self, message: RunPlan, arrival: RequestArrival) -> None:
         self.peers.adopt(arrival.peer)
-        self.run(message.handle, StepId(message.origin, message.step), (), partial(_answer_run, arrival.responder))
+        step, done = StepId(message.origin, message.step), partial(_answer_run, arrival.responder)
+        if message.is_ahead:
+            after = StepId(message.origin, message.after)
+            plan, is_next = self.plans.get(message.handle), message.is_next
+            self.runs.run(plan, step, (), done, is_ahead=True, is_next=is_next, after=after)
+        else:
+            self.run(message.handle, step, (), done)
 
     @REQUESTS.handles(CancelStep)
     def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:
@@ -358,38 +395,40 @@ class TaskServer:
     def _get_clock(self, message: GetClock, arrival: RequestArrival) -> None:
         arrival.responder.reply(*self.observer.answer(message))
 
-    # Requests handled in the pool.
+    # Requests handled on threads.
 
-    @REQUESTS.in_pool(ReadVariables)
+    @REQUESTS.queued(ReadVariables)
     def _read_variables(self, message: ReadVariables, arrival: RequestArrival) -> Handled:
         infos, data = encode_arrays(self.store.views(message.keys))
         return Arrays(infos), data
 
-    @REQUESTS.in_pool(WriteVariable)
+    @REQUESTS.queued(WriteVariable)
     def _write_variable(self, message: WriteVariable, arrival: RequestArrival) -> None:
         self.store.write(message.name, jax.device_put(decode_array(message.dtype, message.shape, arrival.payload)))
 
-    @REQUESTS.in_pool(ForgetState)
+    @REQUESTS.queued(ForgetState)
     def _forget(self, message: ForgetState, arrival: RequestArrival) -> None:
         held = self.store.table if message.is_variable else self._resources
         held.forget(message.key, message.reason, message.remedy)
 
-    @REQUESTS.in_pool(CreateResource)
+    @REQUESTS.queued(CreateResource)
     def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> None:
         self._refuse_for_another_process(message.name, message.process)
         self._resources.create(message)
 
-    @REQUESTS.in_pool(CallResource)
+    @REQUESTS.queued(CallResource)
     def _call_resource(self, message: CallResource, arrival: RequestArrival) -> None:
         operands = decode_arrays(message.operands, arrival.payload)
         executable = self._resources.executable(message)
         step = StepId(message.origin, message.step)
         self.runs.run(executable, step, operands, partial(_answer_arrays, arrival.responder))
 
-    @REQUESTS.in_pool(RegisterPlan)
+    @REQUESTS.queued(RegisterPlan)
     def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
         wanted = self.plans.wanted(message)
-        return Wanted(wanted) if wanted else Registered(self.plans.add_encoded(message, arrival.payload))
+        if wanted:
+            return Wanted(wanted)
+        return Registered(self.plans.add_encoded(message, arrival.payload, arrival.peer.name))
 
     # Requests of tools.
 
@@ -404,6 +443,10 @@ class TaskServer:
         step = StepId(message.origin, message.step)
         self.runs.cancel(step, StepCancelled(f"{describe(step)} was cancelled: {message.reason}"))
 
+    @NOTICES.handles(ReleaseStep)
+    def _release_step(self, message: ReleaseStep, arrival: Arrival) -> None:
+        self.runs.release(StepId(message.origin, message.step))
+
     def _refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""
         if process not in ("", self._process):
@@ -415,15 +458,17 @@ class TaskServer:
 
 
 # The handlers that only call one part of the task.
-REQUESTS.in_pool(CreateVariables)(lambda task, message, arrival: task._creation.create(message, arrival.payload))
-REQUESTS.in_pool(SaveVariables)(lambda task, message, _: task._checkpoints.save(message))
-REQUESTS.in_pool(ReadCheckpoint)(lambda task, message, _: task._checkpoints.read(message))
-REQUESTS.in_pool(EndRestore)(lambda task, message, _: task._checkpoints.end(message))
-REQUESTS.in_pool(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
-REQUESTS.in_pool(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
-REQUESTS.in_pool(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
-REQUESTS.in_pool(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
-REQUESTS.in_pool(LeaveRounds)(lambda task, message, arrival: task._rounds.leave(message, arrival.responder))
+REQUESTS.queued(CreateVariables)(
+    lambda task, message, arrival: task._creation.create(message, arrival.payload, arrival.peer.name)
+)
+REQUESTS.queued(SaveVariables)(lambda task, message, _: task._checkpoints.save(message))
+REQUESTS.queued(ReadCheckpoint)(lambda task, message, _: task._checkpoints.read(message))
+REQUESTS.queued(EndRestore)(lambda task, message, _: task._checkpoints.end(message))
+REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
+REQUESTS.queued(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
+REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
+REQUESTS.queued(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
+REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task._rounds.leave(message, arrival.responder))
 REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))

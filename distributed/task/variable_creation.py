@@ -31,21 +31,22 @@ from dflow.tracing.ir.types import parse_dtype as parse_key_dtype
 class VariableCreation:
     """Creates variables in `store`; thread-safe.
 
-    `compiled`  loads the program of an export
+    `compiled`  loads the program of an export; called with its bytes and the task that sent it
     `check`     raises for a variable that another process must hold; called with its name and process
     """
 
     def __init__(
         self,
         store: Store,
-        compiled: Callable[[memoryview], Program],
+        compiled: Callable[[memoryview, str], Program],
         check: Callable[[str, str], None] = lambda name, process: None,
     ) -> None:
         self._store, self._compiled, self._check = store, compiled, check
 
-    def create(self, message: CreateVariables, payload: memoryview) -> VariablesCreated:
-        """Carry out the message. Raises WireError when its parts do not match."""
-        arrays, programs = _parts(message, payload)
+    def create(self, message: CreateVariables, payload: memoryview, sender: str) -> VariablesCreated:
+        """Carry out a message of the task `sender`. Raises WireError when its parts do not match."""
+        arrays, blobs = _parts(message, payload)
+        programs = [partial(self._compiled, blob, sender) for blob in blobs]
         ends = itertools.accumulate(variable.arrays for variable in message.variables)
         missing: list[int] = []
         failures: dict[int, Failure] = {}
@@ -77,12 +78,15 @@ class VariableCreation:
         is_alike = is_spread(place) and self._store.table.buffer(variable.near).shape == variable.shape
         return place if is_alike else None
 
-    def _first_value(self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[memoryview]) -> Any:
+    def _first_value(
+        self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]
+    ) -> Any:
         values = list(arrays)
         try:
             for call in variable.calls:
                 operands = [_numbered(values, number, "value") for number in call.takes]
-                values += self._compiled(_numbered(programs, call.program, "program"))(*operands)
+                program = _numbered(programs, call.program, "program")()
+                values += program(*operands)
             result = _numbered(values, variable.result, "value")
             is_data = variable.dtype in KEYS and result.dtype.name not in KEYS  # as the ops of an initialiser give it
             return jax.random.wrap_key_data(result, impl=KEYS[variable.dtype][0]) if is_data else result

@@ -97,13 +97,19 @@ class Peer:
         self._last_number = 0
 
     def start(
-        self, message: Request[Answer], payload: SentPayload = b"", on_reply: OnReply[Answer] | None = None
+        self,
+        message: Request[Answer],
+        payload: SentPayload = b"",
+        on_reply: OnReply[Answer] | None = None,
+        *,
+        with_next: bool = False,
     ) -> PendingReply[Answer]:
         """Send a request and return without waiting for its reply.
 
-        on_reply  called once, from any thread, before the handling of any message after the reply. It must not wait
-        raises    TransportClosed, with which `on_reply` may be called too; WireError if message or payload exceeds this
-                  side's limits
+        on_reply   called once, from any thread, before the handling of any message after the reply. It must not wait
+        with_next  send the request, which has no payload, together with the next message, or at a call of `flush`
+        raises     TransportClosed, with which `on_reply` may be called too; WireError if message or payload exceeds
+                   this side's limits
         """
         meta = self._meta(message, payload)
         with self._lock:
@@ -112,11 +118,15 @@ class Peer:
             number = self._last_number
             pending = self._waiting[number] = PendingReply(self, number, type(message), on_reply)
         try:
-            self._send(Frame(Kind.REQUEST, number, meta, payload))
+            self._send(Frame(Kind.REQUEST, number, meta, payload), with_next)
         except BaseException:
             self._forget(number)
             raise
         return pending
+
+    def flush(self) -> None:
+        """Send the messages that wait for a next one."""
+        self._link.flush()
 
     def call(self, message: Request[Answer], payload: SentPayload = b"", *, timeout_s: float) -> Reply[Answer]:
         """Send a request and wait for its reply; raises what `start` and `PendingReply.wait` raise."""
@@ -204,9 +214,9 @@ class Peer:
         self._forget(number)
         return DeadlineExceeded(f"{self.name} did not answer {asked.__name__} of {self._local} within {timeout_s:g} s")
 
-    def _send(self, frame: Frame) -> None:
+    def _send(self, frame: Frame, with_next: bool = False) -> None:
         try:
-            self._link.send(frame)
+            (self._link.send_with_next if with_next else self._link.send)(frame)
         except TransportClosed as error:
             self.close(str(error))
             raise TransportClosed(self._closed_text()) from error

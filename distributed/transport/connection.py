@@ -94,6 +94,15 @@ class Connection:
         if on_released is not None:
             on_released()
 
+    def send_with_next(self, frame: Frame) -> None:
+        """Queue a frame without payload; see `FrameLink.send_with_next`."""
+        self._wait_for_room()
+        self._queue.send_with_next(frame)
+
+    def flush(self) -> None:
+        """Send queued frames; leave to a drain thread what would block."""
+        self._queue.flush()
+
     def close(self) -> None:
         """End the connection; see `FrameLink.close`."""
         with self._lock:

@@ -89,6 +89,14 @@ class FrameLink(Protocol):
         """
         ...
 
+    def send_with_next(self, frame: Frame) -> None:
+        """Send a small frame together with the next one; at the latest at a call of `flush`. Raises as `send`."""
+        ...
+
+    def flush(self) -> None:
+        """Send the frames that wait for a next one."""
+        ...
+
     def close(self) -> None:
         """End both directions and wake the reader; a second call does nothing."""
         ...

@@ -139,6 +139,12 @@ class _MemoryLink:
         if frame.on_released is not None:
             frame.on_released()
 
+    def send_with_next(self, frame: Frame) -> None:
+        self.send(frame)
+
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         self.is_closed = self.other.is_closed = True
         for end in (self.other, self):

@@ -11,7 +11,7 @@ Invariants:
 - Frames of reader threads leave in the order they were sent: while one is queued, later ones queue behind it. The queue
   holds at most `Limits.max_unsent` frames, and a stream that accepts no byte for `stall_timeout_s` breaks.
 - Frames gathered by a reader thread wait in the queue too. They leave before the next frame that is sent, at the latest
-  when that thread flushes.
+  when that thread flushes. So do the frames of `send_with_next`, until its caller flushes.
 - Without a stream, frames are packed (which retains them) and not sent.
 - A stream is closed under `_sending`: no thread can then send on a file descriptor that the system has reused.
 """
@@ -77,15 +77,24 @@ class SendQueue:
             with self._sending:
                 self._send_all(self._pack([*self._take_gathered(), frame]))
             return
-        with self._queue_lock:
-            if self._is_draining and len(self._queue) >= self._limits.max_unsent:
-                raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
-            self._queue.append(frame)
-            is_full = len(self._queue) > _MOST_GATHERED
+        is_full = self._append(frame) > _MOST_GATHERED
         if _GATHERING.queues is None or is_full or len(frame.payload) > GATHERED_BYTES:
             self.flush()
         else:
             _GATHERING.queues.add(self)
+
+    def send_with_next(self, frame: Frame) -> None:
+        """Queue `frame`, to be sent with the next frame or by `flush`; raises TransportClosed if the queue is full."""
+        if self._append(frame) > _MOST_GATHERED:
+            self.flush()
+
+    def _append(self, frame: Frame) -> int:
+        """Queue a frame; return the length of the queue."""
+        with self._queue_lock:
+            if self._is_draining and len(self._queue) >= self._limits.max_unsent:
+                raise TransportClosed(f"the other side leaves {len(self._queue)} frames unread")
+            self._queue.append(frame)
+            return len(self._queue)
 
     def flush(self) -> None:
         """Send the queued frames; leave to a drain thread what would block."""

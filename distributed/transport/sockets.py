@@ -18,7 +18,7 @@ from dflow.distributed.transport.handshake import Refused
 from dflow.distributed.transport.link import Limits
 from dflow.distributed.transport.listener import SocketListener
 from dflow.distributed.transport.process_identity import host_identity
-from dflow.distributed.transport.reactor import Reactor, give_way
+from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.distributed.transport.stream import Deadline, reason_of
 from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClosed, WireError
@@ -54,7 +54,6 @@ class SocketTransport:
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> Peer:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
-        give_way()
         places = _ways_from_here(parse_endpoints(address))
         for place in places:
             self._security.check_address(place, listens=False)

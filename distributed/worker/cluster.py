@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -159,9 +159,28 @@ class Cluster:
         """Return the state backend of variables on the tasks of `job`."""
         return ClusterHome(self.requests, self.steps, job)
 
-    def shared_step(self) -> AbstractContextManager[None]:
-        """Run a step inside that other workers, if there can be any, run too; see `applying.shared_step`."""
-        return nullcontext() if self._is_standalone else shared_step()
+    @contextmanager
+    def shared_steps(self, prefetch: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Return the context of a loop over steps that other workers, if there can be any, run too.
+
+        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for `prefetch`.
+        """
+        if self._is_standalone:
+            yield nullcontext
+            return
+
+        def on_refusal(why: str) -> None:
+            if prefetch:
+                LOGGER.warning("prefetch=%d has no effect: %s", prefetch, why)
+
+        with self.steps.ahead(prefetch, on_refusal) as loop:
+
+            @contextmanager
+            def step() -> Iterator[None]:
+                with shared_step(), loop.iteration():
+                    yield
+
+            yield step
 
     def take_part(self, run: str, job: str) -> RoundPart | None:
         """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`.
@@ -192,7 +211,10 @@ class Cluster:
         raises  DeadlineExceeded naming the missing tasks; TaskLost when the barrier has failed
         """
         arrival = AwaitBarrier(name, self.task, timeout_s=timeout_s, fails_on_leave=fails_on_leave)
-        return self.coordinator.ask(arrival).members
+        try:
+            return self.coordinator.ask(arrival).members
+        finally:
+            self.steps.state_changed()
 
     def report(self, name: str, value: float) -> None:
         """Add a result to the closing table of the run."""
@@ -235,5 +257,6 @@ class Cluster:
         while self._endpoints:
             self._endpoints.pop().close()
         _joined.discard(self)
+        self.steps.state_changed()
         self.coordinator.leave()
         self.server.close()

@@ -62,7 +62,7 @@ class ClusterHome(ClusterResources):
     is_local = False
 
     def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
-        super().__init__(requests, job)
+        super().__init__(requests, job, steps.state_changed)
         self._steps = steps
         self._ops: dict[tuple[Any, ...], Runner] = {}
 
@@ -137,7 +137,10 @@ class ClusterHome(ClusterResources):
 
         def set_all() -> None:
             releasing.pop_all()
-            self._ask(dict.fromkeys(messages, EndRestore(*restore, is_set=True)))
+            try:
+                self._ask(dict.fromkeys(messages, EndRestore(*restore, is_set=True)))
+            finally:
+                self._steps.state_changed()
 
         with ExitStack() as releasing:
             releasing.callback(release)
@@ -163,7 +166,10 @@ class ClusterHome(ClusterResources):
             self._run_op(variable, kind, functools.partial(record_update, variable, kind), *operands)
             return
         message = WriteVariable(variable.key, dtype_name(variable.dtype), variable.shape)
-        self._requests.ask(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
+        try:
+            self._requests.ask(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
+        finally:
+            self._steps.state_changed()
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
         """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""

@@ -8,7 +8,7 @@ op on the task.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,10 +43,13 @@ from dflow.tracing.state.resources import Variable
 
 
 class ClusterResources:
-    """The queues and accumulators on the tasks of one job."""
+    """The queues and accumulators on the tasks of one job.
 
-    def __init__(self, requests: OutgoingRequests, job: str) -> None:
-        self._requests, self._job = requests, job
+    on_used  called after each op
+    """
+
+    def __init__(self, requests: OutgoingRequests, job: str, on_used: Callable[[], None] = lambda: None) -> None:
+        self._requests, self._job, self._on_used = requests, job, on_used
 
     def create_resource(self, resource: HostResource) -> Slot:
         """Create the resource on its task, or find it there; return its location.
@@ -78,7 +81,10 @@ class ClusterResources:
         def message(step: StepId) -> CallResource:
             return CallResource(resource.key, op, step.origin, step.number, infos)
 
-        answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
+        try:
+            answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
+        finally:
+            self._on_used()
         return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
 
     def producer(self, queue: Queue, where: str) -> TaskQueueProducer:

@@ -5,7 +5,8 @@ nodes that it depends on. An order edge from a node of another device counts as 
 
 The nodes of one device and one stage form one cluster. So a cluster's inputs are all ready before it starts, none of
 them depends on the cluster, and it does not wait for a queue that none of its nodes depends on. If another device of
-the task waits for some of its results and the rest is long, the rest forms a second cluster after it.
+the task waits for some of its results and the rest is long, the rest forms a second cluster after it. Values for other
+tasks form a cluster of their own if the rest of the stage changes state and has nothing to do with them.
 
 Reads, and nodes that depend on reads alone, move to the stage of their first user. Thus an update reads its variables
 in the call that writes them, and no other step runs between. If the users depend on different queues, the reads move to
@@ -44,15 +45,36 @@ class FormClusters(Pass):
                 groups.setdefault((stages[node], node.device), []).append(node)
         fresh = graph.fresh_names()
         moved: dict[Value, Value] = {}
-        for (stage, _), nodes in groups.items():
-            first, rest = early_and_rest(graph, nodes)
-            for place, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
-                if part:
-                    call, inside = _call(graph, part, earlier, fresh)
-                    moved.update(dict.fromkeys(inside, call.outputs[0]))
-                    ranked.append((_rank(stage, place), call))
+        for (stage, _), group in groups.items():
+            for nodes in _sent_and_rest(graph, group):
+                first, rest = early_and_rest(graph, nodes)
+                for place, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
+                    if part:
+                        call, inside = _call(graph, part, earlier, fresh)
+                        moved.update(dict.fromkeys(inside, call.outputs[0]))
+                        ranked.append((_rank(stage, place), call))
         ranked.sort(key=lambda entry: entry[0])
         return Graph(graph.inputs, tuple(_reordered(node, moved) for _, node in ranked), graph.outputs)
+
+
+def _sent_and_rest(graph: Graph, nodes: Sequence[Node]) -> Sequence[Sequence[Node]]:
+    """Return the nodes of a stage and device as one group, or as two: values for other tasks, and changes of state.
+
+    Variables that are only read and sent are not copied by a call, and they can be sent before the step changes state.
+    The values come from nodes that no node with an effect needs, and that need no such node.
+    """
+    effects = {node for node in nodes if node.must_run}
+    if not effects:
+        return (nodes,)
+    rest = _with_needed(graph, nodes, effects)
+    for node in nodes:
+        rest.update([node] if any(graph.producers.get(value) in rest for value in (*node.values, *node.after)) else ())
+    apart = [node for node in nodes if node not in rest]
+    if not any(
+        user.op is ops.net_send for node in apart for value in node.outputs for user in graph.uses.get(value, ())
+    ):
+        return (nodes,)
+    return apart, [node for node in nodes if node in rest]
 
 
 def early_and_rest(graph: Graph, nodes: Sequence[Node]) -> tuple[Sequence[Node], Sequence[Node]]:

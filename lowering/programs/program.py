@@ -20,10 +20,10 @@ from jax import jit as jax_jit
 from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.programs.foreign_program import read_program, write_program
-from dflow.lowering.values.kept_shardings import is_spread, kept_shardings
+from dflow.lowering.values.kept_shardings import beside, is_spread, kept_shardings
 from dflow.tracing.ir.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.jax_frontend import passes_handles, uninterrupted, without_callers
+from dflow.tracing.jax_frontend import own_ir_context, passes_handles, uninterrupted, without_callers
 from dflow.tracing.state.variable_trees import handles
 
 
@@ -154,7 +154,9 @@ def lower_program(
             structs[number] = jax.ShapeDtypeStruct(structs[number].shape, structs[number].dtype, sharding=place)
     operands = structs[writes + reads :]
     stage = jitted.trace(structs[:writes], structs[writes : writes + reads], *operands)
-    return LoweredProgram(stage.lower(lowering_platforms=platforms), jitted, device, keeps)
+    with own_ir_context():  # another thread may compile it
+        lowered = stage.lower(lowering_platforms=platforms)
+    return LoweredProgram(lowered, jitted, device, keeps)
 
 
 def _in_lists(fn: Callable[..., Any], writes: int, name: str) -> Callable[..., Any]:
@@ -190,8 +192,11 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int =
         by_number = {str(number): place for number, place in enumerate(places)}
         return lower_program(exported.call, types, writes, reads, name=exported.fun_name, places=by_number)
 
-    def by_placement(written: Sequence[jax.Array], *others: Any) -> Any:
+    def by_placement(written: Sequence[jax.Array], read: Sequence[jax.Array], *operands: Any) -> Any:
         places = tuple(value.sharding if value.committed else None for value in written)
-        return lowered(places).jitted(written, *others)
+        # An operand may be the result of another program of the plan, which used no variable on several devices.
+        spread = next((value for value in (*written, *read) if is_spread(value.sharding)), None)
+        moved = operands if spread is None else [beside(operand, spread) for operand in operands]
+        return lowered(places).jitted(written, read, *moved)
 
     return Program(lowered((None,) * writes).stage.compile(), by_placement)

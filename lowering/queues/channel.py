@@ -38,11 +38,25 @@ Sent = jax.Array | npt.NDArray[Any]
 Deliver = Callable[[Outcome[Sequence[Sent]]], None]
 
 
+class NotConnected(Exception):
+    """Raised by `Channel.send` if the destination must be connected first. Send again once that is done.
+
+    `then`  connects on another thread, and calls its argument once, from any thread: with None, or with the error
+    """
+
+    def __init__(self, then: Callable[[Callable[[Exception | None], None]], None]) -> None:
+        super().__init__()
+        self.then = then
+
+
 class Channel(Protocol):
     """The transport as the executor uses it for Send and Recv."""
 
     def send(self, step: StepId, edge: str, destination: str, values: Sequence[Sent]) -> None:
-        """Hand `values` over for `destination`. After the return the caller may free them."""
+        """Hand `values` over for `destination`. After the return the caller may free them.
+
+        raises  NotConnected, when nothing was sent, since to connect takes long if the destination is dead
+        """
         ...
 
     def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:

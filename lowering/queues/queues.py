@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,7 +25,7 @@ from dflow.lowering.queues.queue_machine import (
 )
 from dflow.lowering.queues.resource_rules import copied, giving, immediate, property_of
 from dflow.lowering.values.computed import wait_until_computed
-from dflow.lowering.values.host_values import stays_on_host
+from dflow.lowering.values.host_values import as_operand
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.ir import ops
@@ -143,7 +142,7 @@ class HeldQueue(SharedResource):
         return self.enqueue(_rows_of(operands), on_results, op.timeout_s, op.line)
 
     def _dequeue_one(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        give = giving(on_results, lambda elements: [*map(_given, elements[0])])
+        give = giving(on_results, lambda elements: [*map(as_operand, elements[0])])
         return self.dequeue(1, give, op.timeout_s, op.line)
 
     def _dequeue_many(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
@@ -213,14 +212,9 @@ def _batch_of(rows: Sequence[Any], type: ArrayType, count: int) -> Sent:
     shapes = [array.shape for array in arrays] or [tuple(dim or 0 for dim in type.shape)]
     largest = tuple(max(dims) for dims in zip(*shapes, strict=True))
     if len(arrays) == count and all(shape == largest for shape in shapes) and arrays:
-        return _given(np.stack(arrays))
+        return as_operand(np.stack(arrays))
     batch = np.zeros((count, *largest), type.dtype)
     for number, array in enumerate(arrays):
         place: Any = (number, *(slice(size) for size in array.shape))
         batch[place] = array
-    return _given(batch)
-
-
-def _given(array: Any) -> Sent:
-    """Return an array of an element as a dequeue gives it."""
-    return array if isinstance(array, jax.Array) or stays_on_host(array) else jnp.asarray(array)
+    return as_operand(batch)

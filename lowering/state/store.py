@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import jit as jax_jit
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Sharding
 
 from dflow.lowering.files.array_files import ArrayFiles, own_copy, write_parts
 from dflow.lowering.programs.program import Program
@@ -26,7 +26,8 @@ from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.first_value import Making, first_value
-from dflow.lowering.values.kept_shardings import is_spread, refuse_divided
+from dflow.lowering.values.host_values import device_copy
+from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divided
 from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
@@ -91,7 +92,8 @@ class Store:
 
     def read(self, key: str) -> jax.Array:
         """Return a copy of the value. It stays valid after later writes, and the caller may donate it."""
-        return self.table.section(lambda: jnp.copy(self.table.values([key])[0]))
+        copied: jax.Array = self.table.section(lambda: device_copy(self.table.values([key])[0]))
+        return copied
 
     def wait(self, keys: Iterable[str]) -> None:
         """Wait until the values are computed. They are neither copied nor marked as aliased. Raises VariableError."""
@@ -103,7 +105,7 @@ class Store:
 
         def gather() -> jax.Array:
             (value,) = self.table.values([key])
-            rows: jax.Array = looked_up(value, _beside(indices, value))
+            rows: jax.Array = looked_up(value, beside(indices, value))
             return rows
 
         return self.table.section(gather)
@@ -184,7 +186,7 @@ class Store:
         """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""
         held = self.table.entry(key)
         _check_type(key, held.type, value)
-        own, before = jnp.array(value, copy=True), self.table.buffer(key)
+        own, before = device_copy(value), self.table.buffer(key)
         if before.committed:
             own = jax.device_put(own, before.sharding)
         else:
@@ -205,7 +207,7 @@ class Store:
         if not value.committed:
             for operand in operands:
                 refuse_divided(key, operand)
-        moved = [_beside(operand, value) for operand in operands]
+        moved = [beside(operand, value) for operand in operands]
         if place is not None and not KINDS[kind].by_rows:
             moved = [jax.device_put(operand, place) for operand in operands]
         self.call(_in_place(kind, place), [key], [], moved)
@@ -252,17 +254,6 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
         )
 
 
-def _beside(operand: Any, value: jax.Array) -> Any:
-    """Return an operand of an update on the devices of the value: replicated over a mesh, else sharded like it."""
-    if not (isinstance(operand, jax.Array) and value.committed and operand.committed):
-        return operand
-    if operand.sharding.device_set == value.sharding.device_set:
-        return operand
-    if isinstance(value.sharding, NamedSharding):
-        return jax.device_put(operand, NamedSharding(value.sharding.mesh, PartitionSpec()))
-    return jax.device_put(operand, value.sharding)
-
-
 @cache
 def _in_place(kind: str, place: Sharding | None) -> Program:
     """Return the program of an update in place; its result has the sharding `place`, if that is given."""
@@ -274,10 +265,14 @@ def _in_place(kind: str, place: Sharding | None) -> Program:
 
 
 def has_view(value: jax.Array) -> bool:
-    """Whether NumPy can use the buffer: it is one, of numbers and not of keys, on a CPU."""
+    """Whether NumPy can use the buffer: it is one, of numbers and not of keys, on a CPU.
+
+    It may be deleted: another thread may dispatch a program that overwrites it.
+    """
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return False
-    return len(value.devices()) == 1 and next(iter(value.devices())).platform == "cpu"
+    devices: set[Any] = value.sharding.device_set
+    return [device.platform for device in devices] == ["cpu"]
 
 
 def _check_type(key: str, wanted: ArrayType, value: Any) -> None:

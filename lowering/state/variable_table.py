@@ -151,7 +151,8 @@ class VariableTable:
             step.ended = step.ended or threading.Condition(self.lock)
             step.callers += 1
             try:
-                self._pause(step.ended, min(left, LOOK_S))
+                if step.results is not None:  # the call may have ended before it could see that a thread waits
+                    self._pause(step.ended, min(left, LOOK_S))
             finally:
                 step.callers -= 1
 

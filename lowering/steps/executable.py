@@ -1,6 +1,6 @@
 """A plan that is ready to run: its compiled programs, and the items that each item waits for.
 
-Invariant: an executable does not change, so any number of steps may run it concurrently.
+Invariant: an executable's plan does not change, so any number of steps may run it concurrently.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class Executable:
         self.needs = needed = needs(plan)
         #: The plan as a `straight_line.StraightLine`, once it has run as one.
         self.line: Any = None
+        #: Whether a run of the plan has ended: the first one may compile programs again. True without programs.
+        self.has_run = not programs
         self.waiting = list(map(len, needed))
         self.dependents: list[list[int]] = [[] for _ in plan.items]
         # Transfers first, so that they start before a later call occupies the device.
@@ -122,6 +124,22 @@ class Executable:
             else isinstance(item, Read | Send | Recv | UseResource)
             for item in self.plan.items
         )
+
+    @cached_property
+    def updates(self) -> bool:
+        """Whether its calls change variables."""
+        return any(call.writes for call in calls_in(self.plan))
+
+    @cached_property
+    def changing(self) -> frozenset[int]:
+        """The items that may change state, and the items that need one of these."""
+        found = {index for index, item in enumerate(self.plan.items) if may_change(item)}
+        ready = list(found)
+        while ready:
+            later = {*self.dependents[ready.pop()]} - found
+            found |= later
+            ready += later
+        return frozenset(found)
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
@@ -226,6 +244,13 @@ class Executable:
         if found:
             found.setdefault(ANYTHING, False)
         return found
+
+
+def may_change(item: Item) -> bool:
+    """Whether an item may change state, of this process or of others."""
+    if isinstance(item, Call):
+        return bool(item.writes) or item.touches_anything
+    return not isinstance(item, Copy | Read | Recv | Send)
 
 
 def _merged(touched: Iterable[Mapping[str, bool]]) -> dict[str, bool]:

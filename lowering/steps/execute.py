@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
 
-from dflow.lowering.queues.channel import Channel, StepId, frame_of_turn
+from dflow.lowering.queues.channel import Channel, NotConnected, StepId, frame_of_turn
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives
@@ -26,7 +26,7 @@ from dflow.lowering.steps.loops import PENDING, Loop, OnItem
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
-from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError, StepCancelled
 
 #: Results of a plan.
@@ -45,6 +45,9 @@ class Execution:
     recorder  records when items begin and end
     frame     suffix of edges: the iteration numbers of the loops around, see `channel.frame_of_turn`
     """
+
+    #: An execution changes state from its start on; see `StraightRun.is_ahead`.
+    is_ahead: Final = False
 
     def __init__(
         self,
@@ -161,15 +164,33 @@ class Execution:
 
     def _send(self, item: Send, index: int) -> bool:
         values = [self._slots[slot] for slot in item.takes]
-        self._channel.send(self._step, item.edge + self._frame, item.destination, values)
+        try:
+            self._channel.send(self._step, item.edge + self._frame, item.destination, values)
+        except NotConnected as needed:
+            needed.then(partial(self._connected, index))
+            return False
         return True
+
+    def _connected(self, index: int, error: Exception | None) -> None:
+        """Run a send again whose destination had to be connected first."""
+        try:
+            if error is not None:
+                raise error
+            if not self._ended:
+                self._submit(lambda: self._run([index]))
+        except Exception as failure:
+            self._fail(index, failure)
 
     def _call(self, item: Call, index: int) -> bool:
         operands = [self._slots[slot] for slot in item.takes]
-        results = self._store.call(self._executable.programs[item.program], item.writes, item.reads, operands)
+        program, state = self._executable.programs[item.program], None
+        if item.writes or item.reads:
+            state = self._store.step_state(program, item.writes, item.reads)
+        results = self._store.call(program, item.writes, item.reads, operands, state)
         self._fill(item.gives, results)
-        if (watched := self._recorder.watched) is not None:
-            watched.put((results, self._step, self._executable.plan, index))
+        if self._recorder.watched is not None:
+            written = state.written if state is not None else None
+            self._recorder.called((*results, *(written or ())), self._step, self._executable.plan, index)
         return True
 
     def _copy(self, item: Copy, index: int) -> bool:
@@ -265,14 +286,17 @@ class Execution:
                 self._submit(lambda: self._run(ready))
         except BaseException as error:
             self._fail(index, failure_of_arrival(error))
-            if not isinstance(error, Exception):
-                raise
+            raise_interrupt(error)
 
     def _fail(self, index: int, error: BaseException) -> None:
-        """End with the error of an item, and add its name to it; a body's item is named before the branch or loop."""
+        """End with the error of an item, and add its name to it; a body's item is named before the branch or loop.
+
+        An interrupt that comes after the end is raised.
+        """
         if not self._ended:
             note_failure(self._recorder, self._step, self._executable.plan, index, error)
-        self._end(error)
+        if not self._end(error):
+            raise_interrupt(error)
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; return the items that became ready."""
@@ -296,16 +320,18 @@ class Execution:
             self._complete()
         return ready
 
-    def _end(self, outcome: Outcome[Fetches]) -> None:
+    def _end(self, outcome: Outcome[Fetches]) -> bool:
+        """End the execution, and return True; return False if it had ended."""
         with self._lock:
             if self._ended:
-                return
+                return False
             self._ended, self._outcome = True, outcome
             cancels = list(self._cancels.values())
         if isinstance(outcome, BaseException):
             for cancel in cancels:
                 cancel(outcome)
         self._on_done(outcome)
+        return True
 
 
 def failure_of_arrival(error: BaseException) -> BaseException:

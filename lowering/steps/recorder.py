@@ -8,6 +8,7 @@ when the ring is full. No other part of dflow bases decisions on the events.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections import deque
@@ -19,7 +20,7 @@ import jax
 import msgspec
 
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.plan import Plan
+from dflow.lowering.steps.plan import Item, Plan, Recv, Send
 
 #: Number of events that a recorder keeps by default.
 EVENTS_KEPT = 10_000
@@ -37,7 +38,7 @@ ITEM_ENDED: Final = "item ended"
 ITEM_FAILED: Final = "item failed"
 # The results of an XLA call are computed; recorded between `watch` and `unwatch`.
 COMPUTED: Final = "computed"
-# A transferred value, with the other task and the size.
+# The values of an edge in one message, with the other task and the size.
 SENT: Final = "sent"
 RECEIVED: Final = "received"
 WAIT_EXPIRED: Final = "wait expired"
@@ -57,7 +58,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     `name`        the item's node, or the edge of a send, a receive or a value
     `line`        the user's line of the item
     `peer`        the other task
-    `size_bytes`  size of the value
+    `size_bytes`  size of the message with the values of an edge
+    `values`      number of values that a Send or a Recv item transfers in one message, else 0
     `began_ns`    when the transfer or wait that ended at `at_ns` began, if no event records that, else 0
     `number`      index of the item in its plan; an item of a loop's body runs once per iteration
     `text`        anything else, such as an error
@@ -72,6 +74,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     line: str = ""
     peer: str = ""
     size_bytes: int = 0
+    values: int = 0
     began_ns: int = 0
     number: int = 0
     text: str = ""
@@ -88,8 +91,11 @@ class Recorder:
         self.clock = clock
         self._capacity = capacity
         self._ring: deque[tuple[Any, ...]] = deque(maxlen=capacity)
-        #: Queue for the calls whose completion is recorded; None while none is.
-        self.watched: SimpleQueue[Called | None] | None = None
+        #: Queue for the numbers of the calls whose completion is recorded; None while none is.
+        self.watched: SimpleQueue[int | None] | None = None
+        #: The calls that are not seen to be computed, by number.
+        self._computing: dict[int, Called] = {}
+        self._numbers = itertools.count()
 
     def note(
         self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
@@ -113,24 +119,72 @@ class Recorder:
         self._ring = deque(self._ring, maxlen=max(events, self._capacity))
 
     def watch(self) -> None:
-        """Record from now on when calls are computed. A separate thread waits for them in the order of dispatch."""
+        """Record from now on when calls are computed.
+
+        A separate thread waits for them in the order of dispatch. It may see the end of a call late, since it needs the
+        interpreter's lock. So each `note` first looks for calls that are computed: their end is recorded before any
+        event that comes after it.
+        """
         self.unwatch()
+        # A call that was dispatched as the last `unwatch` ended the thread was never recorded.
+        self._computing.clear()
         self.watched = SimpleQueue()
+        # Not a condition in `note`, which would cost all the steps that are not traced.
+        self.note = self._look_and_note  # type: ignore[method-assign]
         threading.Thread(target=self._wait_for_all, args=(self.watched,), name="dflow computed", daemon=True).start()
 
     def unwatch(self) -> None:
         """Stop recording when calls are computed, except those dispatched before."""
         watched, self.watched = self.watched, None
         if watched is not None:
+            self.__dict__.pop("note", None)
             watched.put(None)
 
-    def _wait_for_all(self, watched: SimpleQueue[Called | None]) -> None:
-        while (called := watched.get()) is not None:
-            results, step, plan, index = called
-            # The results were donated to another call, or the call failed, which is reported elsewhere.
-            with contextlib.suppress(Exception):
-                jax.block_until_ready(results)
-            self.note(COMPUTED, step, plan, index)
+    def called(self, results: Sequence[Any], step: StepId, plan: Plan, index: int) -> None:
+        """Record when `results` are computed: all that a call returned, the new values of variables included.
+
+        Called right after the dispatch of a call, and only while `watched` is not None.
+        """
+        watched, number = self.watched, next(self._numbers)
+        if watched is not None:
+            self._computing[number] = results, step, plan, index
+            if not self._look(number):
+                watched.put(number)
+
+    def _look_and_note(
+        self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
+    ) -> int:
+        for number in tuple(self._computing):
+            self._look(number)
+        return Recorder.note(self, what, step, subject, detail, size, began)
+
+    def _look(self, number: int) -> bool:
+        """Record that a call is computed if it is; return whether it is. Any thread may call this."""
+        called = self._computing.get(number)
+        if called is None:
+            return True
+        try:
+            # JAX's arrays of PRNG keys cannot tell.
+            is_computed = all(hasattr(value, "is_ready") and value.is_ready() for value in called[0])
+        except RuntimeError:  # a value was donated to another call
+            return False
+        if is_computed:
+            self._computed(number)
+        return is_computed
+
+    def _computed(self, number: int) -> None:
+        called = self._computing.pop(number, None)
+        if called is not None:  # else another thread has recorded it
+            Recorder.note(self, COMPUTED, *called[1:])
+
+    def _wait_for_all(self, watched: SimpleQueue[int | None]) -> None:
+        while (number := watched.get()) is not None:
+            called = self._computing.get(number)
+            if called is not None:
+                # Results were donated to another call, or the call failed, which is reported elsewhere.
+                with contextlib.suppress(Exception):
+                    jax.block_until_ready(called[0])
+                self._computed(number)
 
     @property
     def is_full(self) -> bool:
@@ -164,10 +218,21 @@ def _read(noted: tuple[Any, ...]) -> Event:
         # Sends and receives are named by their edge, like the events of the value.
         name = str(getattr(item, "edge", name))
         peer = str(getattr(item, "source", "") or getattr(item, "destination", ""))
-        return Event(at_ns, what, origin, number, type(item).__name__, name, line, peer, number=index, text=text)
+        kind, values = type(item).__name__, _values_of(item)
+        return Event(at_ns, what, origin, number, kind, name, line, peer, values=values, number=index, text=text)
     if what in _OF_VALUES:
         return Event(at_ns, what, origin, number, name=subject, peer=detail, size_bytes=size, began_ns=began)
     return Event(at_ns, what, origin, number, peer=subject, text=detail)
+
+
+def _values_of(item: Item) -> int:
+    """Number of values that a send or a receive transfers."""
+    match item:
+        case Send():
+            return len(item.takes)
+        case Recv():
+            return len(item.gives)
+    return 0
 
 
 _OF_VALUES = (SENT, RECEIVED, WAIT_EXPIRED)

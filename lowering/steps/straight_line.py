@@ -5,6 +5,10 @@ items form segments: a segment has all items that become ready by the same waits
 the other. So a run counts waits and segments, not items, and the number of values costs it no calls. Plans with
 branches, loops or copies that wait run by `execute.Execution`; the results are the same.
 
+A run may begin ahead of the task that starts the step. Until that task releases it, it changes no state, so cancelling
+it loses nothing: segments with items that may change state wait for the release. For this a segment without waits is
+divided in two: items that may change state, with the items that need them, and all other items.
+
 Invariants: an item runs when all that it needs is done. The first error ends a run and cancels its pending operations;
 later arrivals are ignored. A value is freed after the last item that takes it, or if segments share it, with the run.
 """
@@ -12,14 +16,15 @@ later arrivals are ignored. A value is freed after the last item that takes it, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
 import jax
 
-from dflow.lowering.queues.channel import Channel, StepId
+from dflow.lowering.queues.channel import Channel, NotConnected, StepId
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.repeated_views import RepeatedViews
@@ -29,7 +34,7 @@ from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
-from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError
 
 #: Items that wait: their results come by a callback.
@@ -38,13 +43,18 @@ _WAITS = Recv | UseResource
 MOST_CHAINED = 256
 #: Runs one item, or starts one that waits.
 _Do = Callable[["StraightRun"], None]
+#: An item of a segment: its index, whether it waits, and the function that runs it and frees what it takes last.
+_SegmentItem = tuple[int, bool, _Do]
 
 
 class StraightLine:
     """A plan as segments, for the variables and resources of `store`.
 
     segments   the items of each segment, with their indices, in order
-    tokens     the tokens of each segment: one for each wait and each segment that it comes after
+    first      the segment without waits that changes no state, if there is one
+    changing   the segments that may change state
+    tokens     the tokens of each segment: one for each wait and each segment that it comes after, and one for the
+               release if it may change state
     left       the tokens of the end: one for each segment and each wait
     after      segments that come after each wait, by the index of its item
     following  segments that come after each segment
@@ -55,19 +65,25 @@ class StraightLine:
         plan = executable.plan
         self.plan, self.executable, self.store = plan, executable, store
         before = _waits_before(executable)
-        groups: dict[frozenset[int], list[int]] = {}
+        groups: dict[tuple[frozenset[int], bool], list[int]] = {}
         for index in _in_order(executable):
-            groups.setdefault(before[index], []).append(index)
+            is_apart = not before[index] and index in executable.changing
+            groups.setdefault((before[index], is_apart), []).append(index)
         number_of = {index: number for number, group in enumerate(groups.values()) for index in group}
         earlier = [
             {number_of[need] for index in group for need in executable.needs[index] if not _waits(plan.items[need])}
             - {number}
             for number, group in enumerate(groups.values())
         ]
-        self.tokens = [_tokens(len(waits) + len(earlier[number])) for number, waits in enumerate(groups)]
+        self.first = [number for number, key in enumerate(groups) if key == (frozenset(), False)]
+        self.changing = [n for n, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)]
+        self.tokens = [
+            _tokens(len(waits) + len(earlier[number]) + (number in self.changing))
+            for number, (waits, _) in enumerate(groups)
+        ]
         self.after: dict[int, list[int]] = {}
         self.following: list[list[int]] = [[] for _ in groups]
-        for number, waits in enumerate(groups):
+        for number, (waits, _) in enumerate(groups):
             for wait in waits:
                 self.after.setdefault(wait, []).append(number)
             for segment in earlier[number]:
@@ -87,9 +103,9 @@ class StraightLine:
                 return self.store.table.is_busy(self.executable.keys)
         return False
 
-    def _compiled(self, group: Sequence[int]) -> list[tuple[int, bool, _Do]]:
-        """Return the items of a segment: index, whether it waits, and function, which also frees what it takes last."""
-        done: list[tuple[int, bool, _Do]] = []
+    def _compiled(self, group: Sequence[int]) -> list[_SegmentItem]:
+        """Return the items of a segment."""
+        done: list[_SegmentItem] = []
         own = set(group)
         last = {slot: index for index in group for slot in takes(self.plan.items[index])}
         for index in group:
@@ -131,12 +147,21 @@ def _tokens(count: int) -> tuple[bool, ...]:
 def is_straight(executable: Executable) -> bool:
     """Whether the plan can run as a straight line."""
     items = executable.plan.items
-    chained = sum(_waits(item) and bool(needed) for item, needed in zip(items, executable.needs, strict=True))
     return (
         not executable.awaited
-        and chained <= MOST_CHAINED
-        and all(isinstance(item, Call | Copy | Read | Send | _WAITS) for item in items)
+        and chained_waits(items, executable.needs) <= MOST_CHAINED
+        and all(is_line_item(item) or isinstance(item, Copy) for item in items)
     )
+
+
+def is_line_item(item: Item) -> bool:
+    """Whether an item may be in a straight line, whatever it needs."""
+    return isinstance(item, Call | Read | Send | _WAITS)
+
+
+def chained_waits(items: Sequence[Item], needed: Sequence[Set[int]]) -> int:
+    """Return the number of waits that need other items."""
+    return sum(_waits(item) and bool(before) for item, before in zip(items, needed, strict=True))
 
 
 def _waits(item: Item) -> bool:
@@ -230,8 +255,9 @@ def _call(item: Call, index: int, executable: Executable, state: StepState | Non
     def do(run: StraightRun) -> None:
         results = run.line.store.call(*used, take(run.slots), state)
         fill(run.slots, results)
-        if (watched := run.recorder.watched) is not None:
-            watched.put((results, run.step, executable.plan, index))
+        if run.recorder.watched is not None:
+            written = state.written if state is not None else None
+            run.recorder.called((*results, *(written or ())), run.step, executable.plan, index)
 
     return do
 
@@ -269,7 +295,10 @@ def _use_resource(item: UseResource, index: int) -> _Do:
 
 
 class StraightRun:
-    """One run of a straight line, from `start` on; its arguments are those of `execute.Execution`."""
+    """One run of a straight line, from `start` on; its arguments are those of `execute.Execution`.
+
+    begins_ahead  whether state may change only after a call of `release`, or values of the task that starts the step
+    """
 
     def __init__(
         self,
@@ -280,6 +309,7 @@ class StraightRun:
         on_done: Callable[[Outcome[Fetches]], None],
         submit: Submit,
         recorder: Recorder,
+        begins_ahead: bool = False,
     ) -> None:
         plan = line.plan
         if len(feeds) != len(plan.feeds):
@@ -292,6 +322,9 @@ class StraightRun:
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         #: Tokens of the parts that each segment comes after.
         self._tokens = list(map(list, line.tokens))
+        self._begins_ahead = begins_ahead
+        #: A token until the run may change state.
+        self._unreleased = [True]
         #: Tokens of the parts that the end comes after.
         self._left = list(line.left)
         #: A token until the run has ended.
@@ -301,10 +334,23 @@ class StraightRun:
 
     def start(self) -> None:
         """Run the items that need no wait, on this thread. Does nothing if the run was cancelled before."""
-        if self.line.segments:
-            self._run([0])
-        else:
+        if not self.line.segments:
             self._complete()
+        elif self._begins_ahead:
+            self._run(list(self.line.first))
+        else:
+            self._run([*self.line.first, *self._ready_by_release()])
+
+    def release(self) -> None:
+        """Let a run that has begun ahead change state."""
+        ready = self._ready_by_release()
+        if ready and self._is_open:
+            self._submit(partial(self._run, ready))
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the run has begun ahead and is not released."""
+        return self._begins_ahead and bool(self._unreleased)
 
     def cancel(self, error: BaseException) -> None:
         """End with `error` unless it has ended."""
@@ -320,17 +366,30 @@ class StraightRun:
         if self.error is not None:
             self._cancel_all(self.error)
 
-    def _run(self, numbers: list[int]) -> None:
-        """Run segments, and then the segments that become ready by them."""
+    def _ready_by_release(self) -> list[int]:
+        """Release the run, unless it is released; return the segments that are ready by that."""
+        try:
+            self._unreleased.pop()
+        except IndexError:
+            return []
+        return [number for number in self.line.changing if self._tokens[number].pop()]
+
+    def _run(self, numbers: list[int], rest: Iterator[_SegmentItem] | None = None) -> None:
+        """Run segments, or the `rest` of the first, and then the segments that become ready by them."""
         step, line = self.step, self.line
         plan, note = line.plan, self.recorder.note
         for number in numbers:  # which grows
-            for index, waits, do in line.segments[number]:
+            items, rest = rest or iter(line.segments[number]), None
+            for index, waits, do in items:
                 if not self._is_open:
                     return
                 note(ITEM_BEGAN, step, plan, index)
                 try:
                     do(self)
+                except NotConnected as needed:
+                    left = numbers[numbers.index(number) :], chain([(index, waits, do)], items)
+                    needed.then(partial(self._connected, index, *left))
+                    return
                 except BaseException as error:
                     self._fail(index, error)
                     return
@@ -345,6 +404,16 @@ class StraightRun:
                 except BaseException as error:
                     self._fail(line.segments[number][-1][0], error)
 
+    def _connected(self, index: int, numbers: list[int], rest: Iterator[_SegmentItem], error: Exception | None) -> None:
+        """Continue with a send whose destination had to be connected first."""
+        try:
+            if error is not None:
+                raise error
+            if self._is_open:
+                self._submit(partial(self._run, numbers, rest))
+        except Exception as failure:
+            self._fail(index, failure)
+
     def _arrived(
         self, index: int, fill: Callable[[list[Any], Sequence[Any]], None], values: Outcome[Sequence[Any]]
     ) -> None:
@@ -356,6 +425,8 @@ class StraightRun:
             fill(self.slots, values)
             self.recorder.note(ITEM_ENDED, self.step, self.line.plan, index)
             ready = []
+            if self._unreleased and getattr(self.line.plan.items[index], "source", "") == self.step.origin:
+                ready += self._ready_by_release()
             for number in self.line.after.get(index, ()):
                 if self._tokens[number].pop():
                     ready.append(number)
@@ -366,28 +437,30 @@ class StraightRun:
                 self._submit(partial(self._run, ready))
         except BaseException as error:
             self._fail(index, failure_of_arrival(error))
-            if not isinstance(error, Exception):
-                raise
+            raise_interrupt(error)
 
     def _fail(self, index: int, error: BaseException) -> None:
-        """End with the error of an item, and add its name to it."""
+        """End with the error of an item, and add its name to it. Raise an interrupt that comes after the end."""
         if self._is_open:
             note_failure(self.recorder, self.step, self.line.plan, index, error)
-        self._end(error)
+        if not self._end(error):
+            raise_interrupt(error)
 
     def _complete(self) -> None:
         slots = self.slots
         self._end(on_device([slots[slot] for slot in self.line.plan.fetches]))
 
-    def _end(self, outcome: Outcome[Fetches]) -> None:
+    def _end(self, outcome: Outcome[Fetches]) -> bool:
+        """End the run, and return True; return False if it had ended."""
         try:
             self._is_open.pop()
         except IndexError:
-            return
+            return False
         if isinstance(outcome, BaseException):
             self.error = outcome
             self._cancel_all(outcome)
         self._on_done(outcome)
+        return True
 
     def _cancel_all(self, error: BaseException) -> None:
         while self._cancels:
@@ -407,11 +480,17 @@ def run_of(
     on_done: Callable[[Outcome[Fetches]], None],
     submit: Submit,
     recorder: Recorder = NOWHERE,
+    begins_ahead: bool = False,
 ) -> Execution | StraightRun:
-    """Return a run of a plan in `store`; see `execute.Execution`."""
+    """Return a run of a plan in `store`; see `execute.Execution` and `StraightRun`.
+
+    raises  InternalError if a plan that is no straight line should begin ahead
+    """
     line = executable.line
     if line is None or line.store is not store:
         if not is_straight(executable):
+            if begins_ahead:
+                raise InternalError(f"the plan of {executable.plan.task} cannot begin ahead; please report this")
             return Execution(executable, store, channel, step, feeds, on_done, submit, recorder=recorder)
         line = executable.line = StraightLine(executable, store)
-    return StraightRun(line, channel, step, feeds, on_done, submit, recorder)
+    return StraightRun(line, channel, step, feeds, on_done, submit, recorder, begins_ahead)

@@ -1,7 +1,8 @@
-"""Small values that stay NumPy arrays between the items of a plan.
+"""Values that stay NumPy arrays between the items of a plan.
 
-Why: passing a NumPy array to an XLA program takes less time than converting it to a JAX array, and values from the
-network or from queues are often a few numbers. The results of a plan are JAX arrays.
+Why: a program on a CPU takes an aligned NumPy array without a copy, in less than 1 us. A conversion to a JAX array
+takes 50 to 100 us, whatever the size. Other devices copy the array for each program that takes it, so a large one is
+converted once. The results of a plan are JAX arrays.
 """
 
 from __future__ import annotations
@@ -11,27 +12,50 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import numpy.typing as npt
+from jax import jit as jax_jit
 
-#: A larger value is converted to a JAX array, which shares the memory of the NumPy array. The conversion takes as long
-#: as the copy of this many bytes that a program makes of a NumPy array.
+#: Larger arrays are converted if programs would copy them: those of the user's program, which may be unaligned, and all
+#: for devices other than CPUs. The conversion takes as long as the copy of this many bytes.
 SMALL_BYTES = 1 << 17
 #: The NumPy dtypes that JAX leaves as they are, with `jax_enable_x64` or without.
-_DTYPES = frozenset(
-    map(np.dtype, ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "complex64"))
-)
+_NAMES = ("bool", "int8", "int16", "int32", "uint8", "uint16", "uint32", "float16", "float32", "complex64")
+_DTYPES = frozenset(map(np.dtype, (*_NAMES, ml_dtypes.bfloat16)))
 
-
-def stays_on_host(value: Any) -> bool:
-    """Whether a value stays a NumPy array between the items of a plan."""
-    return isinstance(value, np.ndarray) and may_stay_on_host(value.dtype, value.nbytes)
+#: Returns a copy, also of a NumPy array, in less than half the time that `jnp.copy` takes for a small array.
+device_copy = jax_jit(jnp.copy)
 
 
 def may_stay_on_host(dtype: np.dtype[Any], size_bytes: int) -> bool:
-    """Whether a NumPy array of this dtype and size stays one between the items of a plan."""
-    return size_bytes <= SMALL_BYTES and dtype in _DTYPES
+    """Whether an aligned NumPy array of this dtype and size stays one between the items of a plan."""
+    return dtype in _DTYPES and (size_bytes <= SMALL_BYTES or jax.default_backend() == "cpu")
+
+
+def stays_on_host(value: Any) -> bool:
+    """Whether a value of the program stays a NumPy array between the items of a plan."""
+    return isinstance(value, np.ndarray) and value.nbytes <= SMALL_BYTES and value.dtype in _DTYPES
+
+
+def as_operand(value: Any) -> jax.Array | npt.NDArray[Any]:
+    """Return a value of the program as a plan takes it: a JAX array, or a NumPy array that stays one."""
+    operand: jax.Array = value if isinstance(value, jax.Array) or stays_on_host(value) else jnp.asarray(value)
+    return operand
+
+
+def as_argument(value: Any) -> jax.Array | npt.NDArray[Any]:
+    """As `as_operand`, for an array of the caller, which may change it while a program that takes it still runs."""
+    return np.array(value) if stays_on_host(value) else as_operand(value)
 
 
 def on_device(values: Iterable[Any]) -> tuple[jax.Array, ...]:
     """Return the values, with NumPy arrays converted to JAX arrays."""
-    return tuple(jnp.asarray(value) if isinstance(value, np.ndarray) else value for value in values)
+    return tuple(_converted(value) if isinstance(value, np.ndarray) else value for value in values)
+
+
+def _converted(value: np.ndarray[Any, Any]) -> jax.Array:
+    if value.nbytes <= SMALL_BYTES:
+        return jnp.asarray(value)
+    shared: jax.Array = jax.device_put(value, may_alias=True)
+    return shared

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import jax
 from jax import jit as jax_jit
-from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import VariableShapeError
@@ -58,3 +58,14 @@ def _at(place: Sharding, value: Any) -> Any:
         return jax.lax.with_sharding_constraint(value, place)
     # A constraint must not name explicit axes. Neither `device_put` nor `out_shardings` alone covers all cases of them.
     return jax_jit(partial(jax.device_put, device=place), out_shardings=place)(value)
+
+
+def beside(operand: Any, value: jax.Array) -> Any:
+    """Return an operand of a program on the devices of the value: replicated over a mesh, else sharded like it."""
+    if not (isinstance(operand, jax.Array) and value.committed and operand.committed):
+        return operand
+    if operand.sharding.device_set == value.sharding.device_set:
+        return operand
+    if isinstance(value.sharding, NamedSharding):
+        return jax.device_put(operand, NamedSharding(value.sharding.mesh, PartitionSpec()))
+    return jax.device_put(operand, value.sharding)

@@ -29,6 +29,7 @@ ALONE = (
     "null_step",
     "soak",
     "startup",
+    "step_budget",
     "sync_steps",
 )
 SHARED = ",".join(name for name in NAMES if name not in ALONE)

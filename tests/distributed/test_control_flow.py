@@ -298,10 +298,10 @@ def test_programs_are_sent_to_a_task_once_whoever_registers_them(
         peer = cluster.server.peer(str(w.device))
         start = peer.start
 
-        def noted(message: Any, payload: Any = b"", on_reply: Any = None) -> Any:
+        def noted(message: Any, payload: Any = b"", on_reply: Any = None, **options: Any) -> Any:
             if isinstance(message, RegisterPlan):
                 sizes.append(len(payload))
-            return start(message, payload, on_reply)
+            return start(message, payload, on_reply, **options)
 
         monkeypatch.setattr(peer, "start", noted)
 

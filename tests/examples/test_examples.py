@@ -56,7 +56,7 @@ def test_actors_and_a_learner_on_a_cluster() -> None:
         status, output = ran.finish()
     assert status == 0, output
     assert "[learner:0] learned from 320 transitions of 2 actors; 0 are left" in output
-    assert re.search(r"\n transitions_2\+3 +ps:0 -> learner:0 +40 ", output), output
+    assert re.search(r"\n transitions_2\+3 +ps:0 -> learner:0 +10 +40 ", output), output
 
 
 @pytest.mark.once

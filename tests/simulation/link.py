@@ -109,6 +109,13 @@ class SimulatedLink:
         said.number = self._session.send(said, len(frame.meta) + len(frame.payload))
         self._transmit(said)
 
+    def send_with_next(self, frame: Frame) -> None:
+        """See `link.FrameLink.send_with_next`."""
+        self.send(frame)
+
+    def flush(self) -> None:
+        """See `link.FrameLink.flush`."""
+
     def close(self) -> None:
         """See `link.FrameLink.close`."""
         if self.is_closed:

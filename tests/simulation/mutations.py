@@ -17,7 +17,7 @@ import pytest
 from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
-from dflow.distributed.steps import deadlines, rendezvous, task_channel
+from dflow.distributed.steps import deadlines, rendezvous, steps_ahead, task_channel
 from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
@@ -331,6 +331,7 @@ MUTATIONS = (
     Mutation("waits have no deadline", deadlines.Deadlines, "add", _doing_nothing, "waits end"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
+    Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", _doing_nothing, "nothing left"),
     Mutation("a run that ends tells nobody", task_server, "_answer_run", _doing_nothing, "none lost"),
     Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),

@@ -2,34 +2,37 @@
 
 All steps are alike: each ps sends a value to the worker, the worker sends an update to each ps, and each ps applies it.
 The update is the number of the attempt, which identifies the step. The programs of the plans only record their calls.
+Steps begin ahead on the ps tasks, with a `prefetch` that is the worker's index.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, cast
 
 import numpy as np
 from msgspec.structs import replace
 
-from dflow.distributed.steps.step_starter import StepParts, cancel_elsewhere
+from dflow.distributed.steps.step_starter import StepStarter
+from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.strategy import StrategyCluster
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
-from dflow.distributed.wire.messages.plans import RunPlan
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
-from dflow.tracing.errors import DflowError
-from tests.simulation.blocking_program import end_wait
+from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.errors import DeadlineExceeded, DflowError
 from tests.simulation.checks import Attempt, Checks, name_of
 from tests.simulation.tasks import Member, SimulatedTasks, programs
 
@@ -37,6 +40,8 @@ RUN = "run"
 STEP_S = 9.0
 #: Time that a worker computes in a step.
 COMPUTE_S = 0.5
+#: Interval between two looks of a worker for the end of its step.
+LOOK_S = 0.05
 #: Longest wait of a worker for the others before it begins.
 BARRIER_S = 2.0
 CLAIM_S = 3600.0
@@ -51,9 +56,9 @@ class TrainingWorker:
         self.coordinator = self
         self._member = member
 
-    def shared_step(self) -> AbstractContextManager[None]:
-        """Return a context for a step, which has no optimizer here."""
-        return nullcontext()
+    def shared_steps(self, prefetch: int) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """Return a context that gives the context of each step."""
+        return nullcontext(nullcontext)
 
     def ask(self, message: Request[Answer]) -> Answer:
         """Ask the coordinator."""
@@ -61,6 +66,18 @@ class TrainingWorker:
 
     def tell(self, message: Notice) -> None:
         """Send nothing: the time between two reports is real time, so equal schedules would differ."""
+
+
+class _Starter(StepStarter):
+    """Starts steps numbered by simulated time, so that equal schedules have equal numbers."""
+
+    def __init__(self, member: Member) -> None:
+        server = member.server
+        super().__init__(member.name, server.peers, server.plans, server.runs)
+        self._member = member
+
+    def next_step(self) -> StepId:
+        return StepId(self._member.name, next(self._member.numbers))
 
 
 class StepsWorker(TrainingWorker):
@@ -78,6 +95,18 @@ class StepsWorker(TrainingWorker):
         self._ps = tuple(ps)
         self._plan = member.server.plans.add(*_worker_plan(member.name, self._ps))
         self._handles: dict[Member, int] = {}
+        self._starter = _Starter(member)
+        self._loop = StepsAhead(self._starter, 0)
+        self._registered: dict[tuple[int, ...], RegisteredStep] = {}
+
+    @contextmanager
+    def shared_steps(self, prefetch: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        """Return the context of a loop whose steps begin ahead."""
+        self._loop = StepsAhead(self._starter, prefetch, clock=lambda: self._tasks.events.now_s)
+        try:
+            yield self._loop.iteration
+        finally:
+            self._loop.cancel("the loop ended")
 
     def run(self) -> None:
         """Run steps until the coordinator reports the run as complete."""
@@ -92,7 +121,8 @@ class StepsWorker(TrainingWorker):
         if member.ask_coordinator(ElectOnce("first value", member.name)).elected:
             member.say("makes the first value")
         self._await_others()
-        for _ in Async(cast(StrategyCluster, self)).run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
+        strategy = Async(cast(StrategyCluster, self), prefetch=int(member.name.rpartition(":")[2]))
+        for _ in strategy.run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
             pass
         self.is_complete = True
 
@@ -120,26 +150,42 @@ class StepsWorker(TrainingWorker):
         attempt = self._checks.begin(str(member.process), step)
         self.attempts.append(attempt)
         member.say(f"begins step {step} (attempt {attempt.number})")
-        id = StepId(member.name, next(member.numbers))
+        called = self._called()
+        begun = self._loop.take(called)
+        id = self._starter.next_step() if begun is None else begun.step
         others: dict[str, Peer] = {}
         try:
             others.update((name_of(host), member.server.peer(name_of(host))) for host in self._ps)
-            self._run_parts(id, attempt, others)
+            self._run_parts(id, attempt, called, others if begun is None else begun.peers, begun)
         except DflowError as error:
             member.say(f"failed in step {step}")
             self._checks.failed(attempt, str(error))
-            member.server.runs.cancel(id, error)
-            cancel_elsewhere(id, others.values(), error)
+            self._starter.cancel(id, others.values(), error)
             raise
 
-    def _run_parts(self, id: StepId, attempt: Attempt, others: Mapping[str, Peer]) -> None:
-        member, future = self._member, Future[Fetches]()
-        parts = StepParts((member.name, *others), partial(end_wait, future))
-        for host, (task, peer) in zip(self._ps, others.items(), strict=True):
-            peer.start(RunPlan(self._handle_on(host), id.origin, id.number), on_reply=partial(parts.ended, task))
+    def _called(self) -> RegisteredStep:
+        """Return the step with the present handles of its plans."""
+        handles = {self.task: self._plan, **{name_of(host): self._handle_on(host) for host in self._ps}}
+        return self._registered.setdefault((*handles.values(),), RegisteredStep(handles, ()))
+
+    def _run_parts(
+        self, id: StepId, attempt: Attempt, called: RegisteredStep, others: Mapping[str, Peer], begun: BegunStep | None
+    ) -> None:
+        member = self._member
+        over = SimpleQueue[Outcome[Fetches]]() if begun is None else begun.outcome
+        parts = self._starter.start(id, others, called.handles, over.put) if begun is None else begun.parts
+        self._loop.begin_more(id, others, called.handles)
         member.sleep(COMPUTE_S)
-        member.server.run(self._plan, id, [np.int32(attempt.number)], partial(parts.ended, member.name))
-        member.wait(f"step {attempt.step}", STEP_S, future)
+        self._starter.run_own(id, called.handles, [np.int32(attempt.number)], parts)
+        fetched(self._outcome(f"step {attempt.step}", over))
+
+    def _outcome(self, what: str, over: SimpleQueue[Outcome[Fetches]]) -> Outcome[Fetches]:
+        """Wait for the outcome of a step."""
+        for _ in range(int(STEP_S / LOOK_S)):
+            with contextlib.suppress(Empty):
+                return over.get_nowait()
+            self._member.sleep(LOOK_S)
+        raise DeadlineExceeded(f"waited {STEP_S:g} s for {what}")
 
     def _handle_on(self, host: str) -> int:
         """Return the handle of the ps's plan in this worker's steps, made at first use; 0 while the ps is down."""

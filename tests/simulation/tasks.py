@@ -51,7 +51,7 @@ class Member(BlockingProgram):
             process=str(process),
             address="",
             settings=TaskSettings(wait_timeout_s=WAIT_S),
-            pool=SimulatedPool(process),
+            threads=SimulatedPool(process),
             clock=clock,
         )
         self.roster = Roster((), ())

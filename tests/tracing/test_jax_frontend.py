@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.jax_frontend import is_tracing, runs_plainly
+from dflow.tracing.jax_frontend import is_tracing, own_ir_context, runs_plainly
 
 
 def test_calls_run_plainly_only_where_nothing_is_traced_or_disabled_or_checked() -> None:
@@ -39,3 +39,14 @@ def test_calls_run_plainly_only_where_nothing_is_traced_or_disabled_or_checked()
     plainly = {name for name, (plain, _) in seen.items() if plain}
     assert plainly == {"outside", "outside again"}
     assert {name for name, (_, tracing) in seen.items() if not tracing} - plainly == {"disabled", "nans", "infs"}
+
+
+def test_a_program_lowered_in_its_own_context_shares_it_with_no_other() -> None:
+    def lowered(number: int) -> Any:
+        return jax.jit(lambda x: x + number).lower(1.0).compiler_ir()
+
+    before = lowered(0)
+    with own_ir_context():
+        own = lowered(1)
+    after = lowered(2)
+    assert own.context not in (before.context, after.context)

@@ -71,6 +71,31 @@ class ResourceDepth(msgspec.Struct, frozen=True):
     capacity: int
 
 
+class TaskUsage(msgspec.Struct, frozen=True):
+    """What a task has used since its start: its process's processor, by the kernel's counts, and the network.
+
+    `python_s`    time of Python's threads, in s: Python's code, sending and receiving included, and the XLA programs
+                  that run on the thread that calls them, as small ones do
+    `other_s`     time of all other threads, in s: those of XLA
+    `wakeups`     number of times that a thread of the process gave up its core to wait, and was woken later
+    `messages`    number of messages with values that it sent; a message may carry a bundle of several values
+    `values`      number of values in them
+    `size_bytes`  total size of the values
+    `updates`     number of parts that changed variables here
+    `missed`      number of updates by other steps between such a part's read of the variables and its own update: the
+                  sum over all parts
+    """
+
+    python_s: float
+    other_s: float
+    wakeups: int
+    messages: int
+    values: int
+    size_bytes: int
+    updates: int = 0
+    missed: int = 0
+
+
 class TaskState(Message, frozen=True):
     """A task's counters since its start, and its present load.
 
@@ -81,6 +106,7 @@ class TaskState(Message, frozen=True):
     `waiting`  number of values awaited
     `held`     number of values received and not taken yet
     `depths`   its queues and accumulators
+    `usage`    None unless requested
     """
 
     steps: int
@@ -90,9 +116,12 @@ class TaskState(Message, frozen=True):
     waiting: int
     held: int
     depths: tuple[ResourceDepth, ...] = ()
+    usage: TaskUsage | None = None
 
 
 class GetTaskState(Request[TaskState], frozen=True):
-    """Read the task's counters."""
+    """Read the task's counters; with `usage` also those of the kernel, which takes some 1 us for each thread."""
 
     is_open = True
+
+    usage: bool = False

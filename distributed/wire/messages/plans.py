@@ -38,11 +38,28 @@ class ReleasePlan(Notice, frozen=True):
 
 
 class RunPlan(Request[Ok], frozen=True):
-    """Run a registered plan as part of a step; answered by `Ok` when the plan has ended."""
+    """Run a registered plan as part of a step; answered by `Ok` when the plan has ended.
+
+    With `is_ahead`, the plan changes no state until `ReleaseStep`, or a value of `origin`, arrives. It begins when the
+    part of the step `after`, which `origin` started earlier, has ended here; 0 stands for no step. With `is_next`,
+    `origin` calls this step right after that one: the first values leave with the report that `after` has ended.
+    """
 
     speaker = "origin"
 
     handle: int
+    origin: str
+    step: int
+    is_ahead: bool = False
+    is_next: bool = False
+    after: int = 0
+
+
+class ReleaseStep(Notice, frozen=True):
+    """The task `origin` has called a step whose part here began ahead."""
+
+    speaker = "origin"
+
     origin: str
     step: int
 

@@ -108,13 +108,14 @@ class Join(Request[Roster | RosterChange], frozen=True):
 
 
 class EdgeTraffic(msgspec.Struct, frozen=True):
-    """Values and bytes that a task has sent over one edge since it started."""
+    """Values and bytes that a task has sent over one edge since it started, in `messages` messages."""
 
     edge: str
     source: str
     destination: str
     values: int
     size_bytes: int
+    messages: int = 0
 
 
 class Heartbeat(Notice, frozen=True):
@@ -123,6 +124,8 @@ class Heartbeat(Notice, frozen=True):
     `traffic`  its totals since it started
     `steps`    number of parts of steps that it has ended since it started
     `doing`    short text on what it works on; empty when it is idle
+    `processor_s`  time that all threads of its process have used the processor since its start, in s
+    `wakeups`      see `TaskUsage`
     """
 
     speaker = "task"
@@ -131,6 +134,8 @@ class Heartbeat(Notice, frozen=True):
     traffic: tuple[EdgeTraffic, ...] = ()
     steps: int = 0
     doing: str = ""
+    processor_s: float = 0.0
+    wakeups: int = 0
 
 
 class Leave(Request[Ok], Notice, frozen=True):

@@ -58,6 +58,19 @@ class TaskHealth(msgspec.Struct, frozen=True):
     stalled_since_s: float | None
 
 
+class PartCosts(msgspec.Struct, frozen=True):
+    """What the process of a task used while it ran `parts` parts of steps.
+
+    The first part and all that came before it, such as imports and compilation, are not counted: the interval is from
+    the first heartbeat that reported the end of a part to the newest one. See `Heartbeat` for the other fields.
+    """
+
+    task: str
+    parts: int
+    processor_s: float
+    wakeups: int
+
+
 class Health(Message, frozen=True):
     """`health` is None for a task that is not live or not heard yet; `absence` says why it is not live, or is empty."""
 
@@ -81,6 +94,7 @@ class Status(Message, frozen=True):
             restart; each has until its deadline to rejoin
     `left`  number of tasks that have left, including the ones no longer listed
     `not_finite`  the first non-finite loss of each run and metric
+    `costs`  of the newest process of each task that has run more than one part of a step, also after it has left
     """
 
     now_s: float
@@ -96,6 +110,7 @@ class Status(Message, frozen=True):
     away: tuple[str, ...] = ()
     left: int = 0
     not_finite: tuple[NotFinite, ...] = ()
+    costs: tuple[PartCosts, ...] = ()
 
 
 class GetStatus(Request[Status], frozen=True):

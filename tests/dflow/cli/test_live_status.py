@@ -12,7 +12,7 @@ from rich.console import Console
 
 import dflow
 from dflow.cli.live_status import Look, live_view, show_status, stragglers
-from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState
+from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.status import Status, TaskHealth
 from dflow.testing import memory_cluster
@@ -21,7 +21,8 @@ PS, W0, W1, W2 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "
 
 
 def state(steps: int, step_s: float, *depths: ResourceDepth) -> TaskState:
-    return TaskState(steps, step_s, steps, 1, 2, 0, depths)
+    usage = TaskUsage(0.001 * steps, 0.002 * steps, 5 * steps, 2 * steps, 6 * steps, 100 * steps)
+    return TaskState(steps, step_s, steps, 1, 2, 0, depths, usage)
 
 
 def look(at_s: float, steps: int, sent: int, states: dict[str, TaskState]) -> Look:
@@ -32,7 +33,7 @@ def look(at_s: float, steps: int, sent: int, states: dict[str, TaskState]) -> Lo
         TaskHealth(W1, at_s - 0.5, 3, "step 4: waits for w", at_s - 70.0),
         TaskHealth(W2, at_s - 8.0, 3, "", None),
     )
-    traffic = (EdgeTraffic("w", PS, W0, sent, 1000 * sent),)
+    traffic = (EdgeTraffic("w", PS, W0, sent, 1000 * sent, messages=sent // 4),)
     return Look(at_s, Status(at_s, tasks, (), (), steps, 100, (), traffic, {}, health), states)
 
 
@@ -44,8 +45,7 @@ def text_of(view: Any) -> str:
 
 
 def row(text: str, task: str) -> list[str]:
-    (line,) = (line for line in text.splitlines() if line.strip().startswith(task))
-    return line.split()
+    return next(line for line in text.splitlines() if line.strip().startswith(task)).split()
 
 
 def test_rates_are_those_between_two_looks() -> None:
@@ -57,8 +57,19 @@ def test_rates_are_those_between_two_looks() -> None:
     assert "ready 3/5" in text
     assert "Sent now: 20.0 kB/s" in text
     assert [line.split() for line in text.splitlines() if "ps:0 -> worker:0" in line] == [
-        ["w", "ps:0", "->", "worker:0", "20.0", "20.0", "kB/s"]
+        ["w", "ps:0", "->", "worker:0", "5.0", "20.0", "20.0", "kB/s"]
     ]
+
+
+def test_what_a_part_costs_now_is_shown_for_each_task_that_says_so() -> None:
+    before = look(100.0, 10, 40, {PS: replace(state(0, 0.0), usage=None), W0: state(10, 0.01)})
+    now = look(102.0, 30, 80, {PS: replace(state(0, 0.0), usage=None), W0: state(30, 0.02)})
+    text = text_of(live_view(before, now))
+    assert row(text[text.index("A part of a step now") :], "worker:0") == [
+        *("worker:0", "10.0", "3", "%", "1000", "us", "2000", "us", "5.0", "2.0", "6.0", "100", "B")
+    ]
+    assert "ps:0" not in text[text.index("A part of a step now") : text.index("Sent now")]
+    assert "A part of a step now" not in text_of(live_view(look(1.0, 1, 0, {}), look(2.0, 1, 0, {})))
 
 
 def test_a_task_that_is_stuck_or_silent_or_not_reached_is_told_so() -> None:

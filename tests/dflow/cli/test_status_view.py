@@ -11,12 +11,12 @@ from dflow.cli.status_view import (
     grouped_traffic,
     launch_view,
     progress_line,
-    size_text,
     type_text,
 )
+from dflow.cli.tables import size_text
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
-from dflow.distributed.wire.messages.status import Status, VariableInfo, WorkerProgress
+from dflow.distributed.wire.messages.status import PartCosts, Status, VariableInfo, WorkerProgress
 
 PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
@@ -128,6 +128,27 @@ def test_variables_say_their_type_size_and_task() -> None:
     variables = (VariableInfo("conv1/kernel", "float32", (3, 3, 1, 16), 576, PS1),)
     [row] = [line.split() for line in printed(status(variables=variables)).splitlines() if "conv1" in line]
     assert row == ["conv1/kernel", "f32[3,3,1,16]", "576", "B", "ps:1"]
+
+
+def test_an_edge_has_its_messages_values_and_bytes_unless_a_task_does_not_count_messages() -> None:
+    counted = EdgeTraffic("w+9", PS0, WORKERS[0], 40, 5_000_000, messages=4)
+    rows = [line.split() for line in printed(status(traffic=(counted, sent("v", PS0, WORKERS[0])))).splitlines()]
+    assert ["w+9", "ps:0", "->", "worker:0", "4", "40", "5.000"] in rows
+    assert ["v", "ps:0", "->", "worker:0", "2", "0.000"] in rows
+
+
+def test_tasks_say_what_their_parts_of_steps_cost_also_when_they_have_left() -> None:
+    tasks = (TaskInfo(PS0, "h:1", 0.5, 9.0, "stopped"), TaskInfo(WORKERS[0], "h:2", 1.0))
+    text = printed(status(tasks=tasks, costs=(PartCosts(PS0, 4000, 5.332, 19_200),), expected=(PS1,)))
+    assert [line.rstrip() for line in text[text.index("Tasks") :].splitlines() if line.strip()] == [
+        "Tasks",
+        " task       joined    left   parts   processor   wake-ups   why",
+        " ───────────────────────────────────────────────────────────────────",
+        " ps:0        0.5 s   9.0 s    4000     1333 us        4.8   finished",
+        " worker:0    1.0 s                                          live",
+        " ps:1        never",
+    ]
+    assert "wake-ups" not in printed(status(tasks=tasks))
 
 
 def test_results_are_shown() -> None:

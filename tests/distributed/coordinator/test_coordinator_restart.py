@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import msgspec
@@ -21,7 +22,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.durable_records import apply_changes
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.placement import PlaceVariable
@@ -163,10 +164,17 @@ class World:
         answers = {
             ask: Roster(tuple(map(_without_reason, answer.tasks)), answer.expected, answer.version)
             if isinstance(answer, Roster)
+            else _without_left(answer)
+            if isinstance(answer, Failure)
             else _without_mark(answer)
             for ask, answer in self.answers.items()
         }
         return answers, msgspec.structs.replace(status, tasks=tasks, health=())
+
+
+def _without_left(failure: Failure) -> Failure:
+    """Return the failure without the reason why a task left."""
+    return Failure(failure.kind, re.sub(r"(left at [\d.]+ s): .*?(, and |\n|$)", r"\1\2", failure.text))
 
 
 def _without_mark(answer: Message) -> Message:

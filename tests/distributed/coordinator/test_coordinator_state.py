@@ -25,7 +25,7 @@ from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, RosterChange
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status
+from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, PartCosts, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
 
 PS0, WORKER0, WORKER1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -148,6 +148,14 @@ def test_traffic_and_results_are_in_the_status_after_the_task_has_left() -> None
     state.handle(PeerClosed(2.0, 10, "reset"))
     now = status(state, 7.0)
     assert (now.now_s, now.traffic, now.results) == (7.0, (sent,), {"accuracy": 0.75})
+
+
+def test_what_parts_cost_a_task_is_in_the_status_after_it_has_left() -> None:
+    state = cluster()
+    for at_s, heartbeat in enumerate((Heartbeat(WORKER0, (), 1, "", 2.0, 10), Heartbeat(WORKER0, (), 5, "", 3.0, 30))):
+        state.handle(Told(at_s, 10, heartbeat))
+    state.handle(Told(2.0, 10, Leave(WORKER0, "finished")))
+    assert status(state, 3.0).costs == (PartCosts(WORKER0, 4, 1.0, 20),)
 
 
 def test_one_that_closes_says_so_without_waiting_for_an_answer() -> None:

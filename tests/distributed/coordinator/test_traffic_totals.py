@@ -3,7 +3,7 @@ from dflow.distributed.wire.messages.roster import EdgeTraffic
 
 
 def sent(values: int) -> EdgeTraffic:
-    return EdgeTraffic("w", "ps:0", "worker:0", values, 4 * values)
+    return EdgeTraffic("w", "ps:0", "worker:0", values, 4 * values, messages=2 * values)
 
 
 def test_a_newer_report_takes_the_place_of_the_last() -> None:

@@ -73,6 +73,15 @@ client.leave()
     assert "dflow: to watch: dflow status --watch --coordinator 127.0.0.1:" in output.splitlines()[1]
 
 
+def test_a_fault_in_native_code_prints_the_stacks_of_the_task(tmp_path: Path) -> None:
+    with launch(tmp_path, "import ctypes\nctypes.string_at(0)") as launched:
+        status, output = launched.finish()
+    assert status == 1, output
+    assert "[worker:0] Fatal Python error: Segmentation fault\n" in output
+    assert re.search(r'\[worker:0\]   File ".*script.py", line 2 in <module>\n', output), output
+    assert "worker:0 ended: killed by SIGSEGV" in output
+
+
 def test_a_full_disk_under_the_logs_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     for name in ("launcher", "worker-0"):

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import dflow
 from dflow.distributed.observe.clock_alignment import Offset
+from dflow.distributed.observe.spans import spans
 from dflow.distributed.observe.task_observer import MOST_EVENTS
 from dflow.distributed.observe.trace_file import first_steps, trace_of
 from dflow.distributed.observe.tracer import Observed, Trace, Tracer
@@ -127,10 +129,87 @@ def test_the_trace_shows_what_was_computed_sent_and_waited_for_on_each_task(tmp_
     assert list(processes.values()) == ["ps:0", "ps:1", "worker:0", "worker:1"]
     tracks = {(processes[event["pid"]], event["cat"]) for event in events if event["ph"] == "X"}
     for task in ("ps:0", "ps:1", "worker:0"):
-        assert {(task, track) for track in ("parts of steps", "compute", "transfers", "waits")} <= tracks
+        assert {(task, track) for track in ("parts of steps", "Python", "XLA", "messages", "waits")} <= tracks
     assert ("worker:0", "steps") in tracks
     assert any(Path(__file__).name in event.get("args", {}).get("line", "") for event in events)
     assert set(json.loads(data)["otherData"]["clocks"]) == set(processes.values())
+
+
+def test_a_bundle_is_one_message_from_its_sending_to_its_arrival_with_its_values_and_bytes(tmp_path: Path) -> None:
+    with memory_cluster(ps=1) as memory, closing(memory.worker()) as worker:
+        with worker.parameter_servers():
+            w = [dflow.Variable(lambda: jnp.zeros(64), name=f"w{number}") for number in range(3)]
+
+        @dflow.jit
+        def step() -> Any:
+            return sum(each.read().sum() for each in w)
+
+        step()
+        with worker.trace(tmp_path / "trace.json"):
+            step()
+        (sent,) = memory.tasks["ps:0"].server.traffic()
+        usage = memory.tasks["ps:0"].server.usage()
+    data = (tmp_path / "trace.json").read_bytes()
+    assert faults_of(data) == []
+    events = json.loads(data)["traceEvents"]
+    on_way, arrival = sorted(
+        (event for event in events if event.get("cat") == "messages" and event["ph"] == "X"), key=at
+    )
+    assert (on_way["name"], arrival["name"]) == ("w0+2 to worker:0", "w0+2 from ps:0")
+    for each in (on_way, arrival):
+        assert {key: each["args"][key] for key in ("message", "values", "bytes")} == {
+            "message": "w0+2",
+            "values": 3,
+            "bytes": 3 * 64 * 4,
+        }
+    assert on_way["dur"] >= on_way["args"]["sending us"]
+    assert at(on_way) + on_way["dur"] >= at(arrival) - 0.001
+    assert (sent.edge, sent.messages, sent.values, sent.size_bytes) == ("w0+2", 2, 6, 2 * 3 * 64 * 4)
+    assert (usage.messages, usage.values, usage.size_bytes) == (2, 6, 2 * 3 * 64 * 4)
+
+
+def at(event: dict[str, Any]) -> float:
+    return float(event["ts"])
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_an_update_is_computed_when_the_new_values_of_its_variables_are_there(turns: int) -> None:
+    with memory_cluster(ps=2) as memory, closing(memory.worker()) as worker:
+        with worker.parameter_servers():
+            a = dflow.Variable(lambda: jnp.zeros(7), name="a")
+            b = dflow.Variable(lambda: jnp.zeros(7), name="b")
+
+        def update(_: Any, carry: Any) -> Any:
+            a.assign_add(b.read())
+            b.assign_add(a.read())
+            return carry
+
+        # A loop over two tasks is run by items, not by one XLA call.
+        step = dflow.jit(lambda: jax.lax.fori_loop(0, turns, update, 0) if turns > 1 else update(0, 0))
+        step()
+        shapes: list[tuple[int, ...]] = []
+        for task in memory.tasks.values():
+            recorder = task.server.recorder
+            recorder.called = _noting(shapes, recorder.called)  # type: ignore[method-assign]
+        step()
+        assert shapes == [], "no trace is on"
+        tracer = Tracer(observed(memory, [worker]))
+        step()
+        found = tracer.stop()
+    assert shapes.count((7,)) >= 2 * turns
+    for task in memory.tasks.values():
+        calls = [span for span in spans(found.events[task.server.name]) if span.began.kind == "Call"]
+        assert len(calls) >= turns
+        assert all(span.computed is not None for span in calls)
+    assert {row.task for row in found.step_times()} == {*found.events}
+
+
+def _noting(shapes: list[tuple[int, ...]], called: Callable[..., None]) -> Callable[..., None]:
+    def noted(results: Any, *call: Any) -> None:
+        shapes.extend(result.shape for result in results)
+        called(results, *call)
+
+    return noted
 
 
 def test_the_first_whole_steps_of_each_worker_are_kept() -> None:
@@ -229,7 +308,8 @@ def test_slices_that_overlap_get_tracks_of_their_own(items: list[tuple[int, int,
     data = Trace({TASK: events}, {TASK: Offset(5, 1)}, (), {}).json()
     assert faults_of(data) == []
     slices = [event for event in json.loads(data)["traceEvents"] if event["ph"] == "X"]
-    assert sorted(event["name"] for event in slices) == sorted(f"item {number}" for number in range(len(items)))
+    calls = [f"dispatch item {number}" for number, (kind, _, _) in enumerate(items) if kind == 0]
+    assert sorted(event["name"] for event in slices) == sorted([*calls, *(f"item {n}" for n in range(len(items)))])
 
 
 def test_what_has_not_ended_lasts_to_the_end_and_says_that_it_goes_on() -> None:

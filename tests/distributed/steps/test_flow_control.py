@@ -212,10 +212,11 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[TaskServer, TaskServe
     """A worker that sends, and a ps that receives, where each sender's share of the window is four values."""
     kind: Kind = KINDS[request.param]
     transport = kind.make(None)
-    chosen = TaskSettings(threads=2, window_bytes=(1 + len(CLIENTS)) * 4 * (SIZE + COST_BYTES))
+    chosen = TaskSettings(window_bytes=(1 + len(CLIENTS)) * 4 * (SIZE + COST_BYTES))
     made = tuple(TaskServer(name, transport, address=kind.free, settings=chosen) for name in (WORKER, PS))
     for server in made:
         server.roster_changed(roster(*made))
+    made[0].peer(PS)  # plans connect a destination before they send to it
     yield made[0], made[1]
     for server in made:
         server.close()

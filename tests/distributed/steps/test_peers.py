@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.tracing.errors import TaskLost
+from dflow.lowering.values.computed import before_waiting
+from dflow.tracing.errors import DeadlineExceeded, TaskLost
 from tests.distributed.transports import DEADLINE_S, Recorder
 
 PS0 = "/job:ps/task:0"
@@ -93,3 +95,89 @@ def test_a_task_that_cannot_be_reached_for_all_the_time_there_is_counts_as_lost(
     peers.set_addresses({PS0: "memory:1"})
     with pytest.raises(TaskLost, match=f"{PS0} at memory:1 could not be reached within 0.01 s: nothing listens there"):
         peers.get(PS0)
+
+
+class Refusing:
+    """A transport that fails attempts to connect, when they may end."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.listen = self.network.listen
+        self.attempts, self.may_end = list[str](), threading.Event()
+
+    def connect(self, address: str, **settings: Any) -> Peer:
+        self.attempts.append(threading.current_thread().name)
+        assert self.may_end.wait(DEADLINE_S)
+        raise DeadlineExceeded("no answer")
+
+
+def test_those_who_wait_for_a_task_share_the_attempt_and_have_an_error_each() -> None:
+    transport, errors = Refusing(), SimpleQueue[Exception | None]()
+    peers = Peers(transport, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "memory:1"})
+    assert peers.connected(PS0) is None
+    for _ in range(3):
+        peers.when_connected(PS0, errors.put)
+    transport.may_end.set()
+    found = [errors.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert [(type(error), str(error)) for error in found] == [(TaskLost, "no answer")] * 3
+    assert len({id(error) for error in found}) == 3
+    assert transport.attempts == [f"dflow dial {PS0}"]
+    peers.when_connected(PS0, errors.put)
+    assert isinstance(errors.get(timeout=DEADLINE_S), TaskLost)
+    assert len(transport.attempts) == 2
+
+
+def test_once_a_task_is_connected_its_connection_is_found() -> None:
+    network, errors = MemoryNetwork(), SimpleQueue[Exception | None]()
+    listener = network.listen("", name=PS0, handler=Recorder())
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: listener.address})
+    peers.when_connected(PS0, errors.put)
+    assert errors.get(timeout=DEADLINE_S) is None
+    peer = peers.connected(PS0)
+    assert peer is not None
+    assert peer is peers.get(PS0)
+    peer.close("test")
+    assert peers.connected(PS0) is None
+    peers.close()
+    with pytest.raises(TaskLost, match="worker/task:0 has left the cluster, since close was called"):
+        peers.connected(PS0)
+    listener.close()
+
+
+def test_without_a_thread_a_task_counts_as_lost() -> None:
+    errors = list[Exception | None]()
+    threads = ThreadPoolExecutor(1)
+    peers = Peers(
+        MemoryNetwork(),
+        name="/job:worker/task:0",
+        handler=Recorder(),
+        connect_timeout_s=DEADLINE_S,
+        submit=threads.submit,
+    )
+    peers.set_addresses({PS0: "memory:1"})
+    threads.shutdown()
+    peers.when_connected(PS0, errors.append)
+    assert [str(error) for error in errors] == [
+        f"{PS0} cannot be connected: cannot schedule new futures after shutdown"
+    ]
+
+
+def test_a_reader_thread_hands_over_its_connections_before_it_waits_for_an_attempt() -> None:
+    transport, waits = Refusing(), SimpleQueue[None]()
+    peers = Peers(transport, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "memory:1"})
+
+    def get() -> None:
+        before_waiting(lambda: waits.put(None))
+        with pytest.raises(TaskLost, match="no answer"):
+            peers.get(PS0)
+
+    with ThreadPoolExecutor(2) as pool:
+        getting = [pool.submit(get) for _ in range(2)]
+        for _ in getting:
+            waits.get(timeout=DEADLINE_S)
+        transport.may_end.set()
+        for each in getting:
+            each.result(DEADLINE_S)

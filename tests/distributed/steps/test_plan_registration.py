@@ -96,9 +96,9 @@ def test_a_program_that_a_task_has_is_not_sent_again(memory: MemoryCluster, monk
     sizes: list[tuple[int, ...]] = []
     add = PlanRegistry.add_encoded
 
-    def noted(self: PlanRegistry, message: Any, payload: Any) -> int:
+    def noted(self: PlanRegistry, message: Any, *given: Any) -> int:
         sizes.append(message.program_sizes)
-        return add(self, message, payload)
+        return add(self, message, *given)
 
     monkeypatch.setattr(PlanRegistry, "add_encoded", noted)
     with closing(memory.worker(0)) as first, closing(memory.worker(1)) as second:

@@ -45,7 +45,7 @@ def add(
 ) -> int:
     plan = msgspec.msgpack.encode(Plan(task, slots, items, **fields))
     message = RegisterPlan(plan, tuple(len(program) for program in programs))
-    return registry.add_encoded(message, memoryview(b"".join(programs)))
+    return registry.add_encoded(message, memoryview(b"".join(programs)), WORKER)
 
 
 @pytest.fixture
@@ -195,13 +195,13 @@ def test_a_plan_that_cannot_run_is_refused(items: tuple[Item, ...], fields: dict
 
 def test_bytes_that_are_no_plan_are_refused() -> None:
     with pytest.raises(errors.WireError, match="4 bytes are no plan"):
-        PlanRegistry(PS).add_encoded(RegisterPlan(b"junk", ()), memoryview(b""))
+        PlanRegistry(PS).add_encoded(RegisterPlan(b"junk", ()), memoryview(b""), WORKER)
 
 
 def test_programs_that_do_not_fill_the_payload_are_refused() -> None:
     message = RegisterPlan(msgspec.msgpack.encode(Plan(PS, 0, ())), (3, -1))
     with pytest.raises(errors.WireError, match=r"programs of \[3, -1\] bytes do not fill a payload of 2 bytes"):
-        PlanRegistry(PS).add_encoded(message, memoryview(bytes(2)))
+        PlanRegistry(PS).add_encoded(message, memoryview(bytes(2)), WORKER)
 
 
 def test_a_handle_of_a_registry_that_is_gone_names_no_plan_of_another() -> None:
@@ -226,9 +226,9 @@ def test_a_program_that_is_here_need_not_be_sent_again(loaded: list[tuple[bytes,
     add(registry, Call(0, ("w",), (), (0,), (1,)), programs=(b"one",))
     assert registry.wanted(offer) == (1,)
     assert registry.wanted(named((b"one", b"two"), (0, 3), calls=2)) == ()
-    handle = registry.add_encoded(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"))
+    handle = registry.add_encoded(named((b"one", b"two"), (0, 3), calls=2), memoryview(b"two"), WORKER)
     assert registry.wanted(offer) == ()
-    assert registry.add_encoded(offer, memoryview(b"")) == handle
+    assert registry.add_encoded(offer, memoryview(b""), WORKER) == handle
     assert loaded == [(b"one", 1), (b"two", 1)]
 
 
@@ -250,7 +250,7 @@ def test_a_program_of_another_donation_is_another(loaded: list[tuple[bytes, int]
 )
 def test_fingerprints_that_do_not_fit_are_refused(message: RegisterPlan, payload: bytes, text: str) -> None:
     with pytest.raises(errors.WireError, match=text):
-        PlanRegistry(PS).add_encoded(message, memoryview(payload))
+        PlanRegistry(PS).add_encoded(message, memoryview(payload), WORKER)
 
 
 def test_a_plan_is_gone_when_it_was_released_as_often_as_it_was_registered(loaded: list[tuple[bytes, int]]) -> None:

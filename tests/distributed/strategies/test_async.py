@@ -36,9 +36,9 @@ class Scripted:
         self.claims = list(claims)
         self.told: list[ClaimSteps] = []
 
-    def shared_step(self) -> Any:
-        """Refuse nothing."""
-        return nullcontext()
+    def shared_steps(self, prefetch: int) -> Any:
+        """Refuse nothing, and begin no step ahead."""
+        return nullcontext(nullcontext)
 
     def ask(self, claim: ClaimSteps) -> Claimed:
         """Hand out the next claim, or none when no more are wanted."""
@@ -56,9 +56,9 @@ class Worker:
     def __post_init__(self) -> None:
         self.task = self.coordinator.task
 
-    def shared_step(self) -> Any:
-        """Nothing is refused here."""
-        return nullcontext()
+    def shared_steps(self, prefetch: int) -> Any:
+        """Refuse nothing, and begin no step ahead."""
+        return nullcontext(nullcontext)
 
 
 class Lost(Scripted):

@@ -19,7 +19,7 @@ def make_cluster(request: pytest.FixtureRequest) -> Iterator[MakeCluster]:
     made: list[Cluster] = []
 
     def make(settings: TaskSettings | None = None) -> Cluster:
-        made.append(Cluster(KINDS[request.param], settings or TaskSettings(threads=2)))
+        made.append(Cluster(KINDS[request.param], settings or TaskSettings()))
         return made[-1]
 
     yield make

@@ -20,6 +20,7 @@ from dflow.tracing.errors import WireError
 from dflow.tracing.ir.types import ArrayType
 
 F32 = ArrayType(np.dtype("float32"), (3,))
+WORKER = "/job:worker/task:0"
 DOUBLED = export_program(lambda x: [x * 2, x + 1], [F32])
 TEN = np.full(3, 10, np.float32)
 
@@ -34,7 +35,7 @@ class Task:
     ) -> VariablesCreated:
         infos, data = encode_arrays(arrays)
         message = CreateVariables(variables, infos, tuple(map(len, programs)))
-        return self.creation.create(message, memoryview(b"".join((data, *programs))))
+        return self.creation.create(message, memoryview(b"".join((data, *programs))), WORKER)
 
     def values(self) -> dict[str, list[float]]:
         return {name: self.store.read(name).tolist() for name in sorted(self.store.table.entries)}
@@ -119,19 +120,20 @@ MALFORMED = {
 def test_parts_that_do_not_fit_together_are_refused(task: Task, name: str) -> None:
     message, size = MALFORMED[name]
     with pytest.raises(WireError, match=r"arrays|payload"):
-        task.creation.create(message, memoryview(bytes(size)))
+        task.creation.create(message, memoryview(bytes(size)), WORKER)
     assert not task.values()
 
 
 def test_a_program_is_compiled_once() -> None:
-    compiled: list[memoryview] = []
+    compiled: list[tuple[memoryview, str]] = []
     registry = PlanRegistry("/job:ps/task:0")
-    creation = VariableCreation(Store(), lambda blob: (compiled.append(blob), registry.program(blob))[1])
+    creation = VariableCreation(Store(), lambda *given: (compiled.append(given), registry.program(*given))[1])
     message = CreateVariables(
         tuple(variable(name, ProgramCall(0, (0,)), arrays=1, result=1) for name in "abc"),
         (ArrayInfo("float32", (3,)),) * 3,
         (len(DOUBLED),),
     )
-    assert creation.create(message, memoryview(TEN.tobytes() * 3 + DOUBLED)) == VariablesCreated()
+    assert creation.create(message, memoryview(TEN.tobytes() * 3 + DOUBLED), WORKER) == VariablesCreated()
     assert len(compiled) == 3
-    assert len({id(registry.program(blob)) for blob in compiled}) == 1
+    assert {task for _, task in compiled} == {WORKER}
+    assert len({id(registry.program(*given)) for given in compiled}) == 1

@@ -136,6 +136,44 @@ def test_gradients_travel_and_the_state_of_the_optimizer_stays(memory: MemoryClu
     assert {(sent.values, sent.size_bytes) for sent in large} == {(2, 448 + 400)}
 
 
+@pytest.mark.parametrize("layout", ["whole", "every second column", "by columns", "rows backwards"])
+def test_a_numpy_argument_has_the_value_that_it_had_at_the_call(worker: Cluster, layout: str) -> None:
+    with worker.parameter_servers():
+        total = dflow.Variable(lambda: jnp.zeros((8, 2)), name="total")
+
+    @dflow.jit
+    def step(x: Any, slow: Any) -> Any:
+        total.assign_add(x)
+        for _ in range(4):
+            slow = slow @ slow
+        return x, x + 0 * slow.sum()
+
+    slow = jnp.eye(600)
+    for _ in range(2):  # the first call compiles
+        batch = aligned_zeros(8, 4)
+        batch[...] = np.arange(32).reshape(8, 4)
+        views = {
+            "whole": batch.reshape(16, 2)[:8],
+            "every second column": batch[:, ::2],
+            "by columns": batch.reshape(4, 8)[:2].T,
+            "rows backwards": batch[::-1, :2],
+        }
+        given = np.array(views[layout])
+        total.assign(jnp.zeros((8, 2)))
+        results = step(views[layout], slow)
+        batch[...] = -1  # while the program runs
+        for result in (*results, total.read()):
+            np.testing.assert_array_equal(result, given)
+
+
+def aligned_zeros(*shape: int) -> Any:
+    """Return float32 zeros that a program on a CPU takes without a copy."""
+    size_bytes = 4 * int(np.prod(shape))
+    memory = np.zeros(size_bytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + size_bytes].view(np.float32).reshape(shape)
+
+
 def test_a_coordinator_nobody_answers_for() -> None:
     with pytest.raises(DeadlineExceeded, match=r"the coordinator at nowhere could not be reached within 0\.2 s"):
         Cluster("nowhere", MemoryNetwork(), job="worker", index=0, store=Store(), settings=SOON, address="")

@@ -17,6 +17,8 @@ from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, UseResource
+from dflow.lowering.steps.recorder import ITEM_ENDED, Recorder
+from dflow.lowering.steps.straight_line import run_of
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -134,6 +136,22 @@ def test_a_step_ends_when_the_thread_that_brings_what_it_waits_for_is_interrupte
         queue.start(ResourceOp("queue.enqueue"), (np.float32(1),), lambda results: None)
     assert [type(outcome) for outcome in outcomes] == [StepCancelled]
     assert "the thread that brought what this step waited for was interrupted" in str(outcomes[0])
+
+
+@pytest.mark.parametrize("executor", [Execution, run_of])
+def test_an_interrupt_reaches_the_thread_that_brought_what_its_own_step_waited_for(executor: Any) -> None:
+    class Interrupted(Recorder):
+        def note(self, kind: Any, *_: Any) -> None:
+            if kind is ITEM_ENDED:
+                raise KeyboardInterrupt
+
+    store, outcomes = Store(), list[Any]()
+    store.resources["q"] = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType(()))
+    executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.enqueue")),)))
+    arguments = executable, store, Mailbox(Mail(), ALONE), StepId(ALONE, 1), (), outcomes.append, lambda work: work()
+    with pytest.raises(KeyboardInterrupt):
+        executor(*arguments, recorder=Interrupted()).start()
+    assert [type(outcome) for outcome in outcomes] == [StepCancelled]
 
 
 def test_an_unknown_method_is_a_fault() -> None:

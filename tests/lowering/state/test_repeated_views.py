@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.lowering.programs.program import lower_program
+from dflow.lowering.state import repeated_views
 from dflow.lowering.state.repeated_views import RepeatedViews
-from dflow.lowering.state.store import Store
+from dflow.lowering.state.store import Store, has_view
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import ArrayType
 
@@ -96,3 +97,22 @@ def test_a_variable_that_is_gone_is_named() -> None:
     store.table.forget("b", "b is gone", "make it again")
     with pytest.raises(VariableError, match="b is gone"):
         views()
+
+
+def test_a_value_may_be_overwritten_right_after_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = store_of()
+    add, views, read = repeated_add(store, NAMES), RepeatedViews(store, NAMES), store.views
+    add()
+
+    def overwritten(value: Any) -> bool:
+        add()  # deletes `value`
+        return has_view(value)
+
+    def overwriting(keys: Sequence[str]) -> Any:
+        values = read(keys)
+        add()  # keeps what these are views of
+        monkeypatch.setattr(repeated_views, "has_view", overwritten)
+        return values
+
+    monkeypatch.setattr(store, "views", overwriting)
+    assert [float(value[0]) for value in views()] == [1, 2, 3]

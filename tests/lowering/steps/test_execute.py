@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.lowering.programs.program import Program, lower_program
-from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.channel import NotConnected, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
@@ -399,6 +399,72 @@ def test_a_channel_that_cannot_send_ends_the_execution() -> None:
     with pytest.raises(ConnectionError, match="no way to /job:ps/task:0"):
         fetched(outcomes[0])
     assert len(outcomes) == 1
+
+
+class Connecting(Mailbox):
+    """A channel without a connection; `waiting` are the callbacks for when there is one."""
+
+    def __init__(self, mail: Mail, task: str) -> None:
+        super().__init__(mail, task)
+        self.is_connected = False
+        self.waiting: list[Callable[[Exception | None], None]] = []
+
+    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
+        if not self.is_connected:
+            raise NotConnected(self.waiting.append)
+        super().send(step, edge, destination, values)
+
+
+@pytest.fixture
+def connecting(monkeypatch: pytest.MonkeyPatch) -> tuple[Task, Connecting]:
+    task = Task(*calls([], 3))
+    channel = Connecting(task.mail, WORKER)
+    monkeypatch.setitem(globals(), "Mailbox", lambda mail, name: channel)
+    return task, channel
+
+
+def test_a_send_is_repeated_when_its_destination_is_connected(connecting: tuple[Task, Connecting]) -> None:
+    task, channel = connecting
+    items = call(0, gives=0), call(1, gives=1), send("x", 1), send("y", 0, 2), call(2, 0, gives=2, after=[3])
+    task.start(*items, fetches=(2,))
+    assert (task.outcomes, task.sent, len(channel.waiting)) == ([], {}, 1)
+    channel.is_connected = True
+    channel.waiting.pop()(None)
+    assert task.outcomes == []  # a thread that the caller of `start` chooses runs the rest
+    task.work()
+    assert task.sent == {"x": 1, "y": 0}
+    assert task.outcomes == [(jnp.float32(2),)]
+
+
+def test_a_connection_may_be_lost_before_the_send_is_repeated(connecting: tuple[Task, Connecting]) -> None:
+    task, channel = connecting
+    task.start(send("x", 0), feeds={0: ONE})
+    for _ in range(3):
+        channel.waiting.pop()(None)
+        task.work()
+    channel.is_connected = True
+    channel.waiting.pop()(None)
+    task.work()
+    assert (task.outcomes, task.sent) == ([()], {"x": 1})
+
+
+def test_a_destination_that_cannot_be_connected_ends_the_execution(connecting: tuple[Task, Connecting]) -> None:
+    task, channel = connecting
+    execution = task.start(send("x", 0), recv("y", 1), feeds={0: ONE})
+    channel.waiting.pop()(error := ConnectionError("no way there"))
+    assert task.outcomes == [error]
+    execution.cancel(StepCancelled("too late"))
+    assert task.outcomes == [error]
+
+
+def test_a_send_is_not_repeated_after_the_end(connecting: tuple[Task, Connecting]) -> None:
+    task, channel = connecting
+    execution = task.start(send("x", 0), feeds={0: ONE})
+    execution.cancel(error := StepCancelled("enough"))
+    channel.is_connected = True
+    channel.waiting.pop()(None)
+    task.work()
+    assert (task.outcomes, task.sent) == ([error], {})
 
 
 # Many threads.

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps.plan import Call, Plan, Recv
+from dflow.lowering.steps.plan import Call, Plan, Recv, Send
 from dflow.lowering.steps.recorder import (
+    COMPUTED,
     CONNECTED,
     ITEM_BEGAN,
     ITEM_FAILED,
@@ -22,6 +23,7 @@ from dflow.lowering.steps.recorder import (
     Recorder,
     described_end,
 )
+from tests.distributed.waiting import until
 
 STEP = StepId("/job:worker/task:0", 7)
 PLAN = Plan(
@@ -82,7 +84,7 @@ def test_an_item_is_told_by_its_class_its_node_and_the_users_line() -> None:
     recorder.note(ITEM_BEGAN, STEP, PLAN, 0)
     recorder.note(ITEM_FAILED, STEP, PLAN, (1, "VariableError"))
     assert recorder.events() == [
-        Event(1, ITEM_BEGAN, *STEP, "Recv", "w", "model.py:12", "/job:worker/task:0"),
+        Event(1, ITEM_BEGAN, *STEP, "Recv", "w", "model.py:12", "/job:worker/task:0", values=1),
         Event(2, ITEM_FAILED, *STEP, "Call", "%y (xla.call)", number=1, text="VariableError"),
     ]
 
@@ -107,3 +109,84 @@ def test_what_ends_well_says_nothing(outcome: object) -> None:
 def test_an_error_is_kept_as_a_text_of_bounded_length() -> None:
     assert described_end(ValueError("too few")) == "ValueError: too few"
     assert len(described_end(ValueError("x" * 10_000))) == MOST_TEXT
+
+
+class Result:
+    """A result of a call, which is computed when `end` is called, or was donated to another call."""
+
+    def __init__(self, is_computed: bool = False, is_donated: bool = False) -> None:
+        self._computed = threading.Event()
+        self._is_donated = is_donated
+        if is_computed:
+            self.end()
+
+    def is_ready(self) -> bool:
+        if self._is_donated:
+            raise RuntimeError("donated")
+        return self._computed.is_set()
+
+    def block_until_ready(self) -> None:
+        if self._is_donated:
+            raise RuntimeError("donated")
+        self._computed.wait()
+
+    def end(self) -> None:
+        self._computed.set()
+
+
+def computed(recorder: Recorder) -> list[int]:
+    return [event.number for event in recorder.events() if event.what == COMPUTED]
+
+
+def test_a_call_whose_results_are_ready_is_noted_as_computed_at_once() -> None:
+    recorder = Recorder(clock=Clock())
+    recorder.called((Result(True),), STEP, PLAN, 1)
+    assert computed(recorder) == [], "no trace is on"
+    recorder.watch()
+    try:
+        recorder.called((Result(True), Result(True)), STEP, PLAN, 1)
+        assert computed(recorder) == [1]
+    finally:
+        recorder.unwatch()
+
+
+@pytest.mark.parametrize("donated", [False, True])
+def test_a_call_that_is_still_computed_is_noted_when_all_its_results_are_there(donated: bool) -> None:
+    recorder, later = Recorder(clock=Clock()), Result()
+    recorder.watch()
+    try:
+        recorder.called((Result(True, is_donated=donated), later), STEP, PLAN, 1)
+        recorder.called((Result(True),), STEP, PLAN, 0)
+        later.end()
+        until(lambda: sorted(computed(recorder)) == [0, 1])
+    finally:
+        recorder.unwatch()
+
+
+def test_the_end_of_a_call_is_noted_before_any_event_after_it() -> None:
+    recorder, results, others = Recorder(clock=Clock()), Result(), Result()
+    recorder.watch()
+    try:
+        # The thread that waits is busy with the first call until the end of the test.
+        recorder.called((others,), STEP, PLAN, 0)
+        recorder.called((results,), STEP, PLAN, 1)
+        recorder.note(STEP_BEGAN, STEP)
+        results.end()
+        recorder.note(SENT, STEP, "w", "/job:ps/task:0", 4, 17)
+        assert [event.what for event in recorder.events()] == [STEP_BEGAN, COMPUTED, SENT]
+        assert computed(recorder) == [1]
+    finally:
+        others.end()
+        recorder.unwatch()
+    until(lambda: computed(recorder) == [1, 0])
+    recorder.note(STEP_BEGAN, STEP)
+    assert len(recorder.events()) == 5
+
+
+def test_a_transfer_says_how_many_values_it_has() -> None:
+    recorder = Recorder(clock=Clock())
+    items = (Send("w+1", "/job:ps/task:0", (0, 1)), Recv("v+2", "/job:ps/task:0", (0, 1, 2), (("f32", ()),) * 3))
+    plan = Plan("/job:worker/task:0", 3, items)
+    for index in range(2):
+        recorder.note(ITEM_BEGAN, STEP, plan, index)
+    assert [event.values for event in recorder.events()] == [2, 3]

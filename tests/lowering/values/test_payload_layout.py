@@ -45,3 +45,13 @@ def test_each_array_is_aligned_and_another_size_is_refused() -> None:
         layout.values(bytes(71))
     with pytest.raises(WireError, match="expected at most 64 extents of 0 or more"):
         PayloadLayout([("f32", (-1,))])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_values_share_the_memory_of_the_payload_whatever_their_size(dtype: str) -> None:
+    values = [jnp.zeros(shape, dtype) for shape in ((), (3,), (1 << 20,))]
+    layout = PayloadLayout([(dtype_name(value.dtype), value.shape) for value in values])
+    payload = np.frombuffer(joined(encode_values(values)), np.uint8)
+    for back in layout.values(memoryview(payload)):
+        assert isinstance(back, np.ndarray)
+        assert np.shares_memory(back, payload)

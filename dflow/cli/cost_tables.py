@@ -1,0 +1,91 @@
+"""Tables of the costs of a step at each task: processor time, wake-ups, messages, and the division of its time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from dflow.cli.tables import make_table, size_text, time_text
+from dflow.distributed.observe.step_times import MessageTimes, StepTimes
+from dflow.distributed.wire.messages.observing import TaskState
+from dflow.tracing.devices.task_name import short_task_name, split_task_name
+
+
+def usage_table(before: Mapping[str, TaskState], now: Mapping[str, TaskState], took_s: float, *, most: int) -> Table:
+    """Return the use of the processor and the messages per part of a step, between two states `took_s` apart.
+
+    *missed* is the mean number of updates by other steps between a part's read of variables and its own update of them.
+    A row of a task without `usage`, or that was started again, is left out. At most `most` tasks have a row.
+    """
+    columns = ("parts/s", "processor", "Python", "XLA's threads", "wake-ups", "messages", "values", "bytes", "missed")
+    table = make_table("A part of a step now", "task", *(f">{column}" for column in columns))
+    rows = {
+        task: cells
+        for task in sorted(now, key=split_task_name)
+        if task in before and (cells := _usage_cells(before[task], now[task], took_s))
+    }
+    for task, cells in list(rows.items())[:most]:
+        table.add_row(short_task_name(task), *cells)
+    if len(rows) > most:
+        table.add_row(f"{len(rows) - most} more")
+    return table
+
+
+def _usage_cells(before: TaskState, now: TaskState, took_s: float) -> list[str]:
+    earlier, later, parts = before.usage, now.usage, now.parts - before.parts
+    if earlier is None or later is None or parts < 0 or later.wakeups < earlier.wakeups:
+        return []
+    # The time of Python's threads is a difference of two clocks, so it may seem to go back a little.
+    times_s = [max(later.python_s - earlier.python_s, 0.0), later.other_s - earlier.other_s]
+    shares = [f"{parts / took_s:.1f}", f"{100 * sum(times_s) / took_s:.0f} %"]
+    if not parts:
+        return [*shares, *[""] * 7]
+    updates = later.updates - earlier.updates
+    return [
+        *shares,
+        *(time_text(1e6 * time_s / parts) for time_s in times_s),
+        f"{(later.wakeups - earlier.wakeups) / parts:.1f}",
+        f"{(later.messages - earlier.messages) / parts:.1f}",
+        f"{(later.values - earlier.values) / parts:.1f}",
+        size_text((later.size_bytes - earlier.size_bytes) / parts),
+        f"{(later.missed - earlier.missed) / updates:.1f}" if updates else "",
+    ]
+
+
+def step_tables(rows: Sequence[StepTimes]) -> list[Table]:
+    """Return a table for each job whose tasks started steps: the mean time of a step in us at each task."""
+    tables: dict[str, Table] = {}
+    columns = ("steps", "took", "Python", "XLA", "sending", "wire", "waiting", "messages", "values", "bytes")
+    for row in rows:
+        title = f"A step of {row.starters}:*, in us"
+        table = tables.setdefault(row.starters, make_table(title, "task", *(f">{column}" for column in columns)))
+        times = (f"{us:.0f}" for us in (row.took_us, *row.division))
+        sent = (f"{row.messages:.1f}", f"{row.values:.1f}", size_text(row.size_bytes))
+        table.add_row(short_task_name(row.task), str(row.steps), *times, *sent)
+    return list(tables.values())
+
+
+def message_table(rows: Sequence[MessageTimes], *, most: int) -> Table:
+    """Return the messages of a step by edge, the `most` largest, with their times in us."""
+    columns = ("messages", "values each", "bytes each", "sending", "arrived after")
+    table = make_table("Messages of a step, in us", "message", "from -> to", *(f">{column}" for column in columns))
+    for row in rows[:most]:
+        arrived = f"{row.arrival_us:.0f}" if row.arrival_us is not None else ""
+        table.add_row(
+            Text(row.edge),
+            f"{short_task_name(row.source)} -> {short_task_name(row.destination)}",
+            f"{row.messages:.1f}",
+            _count(row.values),
+            size_text(row.size_bytes),
+            f"{row.sending_us:.0f}",
+            arrived,
+        )
+    if len(rows) > most:
+        table.add_row(f"{len(rows) - most} more")
+    return table
+
+
+def _count(number: float) -> str:
+    return f"{number:g}" if number else ""

@@ -1,0 +1,176 @@
+"""The next steps of a training loop, begun on the other tasks before the loop calls them.
+
+Why: a step's first round trip fetches values. Begun with the messages that end an earlier step, it costs no messages of
+its own, and no waiting.
+
+Invariants:
+
+- A step is begun ahead only if the loop's iterations have one step each, the same as before. It changes no state
+  before the loop calls it, so that it may be cancelled (`lowering.steps.begin_ahead`).
+- The values of a step are read after each update of the loop's earlier steps, except the newest `prefetch` ones.
+- Steps begun ahead are cancelled when values they read may be outdated by this process itself: after another step, a
+  write, an operation on a queue, a barrier, or a pause of the loop that takes longer than its steps do. The steps of
+  another such loop in the process count as those of another worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+from dflow.distributed.steps.step_starter import StepParts, StepStarter
+from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages.plans import ReleaseStep
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.errors import StepCancelled, TransportClosed
+
+#: A pause of the loop up to this long never cancels, in s: it is as long as a short step.
+SHORT_S = 0.01
+
+
+@dataclass(frozen=True)
+class BegunStep:
+    """A step whose parts on other tasks have begun."""
+
+    step: StepId
+    peers: Mapping[str, Peer]
+    parts: StepParts
+    outcome: SimpleQueue[Outcome[Fetches]]
+
+
+@dataclass(frozen=True, eq=False)
+class RegisteredStep:
+    """A step that is registered with its tasks.
+
+    handles           the handle of each task's plan, by task
+    released_at_call  the tasks to release when a step that began ahead is called; None if it cannot begin ahead
+    """
+
+    handles: Mapping[str, int]
+    released_at_call: tuple[str, ...] | None
+
+
+class StepsAhead:
+    """The steps begun ahead for one training loop, which one thread runs.
+
+    prefetch    number of the loop's newest updates that the values of a step may lack
+    on_refusal  called with the reason, at most once, if steps of the loop cannot begin ahead
+    """
+
+    def __init__(
+        self,
+        starter: StepStarter,
+        prefetch: int,
+        *,
+        on_refusal: Callable[[str], None] = lambda why: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._starter, self._prefetch, self._clock = starter, prefetch, clock
+        self._refusals = [on_refusal]
+        # A signal handler may change state on a thread that holds the lock, which is never held while sending.
+        self._lock = threading.RLock()
+        self._begun: deque[BegunStep] = deque()
+        #: Number of calls of `cancel`.
+        self._cancels = 0
+        #: The only step of the iteration before this one; None if it had another number of steps.
+        self._last: RegisteredStep | None = None
+        self._calls = 0
+        self._may_begin = False
+        self._paused = False
+        self._ended_s = self._took_s = 0.0
+
+    @contextlib.contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Return the context of one iteration: the loop calls its step inside."""
+        began_s = self._clock()
+        self._calls = 0
+        self._paused = began_s - self._ended_s > max(self._took_s, SHORT_S)
+        if self._paused:
+            self.cancel("the loop paused")
+        token = CURRENT.set(self)
+        try:
+            yield
+        except BaseException:
+            self.cancel("the loop failed")
+            raise
+        finally:
+            CURRENT.reset(token)
+        if self._calls != 1:
+            self._last = None
+        self._ended_s = self._clock()
+        self._took_s = self._ended_s - began_s
+
+    def take(self, called: RegisteredStep) -> BegunStep | None:
+        """Return the step that was begun ahead for this call, if there is one."""
+        self._calls += 1
+        is_same, self._last = called is self._last, called
+        why_not = ""
+        if self._calls > 1:
+            why_not = "an iteration calls several functions"
+        elif called.released_at_call is None:
+            why_not = "the function has branches, loops or copies on other tasks"
+        if why_not and self._refusals:
+            self._refusals.pop()(why_not)
+        self._may_begin = is_same and not why_not and not self._paused
+        if self._calls > 1 or not is_same:
+            self.cancel("the loop calls another function")
+        with self._lock:
+            begun = self._begun.popleft() if self._begun else None
+        if begun is not None:
+            try:
+                for task in called.released_at_call or ():
+                    with contextlib.suppress(TransportClosed):  # the step fails by that itself
+                        begun.peers[task].notify(ReleaseStep(*begun.step))
+            except BaseException as error:
+                self._starter.cancel(begun.step, begun.peers.values(), error)
+                raise
+        return begun
+
+    def begin_more(self, step: StepId, peers: Mapping[str, Peer], handles: Mapping[str, int]) -> None:
+        """Begin the steps after `step`, which the loop has called; they leave with the next messages."""
+        if not self._may_begin:
+            return
+        cancels = self._cancels
+        while (ahead := len(self._begun)) <= self._prefetch:
+            following, outcome = self._starter.next_step(), SimpleQueue[Outcome[Fetches]]()
+            after, is_next = step.number if ahead == self._prefetch else 0, self._prefetch == 0
+            parts = self._starter.start(
+                following, peers, handles, outcome.put, is_ahead=True, is_next=is_next, after=after
+            )
+            begun = BegunStep(following, peers, parts, outcome)
+            with self._lock:
+                if cancels == self._cancels:
+                    self._begun.append(begun)
+                    continue
+            self._cancel(begun, "state changed")
+            return
+
+    def state_changed(self) -> None:
+        """Cancel the steps begun ahead, since this process changed state, or waited for others that may have."""
+        self.cancel("this process changed state, or waited for other tasks")
+        # Where that happens in every iteration, begin none in the next one.
+        self._last = None
+
+    def cancel(self, why: str) -> None:
+        """Cancel the steps begun ahead."""
+        with self._lock:
+            self._cancels += 1
+            cancelled = list(self._begun)
+            self._begun.clear()
+        for begun in cancelled:
+            self._cancel(begun, why)
+
+    def _cancel(self, begun: BegunStep, why: str) -> None:
+        self._starter.cancel(begun.step, begun.peers.values(), StepCancelled(f"it was begun ahead, and {why}"))
+
+
+#: The loop whose iteration this thread runs.
+CURRENT: ContextVar[StepsAhead | None] = ContextVar("dflow_steps_ahead", default=None)

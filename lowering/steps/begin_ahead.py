@@ -1,0 +1,41 @@
+"""Which tasks of a step must be released when it begins ahead of the task that starts it.
+
+Why: a training loop fetches the parameters of its next step early. A part that begins ahead changes no state until it
+is released (`StraightRun.release`), so that the loop may still be left. The first values that a part receives from the
+starting task release it too. This file finds the parts that may change state before they receive such values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dflow.lowering.steps.executable import may_change, needs
+from dflow.lowering.steps.plan import Plan, Recv
+from dflow.lowering.steps.straight_line import MOST_CHAINED, chained_waits, is_line_item
+
+
+def released_at_call(plans: Mapping[str, Plan], origin: str) -> tuple[str, ...] | None:
+    """Return the tasks to release when the task `origin` calls the step; None if the step cannot begin ahead.
+
+    plans  the plan of each task, by name. Plans with branches, loops or copies cannot begin ahead
+    """
+    others = [plan for task, plan in plans.items() if task != origin]
+    if not all(map(_is_straight, others)):
+        return None
+    return tuple(plan.task for plan in others if _changes_by_itself(plan, origin))
+
+
+def _is_straight(plan: Plan) -> bool:
+    return all(map(is_line_item, plan.items)) and chained_waits(plan.items, needs(plan)) <= MOST_CHAINED
+
+
+def _changes_by_itself(plan: Plan, origin: str) -> bool:
+    """Whether an item may change state that comes after no receive from `origin` in this plan."""
+    needed = needs(plan)
+    released = {index for index, item in enumerate(plan.items) if isinstance(item, Recv) and item.source == origin}
+    grows = True
+    while grows:
+        later = {index for index, before in enumerate(needed) if before & released} - released
+        released |= later
+        grows = bool(later)
+    return any(may_change(item) and index not in released for index, item in enumerate(plan.items))

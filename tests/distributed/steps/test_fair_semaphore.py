@@ -1,0 +1,116 @@
+"""A semaphore with few holders, which tasks acquire one after another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from dflow.distributed.steps import fair_semaphore
+from dflow.distributed.steps.fair_semaphore import FairSemaphore
+from dflow.tracing.errors import DeadlineExceeded, TaskLost
+from tests.distributed.waiting import DEADLINE_S, until
+
+ONE, TWO = "/job:worker/task:0", "/job:worker/task:1"
+
+
+class Compiling:
+    """Threads that hold the semaphore until they may end."""
+
+    def __init__(self, limit: int) -> None:
+        self.semaphore = FairSemaphore(limit)
+        self.began: list[str] = []
+        self.may_end = threading.Semaphore(0)
+        self.threads = ThreadPoolExecutor(64)
+
+    def ask(self, task: str, name: str) -> Future[None]:
+        """Acquire the semaphore on a thread; return when that has happened or waits."""
+        known, waiting = len(self.began), self.waiting
+        asked = self.threads.submit(self._compile, task, name)
+        until(lambda: len(self.began) > known or self.waiting > waiting)
+        return asked
+
+    @property
+    def waiting(self) -> int:
+        return sum(map(len, self.semaphore._waiting.values()))
+
+    def _compile(self, task: str, name: str) -> None:
+        with self.semaphore.held_for(task):
+            self.began.append(name)
+            assert self.may_end.acquire(timeout=DEADLINE_S)
+
+    def end_one(self) -> None:
+        """End a thread, and wait until the next one holds the semaphore."""
+        known = len(self.began)
+        self.may_end.release()
+        until(lambda: len(self.began) > known)
+
+
+@pytest.fixture(params=[1])
+def compiling(request: pytest.FixtureRequest) -> Iterator[Compiling]:
+    made = Compiling(request.param)
+    yield made
+    made.may_end.release(64)
+    made.threads.shutdown()
+
+
+@pytest.mark.parametrize("compiling", [3], indirect=True)
+def test_it_has_only_so_many_holders(compiling: Compiling) -> None:
+    for number in range(5):
+        compiling.ask(ONE, f"{number}")
+    assert compiling.began == ["0", "1", "2"]
+    compiling.end_one()
+    assert compiling.began == ["0", "1", "2", "3"]
+
+
+def test_tasks_acquire_it_one_after_another_however_many_waits_each_has(compiling: Compiling) -> None:
+    for number in range(20):
+        compiling.ask(ONE, f"one {number}")
+    for number in range(2):
+        compiling.ask(TWO, f"two {number}")
+    for _ in range(5):
+        compiling.end_one()
+    assert compiling.began == ["one 0", "one 1", "two 0", "one 2", "two 1", "one 3"]
+
+
+def test_it_is_released_after_an_error() -> None:
+    semaphore = FairSemaphore(1)
+    with pytest.raises(ValueError, match="no such instruction"), semaphore.held_for(ONE):
+        raise ValueError("no such instruction")
+    with semaphore.held_for(TWO):
+        pass
+
+
+def test_close_ends_the_waits(compiling: Compiling) -> None:
+    asked = [compiling.ask(ONE, f"{number}") for number in range(3)]
+    compiling.semaphore.close(TaskLost("it closes"))
+    for waiting in asked[1:]:
+        with pytest.raises(TaskLost, match="it closes"):
+            waiting.result(DEADLINE_S)
+    with pytest.raises(TaskLost, match="it closes"), compiling.semaphore.held_for(TWO):
+        pass
+    compiling.may_end.release()
+    asked[0].result(DEADLINE_S)
+
+
+def test_a_wait_ends_at_its_deadline(compiling: Compiling, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiling.ask(ONE, "first")
+    text = f"other programs were compiled for 0.01 s before one of {TWO}"
+    with monkeypatch.context() as brief:
+        brief.setattr(fair_semaphore, "COMPILE_TIMEOUT_S", 0.01)
+        with pytest.raises(DeadlineExceeded, match=text), compiling.semaphore.held_for(TWO):
+            pass
+    assert compiling.waiting == 0
+    compiling.ask(ONE, "second")
+    compiling.end_one()
+    assert compiling.began == ["first", "second"]
+
+
+def test_by_default_there_is_a_holder_for_each_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_semaphore.os, "sched_getaffinity", lambda _: {3, 5})
+    semaphore = FairSemaphore()
+    with semaphore.held_for(ONE), semaphore.held_for(ONE):
+        assert semaphore._free == 0
+    assert semaphore._free == 2

@@ -1,0 +1,186 @@
+"""When steps of a training loop begin ahead, with a starter that only records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from dflow.distributed.steps.step_starter import StepStarter
+from dflow.distributed.steps.steps_ahead import CURRENT, SHORT_S, RegisteredStep, StepsAhead
+from dflow.lowering.queues.channel import StepId
+
+TASK = "/job:worker/task:0"
+
+
+class Starter:
+    """Records the steps begun ahead, each with the step it comes after, and the cancelled ones."""
+
+    def __init__(self) -> None:
+        self.number, self.is_next = 100, False
+        self.begun: list[tuple[int, int]] = []
+        self.cancelled: list[int] = []
+
+    def next_step(self) -> StepId:
+        self.number += 1
+        return StepId(TASK, self.number)
+
+    def start(self, step: StepId, *_: Any, is_ahead: bool, is_next: bool, after: int) -> None:
+        assert is_ahead
+        self.is_next = is_next
+        self.begun.append((step.number, after))
+
+    def cancel(self, step: StepId, *_: Any) -> None:
+        self.cancelled.append(step.number)
+
+
+class Loop:
+    """A loop with its starter and clock; `call` is one iteration, and returns the number of its step."""
+
+    def __init__(self, prefetch: int = 0) -> None:
+        self.starter, self.now_s = Starter(), 100.0
+        self.refusals: list[str] = []
+        self.ahead = StepsAhead(
+            cast(StepStarter, self.starter), prefetch, on_refusal=self.refusals.append, clock=lambda: self.now_s
+        )
+
+    def call(self, *steps: RegisteredStep, took_s: float = 0.001) -> list[int]:
+        found = []
+        with self.ahead.iteration():
+            for registered in steps:
+                begun = self.ahead.take(registered)
+                step = self.starter.next_step() if begun is None else begun.step
+                self.ahead.begin_more(step, {}, registered.handles)
+                found.append(step.number)
+            self.now_s += took_s
+        return found
+
+
+def registered() -> RegisteredStep:
+    return RegisteredStep({}, ())
+
+
+def test_each_step_begins_after_the_one_before() -> None:
+    loop, step = Loop(), registered()
+    # The first iteration shows that each has one step.
+    assert [loop.call(step) for _ in range(4)] == [[101], [102], [103], [104]]
+    assert loop.starter.begun == [(103, 102), (104, 103), (105, 104)]
+    assert loop.starter.is_next
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_with_prefetch_a_step_lacks_that_many_updates(prefetch: int) -> None:
+    loop, step = Loop(prefetch), registered()
+    called = [number for _ in range(12) for number in loop.call(step)]
+    after = dict(loop.starter.begun)
+    # Of the first steps there was none to begin after.
+    assert [after[number] for number in called[2 + prefetch :]] == called[1 : -1 - prefetch]
+    assert all(after[number] == 0 for number in called[2 : 2 + prefetch])
+    assert not loop.starter.is_next
+
+
+def test_it_is_the_current_loop_only_within_an_iteration() -> None:
+    loop = Loop()
+    with loop.ahead.iteration():
+        assert CURRENT.get() is loop.ahead
+    assert CURRENT.get() is None
+
+
+def change_function(loop: Loop, step: RegisteredStep) -> None:
+    loop.call(registered())
+
+
+def call_two(loop: Loop, step: RegisteredStep) -> None:
+    loop.call(step, registered())
+
+
+def pause(loop: Loop, step: RegisteredStep) -> None:
+    loop.now_s += 2 * SHORT_S
+    loop.call(step)
+
+
+def fail(loop: Loop, step: RegisteredStep) -> None:
+    with pytest.raises(ZeroDivisionError), loop.ahead.iteration():
+        raise ZeroDivisionError
+
+
+def end(loop: Loop, step: RegisteredStep) -> None:
+    loop.ahead.cancel("the loop ended")
+
+
+@pytest.mark.parametrize("disturb", [change_function, call_two, pause, fail, end])
+def test_what_may_outdate_the_values_cancels(disturb: Callable[[Loop, RegisteredStep], None]) -> None:
+    loop, step = Loop(), registered()
+    for _ in range(3):
+        loop.call(step)
+    ahead = loop.starter.begun[-1][0]
+    disturb(loop, step)
+    if disturb is call_two:  # its first call took the step that was begun for it, and began another
+        ahead = loop.starter.begun[-1][0]
+    assert loop.starter.cancelled == [ahead]
+    for _ in range(3):
+        loop.call(step)
+    assert len(loop.starter.cancelled) == 1
+
+
+def test_a_pause_as_short_as_a_step_does_not_cancel() -> None:
+    loop, step = Loop(), registered()
+    for _ in range(5):
+        loop.now_s += 3.0
+        loop.call(step, took_s=3.0)
+    assert not loop.starter.cancelled
+    assert len(loop.starter.begun) == 4
+
+
+def test_a_loop_of_alternating_functions_begins_nothing() -> None:
+    loop, steps = Loop(1), [registered(), registered()]
+    for number in range(6):
+        loop.call(steps[number % 2])
+    assert (loop.starter.begun, loop.refusals) == ([], [])
+
+
+def test_a_refusal_is_reported_once() -> None:
+    unknown = RegisteredStep({}, None)
+    loop = Loop()
+    for _ in range(3):
+        loop.call(unknown)
+    assert loop.starter.begun == []
+    assert loop.refusals == ["the function has branches, loops or copies on other tasks"]
+
+
+def test_a_change_of_state_cancels_and_is_waited_out() -> None:
+    loop, step = Loop(), registered()
+    for _ in range(3):
+        loop.call(step)
+    ahead = loop.starter.begun[-1][0]
+    loop.ahead.state_changed()
+    assert loop.starter.cancelled == [ahead]
+    count = len(loop.starter.begun)
+    loop.call(step)
+    assert len(loop.starter.begun) == count
+    loop.call(step)
+    assert len(loop.starter.begun) == count + 1
+
+
+def test_a_step_begun_while_state_changes_is_cancelled() -> None:
+    loop, step = Loop(), registered()
+    loop.call(step)
+    start = loop.starter.start
+
+    def changes_meanwhile(*args: Any, **options: Any) -> None:
+        start(*args, **options)
+        loop.ahead.state_changed()
+
+    loop.starter.start = changes_meanwhile  # type: ignore[method-assign]
+    loop.call(step)
+    assert loop.starter.cancelled == [loop.starter.begun[-1][0]]
+
+
+def test_a_step_whose_release_is_interrupted_is_cancelled() -> None:
+    loop, step = Loop(), RegisteredStep({}, ("/job:ps/task:0",))
+    for _ in range(2):
+        loop.call(step)
+    with pytest.raises(KeyError):  # the loop of this test has no peers
+        loop.call(step)
+    assert loop.starter.cancelled == [loop.starter.begun[-1][0]]

@@ -1,0 +1,93 @@
+"""Requests that are slow delay only later requests of the task that sent them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from dflow.distributed.task.request_queues import MOST_OF_A_TASK, RequestQueues
+from dflow.distributed.task.threads import OnDemandThreads
+from tests.distributed.waiting import DEADLINE_S, until
+
+ONE, TWO = "/job:worker/task:0", "/job:worker/task:1"
+
+
+class Slow:
+    """Requests that end one by one."""
+
+    def __init__(self) -> None:
+        self.threads = OnDemandThreads("slow")
+        self.queues = RequestQueues(self.threads)
+        self.began: list[int] = []
+        self.may_end = threading.Semaphore(0)
+
+    def ask(self, task: str, *numbers: int) -> None:
+        for number in numbers:
+            self.queues.submit(task, self._do, number)
+
+    def _do(self, number: int) -> None:
+        self.began.append(number)
+        assert self.may_end.acquire(timeout=DEADLINE_S)
+
+    def until_begun(self, numbers: set[int]) -> None:
+        until(lambda: len(self.began) == len(numbers))
+        assert {*self.began} == numbers
+
+
+@pytest.fixture
+def slow() -> Iterator[Slow]:
+    made = Slow()
+    yield made
+    made.queues.close()
+    made.may_end.release(1000)
+    made.threads.shutdown()
+
+
+def test_a_task_has_a_limit_of_its_own(slow: Slow) -> None:
+    slow.ask(ONE, *range(100))
+    slow.ask(TWO, 100, 101)
+    slow.until_begun({*range(MOST_OF_A_TASK), 100, 101})
+
+
+def test_requests_that_wait_are_run_in_order(slow: Slow) -> None:
+    slow.ask(ONE, *range(100))
+    slow.until_begun({*range(MOST_OF_A_TASK)})
+    for number in range(MOST_OF_A_TASK, 20):
+        slow.may_end.release()
+        slow.until_begun({*range(number + 1)})
+
+
+def test_nothing_is_kept_of_a_task_without_requests(slow: Slow) -> None:
+    slow.may_end.release(20)
+    slow.ask(ONE, *range(20))
+    until(lambda: not slow.queues._tasks)
+    assert len(slow.began) == 20
+
+
+def test_a_request_that_raises_is_logged_and_the_next_runs(slow: Slow, caplog: pytest.LogCaptureFixture) -> None:
+    ran = threading.Event()
+    for _ in range(MOST_OF_A_TASK):
+        slow.ask(ONE, 0)
+    slow.queues.submit(ONE, {}.pop, 0)
+    slow.queues.submit(ONE, ran.set)
+    slow.may_end.release()
+    assert ran.wait(DEADLINE_S)
+    assert f"a request of {ONE} failed after it was answered" in caplog.text
+
+
+def test_after_close_no_request_begins(slow: Slow) -> None:
+    slow.ask(ONE, *range(100))
+    slow.until_begun({*range(MOST_OF_A_TASK)})
+    slow.queues.close()
+    slow.may_end.release(100)
+    until(lambda: not slow.queues._tasks)
+    assert len(slow.began) == MOST_OF_A_TASK
+
+
+def test_a_request_without_a_thread_is_not_counted(slow: Slow) -> None:
+    slow.threads.shutdown()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        slow.ask(ONE, 0)
+    assert not slow.queues._tasks

@@ -1,0 +1,116 @@
+"""A straight line that begins ahead runs each item once, whenever it is released."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.channel import Deliver, StepId
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.executable import Executable
+from dflow.lowering.steps.plan import Call, Plan, Recv, Send
+from dflow.lowering.steps.straight_line import StraightRun, run_of
+from dflow.lowering.values.payload_layout import PayloadLayout
+
+ORIGIN, TASK = "/job:worker/task:0", "/job:ps/task:0"
+F32 = (("f32", ()),)
+X, COUNT, SUM = np.float32(1), np.float32(2), np.float32(3)
+
+
+class Channel:
+    """Keeps what is sent, and delivers what the test gives."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.deliver: Deliver = lambda values: None
+
+    def send(self, step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
+        self.sent.append(edge)
+
+    def receive(self, step: StepId, edge: str, source: str, layout: PayloadLayout, deliver: Deliver) -> None:
+        self.deliver = deliver
+
+
+class Run:
+    """A run of a plan: it sends a value, counts, receives a value, and adds it to the count."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.done: list[Any] = []
+        self.channel = Channel()
+
+        def program(name: str, *results: Any) -> Program:
+            def call(written: Any, read: Any, *operands: Any) -> Any:
+                self.calls.append((name, *operands))
+                return [], list(results)
+
+            return Program(call)
+
+        items = (
+            Call(0, (), (), (), (0,)),
+            Send("w", ORIGIN, (0,)),
+            Call(1, (), (), (), (1,), touches_anything=True),
+            Recv("x", ORIGIN, (2,), F32),
+            Call(2, (), (), (1, 2), (3,), touches_anything=True),
+        )
+        programs = [program("read", X), program("count", COUNT), program("add", SUM)]
+        executable = Executable(Plan(TASK, 4, items, fetches=(3,)), programs)
+        found = run_of(
+            executable,
+            Store(),
+            self.channel,
+            StepId(ORIGIN, 1),
+            (),
+            self.done.append,
+            lambda work: work(),
+            begins_ahead=True,
+        )
+        assert isinstance(found, StraightRun)
+        self.run = found
+
+
+def start(run: Run) -> None:
+    run.run.start()
+
+
+def release(run: Run) -> None:
+    run.run.release()
+
+
+def arrive(run: Run) -> None:
+    run.channel.deliver([X])
+
+
+ORDERS = [
+    order
+    for order in itertools.permutations([start, release, arrive, release])
+    if order.index(start) < order.index(arrive)
+]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, (start, arrive)], ids=lambda order: " ".join(act.__name__ for act in order))
+def test_each_item_runs_once(order: Sequence[Callable[[Run], None]]) -> None:
+    run = Run()
+    for act in order:
+        act(run)
+    assert sorted(run.calls, key=str) == [("add", COUNT, X), ("count",), ("read",)]
+    assert run.channel.sent == ["w"]
+    assert [float(value) for (value,) in run.done] == [float(SUM)]
+    assert not run.run.is_ahead
+
+
+def test_before_the_release_nothing_changes() -> None:
+    run = Run()
+    start(run)
+    assert (run.calls, run.channel.sent, run.run.is_ahead) == ([("read",)], ["w"], True)
+    run.run.cancel(ValueError("the loop ended"))
+    release(run)
+    arrive(run)
+    assert run.calls == [("read",)]
+    (error,) = run.done
+    assert str(error) == "the loop ended"
