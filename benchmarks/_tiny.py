@@ -66,6 +66,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),
+    "step_budget": ({}, ("--steps", "2", "--ps", "1")),
     "sync_steps": ({"MODELS": to({1: (2, 64)}), "WORKERS": to((2,))}, (*ONE_ROUND, "--steps", "3")),
     "threads": ({"THREADS": to((1, 2)), "CALLS": to(20)}, ONE_ROUND),
     "tls": ({}, ONE_ROUND),

@@ -16,7 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-KINDS = {"steps": "C7", "parts of steps": "C0", "compute": "C2", "transfers": "C1", "waits": "C3"}
+KINDS = {"steps": "C7", "parts of steps": "C0", "Python": "C4", "XLA": "C2", "messages": "C1", "waits": "C3"}
+#: Kinds of slices that are drawn pale.
+PALE = ("messages", "waits")
 Events = Sequence[Mapping[str, Any]]
 
 
@@ -24,7 +26,7 @@ def events_of(events: Events, step: str) -> Events:
     """Return the events and arrows of one step of a trace."""
     slices = [event for event in events if event["ph"] == "X" and event["args"].get("step") == step]
     began, ended = min(event["ts"] for event in slices), max(event["ts"] + event["dur"] for event in slices)
-    tracks = {(event["pid"], event["tid"]) for event in slices if event["cat"] == "transfers"}
+    tracks = {(event["pid"], event["tid"]) for event in slices if event["cat"] == "messages"}
     arrows = [
         event
         for event in events
@@ -56,13 +58,13 @@ def draw(trace: Mapping[str, Any], file: Path) -> str:
     figure, axis = plt.subplots(figsize=(10, 0.34 * len(bands) + 1.2))
     for event in slices:
         at, wide = (event["ts"] - zero) / 1e3, max(event["dur"] / 1e3, 0.01)
-        colour, is_wait = KINDS[event["cat"]], event["cat"] == "waits"
+        colour, alpha = KINDS[event["cat"]], 0.25 if event["cat"] in PALE else 0.9
         place = height[event["pid"], event["cat"]]
-        axis.barh(place, wide, left=at, height=0.7, color=colour, alpha=0.25 if is_wait else 0.9, linewidth=0)
+        axis.barh(place, wide, left=at, height=0.7, color=colour, alpha=alpha, linewidth=0)
     ends: dict[Any, dict[str, tuple[float, float]]] = {}
     for event in shown:
         if event["ph"] in "sf":
-            place = (event["ts"] - zero) / 1e3, height[event["pid"], "transfers"]
+            place = (event["ts"] - zero) / 1e3, height[event["pid"], "messages"]
             ends.setdefault(event["id"], {})[event["ph"]] = place
     for end in ends.values():
         axis.annotate(

@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import optax
 
 import dflow
 from benchmarks._losses import LOSSES
-from benchmarks._models import LEARNING_RATE, MODELS
+from benchmarks._models import LEARNING_RATE, MODELS, Model
 from benchmarks._train import train
 
 
@@ -28,6 +29,17 @@ def main() -> None:
     given = parser.parse_args()
     model, loss = MODELS[given.model](given.layers, given.width), LOSSES[given.model]
     cluster = dflow.connect()
+    step = make_step(cluster, model, loss)
+    if given.synchronous:
+        rounds = dflow.distributed.Sync(cluster).run(step, itertools.repeat(model.batch), steps=1_000_000)
+        train(lambda: float(next(rounds)), began)
+    else:
+        train(lambda: float(step(*model.batch)), began)
+    cluster.close()
+
+
+def make_step(cluster: Any, model: Model, loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a training step of the model with Adam, compiled; it takes a batch and returns the loss."""
     with cluster.parameter_servers():
         variables = dflow.variables(model.initial)
         optimizer = dflow.Optimizer(optax.adam(LEARNING_RATE), variables, name="adam")
@@ -38,12 +50,7 @@ def main() -> None:
         optimizer.apply(gradients)
         return value
 
-    if given.synchronous:
-        rounds = dflow.distributed.Sync(cluster).run(step, itertools.repeat(model.batch), steps=1_000_000)
-        train(lambda: float(next(rounds)), began)
-    else:
-        train(lambda: float(step(*model.batch)), began)
-    cluster.close()
+    return step
 
 
 if __name__ == "__main__":
