@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
 
+_StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]
+
 #: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
 MOST_LOOKS = 5
 
@@ -45,6 +48,8 @@ class Store:
         self._making: dict[str, Making] = {}
         #: The queues and accumulators, by key. One that was removed may still serve its waiters.
         self.resources: dict[str, HeldResource] = {}
+        #: What calls of a program on some variables share, by the keys of those written and of those only read.
+        self._states: WeakKeyDictionary[Program, _StatesByKeys] = WeakKeyDictionary()
 
     def create(self, key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None = None) -> bool:
         """Create the value `make()` under `key`, with sharding `place` if given. Return False if `key` exists.
@@ -235,8 +240,17 @@ class Store:
         return results
 
     def step_state(self, program: Program, writes: Sequence[str], reads: Sequence[str]) -> StepState:
-        """Return what repeated calls of a program on the same variables pass to `call`."""
-        return StepState(writes, reads, "part of a function", program.keeps)
+        """Return what repeated calls of a program on the same variables pass to `call`: one object for all callers.
+
+        So the values stay where they are when the plans of several workers take turns.
+        """
+        with self.table.lock:
+            states = self._states.setdefault(program, WeakValueDictionary())
+            key = tuple(writes), tuple(reads)
+            state = states.get(key)
+            if state is None:
+                state = states[key] = StepState(writes, reads, "part of a function", program.keeps)
+        return state
 
     def resource(self, key: str) -> HeldResource:
         """Return the queue or accumulator under `key`. Raises DflowError when there is none."""

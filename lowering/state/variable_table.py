@@ -47,6 +47,10 @@ STEP_S = 600.0
 #: A step yields to waiting threads for at most this time before its next call, in s: they may wait for that call.
 PATIENCE_S = 0.05
 
+#: A thread that other threads overtake for this time has them yield, in s: twice the time after which Python may switch
+#: threads. To hand over each call in turn would wake a thread for each.
+FAIR_S = 0.01
+
 #: Longest wait of a finalizer for the lock, in s: the thread that holds the lock may wait for the finalizer.
 FINALIZER_S = 1.0
 
@@ -124,7 +128,7 @@ class VariableTable:
 
     def _acquire(self, step: StepState) -> None:
         """Prepare a call, in a critical section: yield to waiting threads, wait for other calls, take the values."""
-        keys, until, patient_until = (*step.writes, *step.reads), 0.0, time.monotonic() + PATIENCE_S
+        keys, began, patient_until = (*step.writes, *step.reads), 0.0, time.monotonic() + PATIENCE_S
         while (now := time.monotonic()) < patient_until and (
             step.wanted > now or (step.written is None and self._are_wanted(keys, now))
         ):
@@ -141,8 +145,11 @@ class VariableTable:
                     f"{step.name} is called within a call of it, by a callback or a handler of a signal",
                     "call another function, or have the handler set a flag and look at it between steps",
                 )
-            until = until or time.monotonic() + STEP_S
-            left = until - time.monotonic()
+            now = time.monotonic()
+            began = began or now
+            left = began + STEP_S - now
+            if now - began >= FAIR_S:
+                step.wanted = now + LOOK_S
             if left <= 0:
                 raise DeadlineExceeded(
                     f"{step.name} has been in a call on another thread for {STEP_S:g} s",
@@ -155,6 +162,9 @@ class VariableTable:
                     self._pause(step.ended, min(left, LOOK_S))
             finally:
                 step.callers -= 1
+        if began:
+            step.wanted = 0.0
+            self._changed.notify()  # a thread that yielded
 
     def _ended(self, step: StepState, *, has_failed: bool) -> None:
         """Notify waiting threads. Abort a failed step: values that it deleted go to the table, which reports them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -112,6 +114,50 @@ class Held:
         self.let_go.set()
         self.done.result(WAIT_S)
         self.pool.shutdown()
+
+
+def test_a_thread_that_others_overtake_gets_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variable_table, "FAIR_S", 0.0)
+    monkeypatch.setattr(variable_table, "PATIENCE_S", WAIT_S)
+    store, calls, done = new_store(w=0), list[str](), threading.Event()
+
+    def run(value: jax.Array) -> list[jax.Array]:
+        calls.append(threading.current_thread().name)
+        begun.set()
+        while not (done.is_set() or state.callers):
+            done.wait(0.001)
+        return [value + 1]
+
+    program, begun = flat_program(run, 1), threading.Event()
+    state = store.step_state(program, ["w"], [])
+
+    def work() -> None:
+        while not done.is_set():
+            store.call(program, ["w"], [], [], state)
+
+    def once() -> None:
+        assert begun.wait(WAIT_S)
+        store.call(program, ["w"], [], [], state)
+
+    threads = [threading.Thread(target=work, name="again"), threading.Thread(target=once, name="once")]
+    for thread in threads:
+        thread.start()
+    threads[1].join(WAIT_S)
+    done.set()
+    threads[0].join(WAIT_S)
+    assert calls[:2] == ["again", "once"]
+
+
+def test_calls_of_a_program_on_the_same_variables_share_their_values() -> None:
+    store = new_store(w=1.0, v=2.0)
+    state = store.step_state(ADD, ["w"], [])
+    assert store.step_state(ADD, ["w"], []) is state
+    assert store.step_state(ADD, ["v"], []) is not state
+    assert Store().step_state(ADD, ["w"], []) is not state
+    gone = weakref.ref(state)
+    del state
+    gc.collect()
+    assert gone() is None
 
 
 def test_nobody_waits_for_a_step_but_who_asks_for_its_variables() -> None:
