@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from functools import partial
+
+import numpy as np
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.client.coordinator_session import SessionSettings
@@ -22,8 +25,11 @@ from dflow.distributed.task.joined_server import joined_server
 from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
+from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.values.first_value import first_value
 from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.ir.types import ArrayType
 
 #: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
 LEAVE_S = 1.0
@@ -76,6 +82,8 @@ def serve_task(
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)
     dump_on_signal(stock.flights.dump_soon)
     stock.client.session.call_on_lost(stop.stop)
+    # Not a daemon: a process that ends while JAX compiles crashes.
+    threading.Thread(target=warm_up, name="dflow warm up").start()
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)
@@ -83,3 +91,10 @@ def serve_task(
         endpoint.close()
     stock.close()
     return status
+
+
+def warm_up() -> None:
+    """Create a value and load a program, while workers start: the first ones take 0.1 s more, for JAX's own imports."""
+    scalar = ArrayType(np.dtype("float32"), ())
+    first_value("warm up", scalar, lambda: np.float32(0), None)
+    load_program(export_program(lambda value: [value + value], [scalar]), 0)

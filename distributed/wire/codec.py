@@ -9,7 +9,6 @@ has its dtype and shape, and the payload's size must match both. A PRNG key is i
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import itertools
@@ -141,8 +140,10 @@ def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
     if not is_numpy or value.dtype in _AS_THEY_ARE:
         # Of a contiguous array on the host, whose dtype Python's buffers know: four times as fast as by NumPy.
         buffer: Any = value
-        with contextlib.suppress(BufferError, TypeError, ValueError):
+        try:  # `suppress` would cost as much as the view
             return memoryview(buffer).cast("B")
+        except (BufferError, TypeError, ValueError):
+            host = None
     if value.dtype in _AS_THEY_ARE and getattr(value, "is_fully_addressable", True):
         host = np.asarray(value, order="C")
     else:

@@ -1,4 +1,6 @@
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,3 +111,25 @@ def test_one_whose_address_is_taken_leaves_no_session(monkeypatch: pytest.Monkey
     monkeypatch.undo()
     taken.close()
     coordinator.close()
+
+
+AFTER_WARM_UP = """
+import sys
+import numpy as np
+from dflow.distributed.task.stock_task import warm_up
+from dflow.lowering.programs.program import export_program, load_program
+from dflow.lowering.values.first_value import first_value
+from dflow.tracing.ir.types import ArrayType
+warm_up()
+before = {*sys.modules}
+rows = ArrayType(np.dtype("float32"), (3, 2))
+first_value("v", rows, lambda: np.ones((3, 2), np.float32), None)
+load_program(export_program(lambda v, x: [v * x], [rows, rows]), 1)
+print(sorted({*sys.modules} - before))
+"""
+
+
+def test_a_task_that_has_warmed_up_imports_nothing_for_its_first_program() -> None:
+    words = [sys.executable, "-c", AFTER_WARM_UP]
+    ran = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert ran.stdout == "[]\n"
