@@ -1,14 +1,14 @@
 """Accumulators shared by threads: an `AccumulatorMachine` with a callback and a deadline for each take, and the sum.
 
-Dense components are summed on their device. Rows are summed by index in host memory, and kept sorted by index. A
-gradient kept aside is not added to a sum before its ticket is taken.
+Dense components are summed on their device, all of a gradient by one program: a call of JAX for each would take longer
+than to add them. Rows are summed by index in host memory, and kept sorted by index. A gradient kept aside is not added
+to a sum before its ticket is taken.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues.accumulator_machine import AccumulatorMachine, Give
+from dflow.lowering.queues.channel import Sent
 from dflow.lowering.queues.pending_operations import Cancel, Found, OnResults, Rule, SharedResource, Waiter
 from dflow.lowering.queues.resource_rules import copied, giving, immediate, property_of
+from dflow.lowering.values.host_values import as_operand
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import AccumulatorError
 from dflow.tracing.ir import ops
@@ -28,7 +30,8 @@ from dflow.tracing.ir.types import AccumulatorType, RowsType
 #: The sum of the gradients since the last take, one tuple per component: an array, or indices and rows.
 Sum = list[tuple[Any, ...]]
 
-_add = jax.jit(lambda *arrays: reduce(jnp.add, arrays))
+_sums = jax.jit(lambda totals, arrays: list(map(jnp.add, totals, arrays)))
+_means = jax.jit(lambda totals, count: [(total / count).astype(total.dtype) for total in totals])
 
 
 class HeldAccumulator(SharedResource):
@@ -68,10 +71,10 @@ class HeldAccumulator(SharedResource):
             machine, total = self.machine, self._sum or []
             return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
 
-    def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Add a gradient; return whether it was fresh."""
         *parts, number = operands
-        gradient, step, fresh = list(map(copied, parts)), int(number), False
+        gradient, step, fresh = list(map(_owned, parts)), int(number), False
 
         def add() -> list[Give]:
             nonlocal fresh
@@ -82,12 +85,12 @@ class HeldAccumulator(SharedResource):
             return self.machine.apply(step)
 
         self._do(add, op.line)
-        return (jnp.asarray(fresh),)
+        return (np.asarray(fresh),)
 
-    def keep(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def keep(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Keep a gradient aside; return its ticket, or 0 if it is stale."""
         *parts, number = operands
-        gradient, step = list(map(copied, parts)), int(number)
+        gradient, step = list(map(_owned, parts)), int(number)
 
         def kept(machine: AccumulatorMachine) -> int:
             ticket = machine.keep(step)
@@ -96,9 +99,9 @@ class HeldAccumulator(SharedResource):
             self._drop_stale()
             return ticket
 
-        return (jnp.asarray(self.with_machine(kept, op.line), jnp.int32),)
+        return (np.asarray(self.with_machine(kept, op.line), np.int32),)
 
-    def take_kept(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def take_kept(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Return the reduction of the kept gradients with the tickets given; drop the others of their step."""
         tickets = np.trim_zeros(np.asarray(operands[0]), "b").tolist()
 
@@ -127,13 +130,26 @@ class HeldAccumulator(SharedResource):
 
     def _with(self, total: Sum | None, gradients: Sequence[Sequence[Any]], where: str) -> Sum:
         """Return the sum with some gradients added; of these alone, if `total` is None."""
-        rest = iter(zip(*gradients, strict=True))
-        before: Sequence[Any] = [()] * len(self._type.components) if total is None else total
+        sums = [total] if total is not None else []
+        sums += [self._by_component(gradient) for gradient in gradients]
+        dense = [index for index, component in enumerate(self._type.components) if not isinstance(component, RowsType)]
+        added, *others = [[part[index][0] for index in dense] for part in sums]
+        for other in others:
+            added = _at_once(_sums, added, other)
+        arrays = iter(added)
         return [
-            self._with_rows(component, [*([old] if old else []), *zip(next(rest), next(rest), strict=True)], where)
+            self._with_rows(component, [part[index] for part in sums], where)
             if isinstance(component, RowsType)
-            else (_added(*old, *next(rest)),)
-            for component, old in zip(self._type.components, before, strict=True)
+            else (next(arrays),)
+            for index, component in enumerate(self._type.components)
+        ]
+
+    def _by_component(self, gradient: Sequence[Any]) -> Sum:
+        """Return the operands of a gradient by component."""
+        rest = iter(gradient)
+        return [
+            (next(rest), next(rest)) if isinstance(component, RowsType) else (next(rest),)
+            for component in self._type.components
         ]
 
     def _with_rows(self, component: RowsType, parts: Sequence[Any], where: str) -> tuple[Any, Any]:
@@ -151,7 +167,7 @@ class HeldAccumulator(SharedResource):
         np.add.at(total, places, rows)
         return distinct, total
 
-    def set_step(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
+    def set_step(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Set the step; warn if it is set back."""
         step = int(operands[0])
         before = self.with_machine(lambda machine: machine.set_step(step), op.line)
@@ -163,17 +179,20 @@ class HeldAccumulator(SharedResource):
             )
         return ()
 
-    def _reduced(self, answer: tuple[Any, ...]) -> list[jax.Array]:
+    def _reduced(self, answer: tuple[Any, ...]) -> list[Any]:
         """Return the results of a take; `answer` is the sum and the number of its gradients."""
         total, count = answer
-        divisor = count if self._settings.reduction is Reduction.MEAN else None
-        results = []
-        for component, part in zip(self._type.components, total, strict=True):
-            *indices, values = part
+        values = [part[-1] for part in total]
+        for index, component in enumerate(self._type.components):
             if isinstance(component, RowsType):
-                results.append(jnp.asarray(_padded(indices[0], component.count), jnp.int32))
-                values = jnp.asarray(_padded(values, component.count))
-            results.append(values if divisor is None else (values / divisor).astype(values.dtype))
+                values[index] = as_operand(_padded(values[index], component.count))
+        if count > 1 and self._settings.reduction is Reduction.MEAN:
+            values = _at_once(lambda totals: _means(totals, count), values)
+        results = []
+        for component, part, value in zip(self._type.components, total, values, strict=True):
+            if isinstance(component, RowsType):
+                results.append(as_operand(_padded(part[0], component.count).astype(np.int32)))
+            results.append(value)
         return results
 
     def _answer(self, command: Give) -> tuple[int, Outcome[Found]]:
@@ -203,8 +222,17 @@ class HeldAccumulator(SharedResource):
     }
 
 
-def _added(*arrays: Any) -> Any:
-    return _add(*arrays) if len(arrays) > 1 else jnp.asarray(arrays[0])
+def _owned(array: Any) -> Any:
+    """Return the array, or a copy of one that may change: a NumPy array that was received does not."""
+    return array if isinstance(array, np.ndarray) and not array.flags.writeable else copied(array)
+
+
+def _at_once(fn: Callable[..., list[Any]], *lists: Sequence[Any]) -> list[Any]:
+    """Return `fn(*lists)`, of lists of arrays of equal length; one element at a time if they are on several devices."""
+    places = {array.sharding for arrays in lists for array in arrays if isinstance(array, jax.Array)}
+    if len(places) <= 1:
+        return fn(*lists)
+    return [fn(*([array] for array in arrays))[0] for arrays in zip(*lists, strict=True)]
 
 
 def _padded(rows: Any, count: int) -> Any:

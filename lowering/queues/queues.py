@@ -151,7 +151,7 @@ class HeldQueue(SharedResource):
 
     def _dequeue_up_to(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         def made(elements: Sequence[Element]) -> list[Sent]:
-            return [*self._stacked(elements, op.count), jnp.asarray(len(elements), jnp.int32)]
+            return [*self._stacked(elements, op.count), np.asarray(len(elements), np.int32)]
 
         return self.dequeue(op.count, giving(on_results, made), op.timeout_s, op.line, or_fewer=True)
 

@@ -30,7 +30,7 @@ def property_of(read: Callable[[Any], Any], dtype: Any) -> Rule:
     """Return the rule of an op that gives a number of the resource's state machine, as it is now."""
 
     def act(resource: Any, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Any]:
-        return (jnp.asarray(resource.with_machine(read, op.line), dtype),)
+        return (np.asarray(resource.with_machine(read, op.line), dtype),)
 
     return immediate(act)
 
