@@ -154,8 +154,10 @@ class HeldAccumulator(SharedResource):
 
     def _with_rows(self, component: RowsType, parts: Sequence[Any], where: str) -> tuple[Any, Any]:
         """Return the indices and rows of a sum, given those of its parts."""
-        indices = np.concatenate([np.ravel(part) for part, _ in parts])
-        rows = np.concatenate([np.reshape(part, (np.size(at), *component.of.shape[1:])) for at, part in parts])
+        # NumPy's functions would have JAX reshape its arrays, which takes ten times as long.
+        arrays = [(np.asarray(at), np.asarray(part)) for at, part in parts]
+        indices = np.concatenate([at.reshape(-1) for at, _ in arrays])
+        rows = np.concatenate([part.reshape(at.size, *component.of.shape[1:]) for at, part in arrays])
         distinct, places = np.unique(indices, return_inverse=True)
         if len(distinct) > component.count:
             raise AccumulatorError(
