@@ -6,6 +6,7 @@ Invariant: it outlives the coordinator, whose successor finds it unchanged. It e
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -30,6 +31,8 @@ from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.values.first_value import first_value
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.ir.types import ArrayType
+
+LOGGER = logging.getLogger("dflow")
 
 #: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
 LEAVE_S = 1.0
@@ -83,7 +86,7 @@ def serve_task(
     dump_on_signal(stock.flights.dump_soon)
     stock.client.session.call_on_lost(stop.stop)
     # Not a daemon: a process that ends while JAX compiles crashes.
-    threading.Thread(target=warm_up, name="dflow warm up").start()
+    threading.Thread(target=warm_up, args=(task,), name="dflow warm up").start()
     status, fault = stop.wait_for_exit_status()
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)
@@ -93,8 +96,11 @@ def serve_task(
     return status
 
 
-def warm_up() -> None:
+def warm_up(task: str) -> None:
     """Create a value and load a program, while workers start: the first ones take 0.1 s more, for JAX's own imports."""
     scalar = ArrayType(np.dtype("float32"), ())
-    first_value("warm up", scalar, lambda: np.float32(0), None)
-    load_program(export_program(lambda value: [value + value], [scalar]), 0)
+    try:
+        first_value("warm up", scalar, lambda: np.float32(0), None)
+        load_program(export_program(lambda value: [value + value], [scalar]), 0)
+    except Exception:
+        LOGGER.exception("%s: a first program failed", short_task_name(task))

@@ -143,7 +143,7 @@ def encode_array(value: jax.Array | npt.NDArray[Any]) -> memoryview:
         try:  # `suppress` would cost as much as the view
             return memoryview(buffer).cast("B")
         except (BufferError, TypeError, ValueError):
-            host = None
+            pass
     if value.dtype in _AS_THEY_ARE and getattr(value, "is_fully_addressable", True):
         host = np.asarray(value, order="C")
     else:

@@ -38,7 +38,7 @@ class RepeatedViews:
                     wait_until_computed([value for value in values if not value.is_ready()])
                     return [np.asarray(value) for value in values]
                 except RuntimeError:  # a program has overwritten a value since
-                    self._found = None
+                    pass
         values = self._store.views(self._keys)
         self._found = self._look()
         return values

@@ -242,7 +242,7 @@ class Store:
     def step_state(self, program: Program, writes: Sequence[str], reads: Sequence[str]) -> StepState:
         """Return what repeated calls of a program on the same variables pass to `call`: one object for all callers.
 
-        So the values stay where they are when the plans of several workers take turns.
+        So the values need not return to the table between calls of different workers' plans.
         """
         with self.table.lock:
             states = self._states.setdefault(program, WeakValueDictionary())

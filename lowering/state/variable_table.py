@@ -146,7 +146,7 @@ class VariableTable:
                     "call another function, or have the handler set a flag and look at it between steps",
                 )
             now = time.monotonic()
-            began = began or now
+            began = began or now  # of the wait
             left = began + STEP_S - now
             if now - began >= FAIR_S:
                 step.wanted = now + LOOK_S
@@ -164,7 +164,7 @@ class VariableTable:
                 step.callers -= 1
         if began:
             step.wanted = 0.0
-            self._changed.notify()  # a thread that yielded
+            self._changed.notify_all()  # threads that yielded
 
     def _ended(self, step: StepState, *, has_failed: bool) -> None:
         """Notify waiting threads. Abort a failed step: values that it deleted go to the table, which reports them."""
@@ -173,7 +173,7 @@ class VariableTable:
             if is_lost and not self._is_inside:
                 step.release()
             if step.ended is not None:
-                step.ended.notify()
+                step.ended.notify_all()  # if only one were to wake, two threads could keep out a third
             self._changed.notify_all()
 
     def section(self, do: Callable[[], Found]) -> Found:

@@ -58,8 +58,7 @@ class PayloadLayout:
         if len(buffer) != self.size_bytes:
             raise WireError(f"the values take {self.size_bytes} bytes, but {len(buffer)} bytes came")
         # Not `np.ndarray(..., buffer)`: it would refer to the memory itself, which is freed at the end of `buffer`.
-        view = memoryview(buffer).toreadonly()  # so nothing needs a copy of them, see `accumulators`
-        arrays: list[Any] = [np.frombuffer(view, *place).reshape(shape) for shape, place in self._places]
+        arrays: list[Any] = [np.frombuffer(buffer, *place).reshape(shape) for shape, place in self._places]
         for index, convert in self._converted:
             arrays[index] = convert(arrays[index])
         return arrays

@@ -33,6 +33,16 @@ def test_take_gives_the_mean_of_what_is_there_and_begins_anew() -> None:
     assert repr(held) == "<ConditionalAccumulator 'g': accumulator<f32[], f32[2]>, mean>"
 
 
+@pytest.mark.parametrize("size", [4, 1 << 16])
+def test_a_gradient_is_copied_even_from_a_view_that_cannot_be_written(size: int) -> None:
+    held, gradient = dflow.ConditionalAccumulator(jnp.zeros(size)), np.ones(size, np.float32)
+    view = gradient[:]
+    view.flags.writeable = False
+    held.apply(view, 0)
+    gradient[:] = 100
+    np.testing.assert_array_equal(held.take(1), 1)
+
+
 def test_stale_gradients_are_dropped_and_counted() -> None:
     held = dflow.ConditionalAccumulator(jnp.zeros(()))
     held.apply(1.0, 0)

@@ -120,7 +120,7 @@ from dflow.distributed.task.stock_task import warm_up
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.values.first_value import first_value
 from dflow.tracing.ir.types import ArrayType
-warm_up()
+warm_up('ps')
 before = {*sys.modules}
 rows = ArrayType(np.dtype("float32"), (3, 2))
 first_value("v", rows, lambda: np.ones((3, 2), np.float32), None)

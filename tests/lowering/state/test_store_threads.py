@@ -148,6 +148,30 @@ def test_a_thread_that_others_overtake_gets_its_turn(monkeypatch: pytest.MonkeyP
     assert calls[:2] == ["again", "once"]
 
 
+def test_two_threads_do_not_keep_out_a_third() -> None:
+    store, calls = new_store(w=0), list[str]()
+
+    def run(value: jax.Array) -> list[jax.Array]:
+        calls.append(threading.current_thread().name)
+        # Until the other two wait for the call, or yield.
+        threading.Event().wait(0.002)
+        return [value + 1]
+
+    program = flat_program(run, 1)
+    state = store.step_state(program, ["w"], [])
+
+    def work() -> None:
+        while len(calls) < 60:
+            store.call(program, ["w"], [], [], state)
+
+    threads = [threading.Thread(target=work, name=str(number)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert min(calls.count(thread.name) for thread in threads) >= 6
+
+
 def test_calls_of_a_program_on_the_same_variables_share_their_values() -> None:
     store = new_store(w=1.0, v=2.0)
     state = store.step_state(ADD, ["w"], [])
