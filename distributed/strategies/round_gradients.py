@@ -124,7 +124,7 @@ class Gradients:
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Add the gradients to the averages of the round, unless they are too late."""
         leaves, number = _leaves(gradients), self._round.read()
-        # Ready with the gradients, so that it travels with them and not in messages of its own. With the smallest one,
+        # Ready with the gradients, so that it travels with them, without further messages. With the smallest one,
         # since a gradient computed on another task would be sent here for this.
         smallest = min(jax.tree_util.tree_leaves(leaves), key=np.size)
         _, number = jax.lax.optimization_barrier((smallest, number))

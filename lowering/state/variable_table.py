@@ -48,7 +48,7 @@ STEP_S = 600.0
 PATIENCE_S = 0.05
 
 #: A thread that other threads overtake for this time has them yield, in s: twice the time after which Python may switch
-#: threads. To hand over each call in turn would wake a thread for each.
+#: threads. To hand over every call would wake a thread for each.
 FAIR_S = 0.01
 
 #: Longest wait of a finalizer for the lock, in s: the thread that holds the lock may wait for the finalizer.
