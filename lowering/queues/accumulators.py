@@ -184,7 +184,7 @@ class HeldAccumulator(SharedResource):
     def _reduced(self, answer: tuple[Any, ...]) -> list[Any]:
         """Return the results of a take; `answer` is the sum and the number of its gradients."""
         total, count = answer
-        values = [part[-1] for part in total]
+        values = [part[-1] for part in total]  # dense arrays, and the rows of components of indices and rows
         for index, component in enumerate(self._type.components):
             if isinstance(component, RowsType):
                 values[index] = as_operand(_padded(values[index], component.count))
@@ -225,10 +225,7 @@ class HeldAccumulator(SharedResource):
 
 
 def _owned(array: Any) -> Any:
-    """Return a copy, which a later change or donation of the caller's array does not affect.
-
-    That of a NumPy array is one, which takes a tenth of the time of a JAX array.
-    """
+    """Return `copied(array)`, but of a large NumPy array on a CPU a NumPy array: JAX would take longer to copy it."""
     stays = isinstance(array, np.ndarray) and may_stay_on_host(array.dtype, array.nbytes)
     return np.array(array) if stays else copied(array)
 
