@@ -17,11 +17,11 @@ Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from dflow.distributed.transport.framing import FrameReader, Header, pack_header, stalled
+from dflow.distributed.transport.framing import FrameReader, pack_header, stalled
 from dflow.distributed.transport.link import LOGGER, Frame, Kind, Limits, OnReleased, become_reader, on_reader_thread
 from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathered
@@ -59,7 +59,7 @@ class Connection:
     def __init__(self, stream: Stream, name: str, limits: Limits, reactor: Reactor, recover: Recover) -> None:
         self._stream = stream
         self._name = name
-        self._limits = limits
+        self._limits, self._most_retained = limits, limits.max_retained_bytes
         self._reactor = reactor
         self._recover = recover
         self._queue = SendQueue(stream, limits, self._pack)
@@ -89,14 +89,16 @@ class Connection:
         on_released = None
         if frame.payload and (copied := self._copied(frame)) is not None:
             on_released, frame = frame.on_released, copied
-        self._wait_for_room()
+        if self.session.retained_bytes > self._most_retained or self.is_broken:
+            self._wait_for_room()
         self._queue.send(frame)
         if on_released is not None:
             on_released()
 
     def send_with_next(self, frame: Frame) -> None:
         """Queue a frame without payload; see `FrameLink.send_with_next`."""
-        self._wait_for_room()
+        if self.session.retained_bytes > self._most_retained or self.is_broken:
+            self._wait_for_room()
         self._queue.send_with_next(frame)
 
     def flush(self) -> None:
@@ -158,26 +160,34 @@ class Connection:
 
     # Sending.
 
-    def _pack(self, frame: Frame) -> Parts:
-        """Number, retain and serialise a frame that is about to be sent.
+    def _pack(self, frames: Sequence[Frame]) -> Parts:
+        """Number, retain and serialise frames that are about to be sent.
 
         After `close`, only frames that hold copies are still sent: the caller may already use the memory of others.
         """
-        parts: Parts = []
+        every: Parts = []
+        unsent: list[OnReleased] = []
+        session = self.session
         with self._lock:
-            if frame.on_released is None or not self.is_closed:
-                sequence = 0
-                size_bytes = len(frame.meta) + len(frame.payload)
+            acknowledged = session.say_received()
+            for frame in frames:
+                if frame.on_released is not None and self.is_closed:
+                    unsent.append(frame.on_released)
+                    continue
+                meta, payload = frame.meta, frame.payload
+                size_bytes, sequence = len(meta) + len(payload), 0
+                parts: Parts = []
                 if frame.kind <= Kind.NOTIFY:
-                    sequence = self.session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
-                header = pack_header(frame, sequence=sequence, acknowledged=self.session.say_received())
-                if size_bytes <= _JOINED_BYTES:
-                    parts.append(memoryview(b"".join((header, frame.meta, *parts_of(frame.payload)))))
+                    sequence = session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
+                header = pack_header(frame, sequence, acknowledged)
+                if size_bytes > _JOINED_BYTES:
+                    parts += map(memoryview, (header, meta, *parts_of(payload)))
                 else:
-                    parts.extend(map(memoryview, (header, frame.meta, *parts_of(frame.payload))))
-                return parts
-        frame.on_released()
-        return parts
+                    parts.append(memoryview(header + meta + joined(payload)))
+                every += parts
+        for on_released in unsent:
+            on_released()
+        return every
 
     def _copied(self, frame: Frame) -> Frame | None:
         """Return the frame with its payload copied, so that the original can be released; None to send it uncopied."""
@@ -253,37 +263,33 @@ class Connection:
 
         raises  OSError, such as TransportClosed, if the stream broke; WireError; MemoryError
         """
-        reader = self._reader
+        reader, session = self._reader, self.session
         while True:
             try:
                 if not reader.receive():
                     raise TransportClosed(_CLOSED)
             except BlockingIOError:
                 return ""
-            while (arrived := reader.read()) is not None:
-                frame, header = arrived
-                if frame.kind is Kind.LAST:
+            while (frame := reader.read()) is not None:
+                kind, sequence = frame.kind, frame.sequence
+                if kind is Kind.LAST:
                     return _CLOSED
-                self._take(frame, header)
+                is_message = kind <= Kind.NOTIFY
+                if is_message and not sequence:
+                    raise WireError("a message has no number")
+                with self._lock:
+                    kept = session.acknowledge(frame.acknowledged)
+                    is_new = is_message and session.receive(sequence, len(frame.payload) + len(frame.meta))
+                    if kept and self._waiting_for_room:
+                        self._changed.notify_all()
+                if kept:
+                    _release(kept)
+                if is_new:
+                    self._on_frame(frame)
+                    if session.ack_due:
+                        self._queue.send(_ACK)
             if not self._stream.may_hold_back:
                 return ""
-
-    def _take(self, frame: Frame, header: Header) -> None:
-        is_message = frame.kind <= Kind.NOTIFY
-        if is_message and not header.sequence:
-            raise WireError("a message has no number")
-        session = self.session
-        with self._lock:
-            kept = session.acknowledge(header.acknowledged)
-            is_new = is_message and session.receive(header.sequence, len(frame.payload) + len(frame.meta))
-            if kept and self._waiting_for_room:
-                self._changed.notify_all()
-        if kept:
-            _release(kept)
-        if is_new:
-            self._on_frame(frame)
-            if session.ack_due:
-                self._queue.send(_ACK)
 
     def _stream_ended(self, reason: str, *, breaks: bool) -> None:
         """Start a thread that recovers the connection, or end it."""

@@ -68,7 +68,9 @@ class Kind(enum.IntEnum):
 class Frame(msgspec.Struct, frozen=True, gc=False):
     """One message; `number` ties a reply to its request, and is 0 for a notification. Received, its payload is whole.
 
-    `is_shared` is true only on the wire, where the payload is then a location in shared memory.
+    is_shared     only on the wire: whether the payload is a location in shared memory
+    sequence      of a received frame: its number in the session; 0 for frames that are not retained
+    acknowledged  of a received frame: the sender has received all frames up to this number
     """
 
     kind: Kind
@@ -77,6 +79,8 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
     payload: SentPayload
     on_released: OnReleased | None = None
     is_shared: bool = False
+    sequence: int = 0
+    acknowledged: int = 0
 
 
 class FrameLink(Protocol):

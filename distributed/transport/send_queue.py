@@ -57,12 +57,12 @@ def flush() -> None:
 
 
 class SendQueue:
-    """The sending half of a connection; `pack` returns the bytes of a frame that is about to be sent."""
+    """The sending half of a connection; `pack` returns the bytes of frames that are about to be sent."""
 
-    def __init__(self, stream: Stream, limits: Limits, pack: Callable[[Frame], Parts]) -> None:
+    def __init__(self, stream: Stream, limits: Limits, pack: Callable[[Sequence[Frame]], Parts]) -> None:
         self._stream: Stream | None = stream
         self._limits = limits
-        self._pack_one = pack
+        self._pack = pack
         self._sending = threading.Lock()
         self._queue_lock = threading.Lock()
         self._queue: collections.deque[Frame] = collections.deque()
@@ -73,15 +73,16 @@ class SendQueue:
 
         raises  TransportClosed, with the reason as its text, if the queue is full
         """
-        if not on_reader_thread():
+        queues = _GATHERING.queues
+        if queues is None and not on_reader_thread():
             with self._sending:
                 self._send_all(self._pack([*self._take_gathered(), frame]))
             return
         is_full = self._append(frame) > _MOST_GATHERED
-        if _GATHERING.queues is None or is_full or len(frame.payload) > GATHERED_BYTES:
+        if queues is None or is_full or len(frame.payload) > GATHERED_BYTES:
             self.flush()
         else:
-            _GATHERING.queues.add(self)
+            queues.add(self)
 
     def send_with_next(self, frame: Frame) -> None:
         """Queue `frame`, to be sent with the next frame or by `flush`; raises TransportClosed if the queue is full."""
@@ -160,9 +161,6 @@ class SendQueue:
         self._queue.clear()
         return frames
 
-    def _pack(self, frames: Sequence[Frame]) -> Parts:
-        return [part for frame in frames for part in self._pack_one(frame)]
-
     def _start_drain(self, begun: Parts) -> None:
         """Start a drain thread for `begun`, then the queue; it takes over `_sending` unless `begun` is empty."""
         threading.Thread(target=self._drain, args=(begun,), name="dflow drain", daemon=True).start()
@@ -178,7 +176,7 @@ class SendQueue:
                 frame = self._next_queued()
                 if frame is None:
                     return
-                self._send_all(self._pack_one(frame))
+                self._send_all(self._pack([frame]))
 
     def _next_queued(self) -> Frame | None:
         with self._queue_lock:

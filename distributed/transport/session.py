@@ -50,15 +50,12 @@ class Session(Generic[Item]):
         self.retained_bytes = 0
         self._ack_frames = ack_frames
         self._ack_bytes = ack_bytes
+        #: Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met.
+        self.ack_due = False
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         self._sent = 0
         self._acknowledged = 0
-
-    @property
-    def ack_due(self) -> bool:
-        """Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met."""
-        return self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
 
     def send(self, item: Item, size_bytes: int) -> int:
         """Retain an item that is about to be sent; return its number."""
@@ -69,6 +66,7 @@ class Session(Generic[Item]):
 
     def say_received(self) -> int:
         """Return the number to acknowledge in the frame that is about to be sent."""
+        self.ack_due = False
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         return self.received
@@ -78,13 +76,14 @@ class Session(Generic[Item]):
 
         raises  WireError if frames before it have not been received
         """
-        if number <= self.received:
-            return False
         if number != self.received + 1:
+            if number <= self.received:
+                return False
             raise WireError(f"frame {number} came after frame {self.received}; those in between are missing")
         self.received = number
         self._unsaid_frames += 1
         self._unsaid_bytes += size_bytes
+        self.ack_due = self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
         return True
 
     def acknowledge(self, upto: int) -> list[Item]:

@@ -32,9 +32,9 @@ class Paper:
         return len(data)
 
 
-def pack(frame: Frame) -> Parts:
-    """The frame's meta and payload."""
-    return [memoryview(frame.meta), memoryview(frame.payload)]
+def pack(frames: Sequence[Frame]) -> Parts:
+    """The meta and payload of each frame."""
+    return [memoryview(part) for frame in frames for part in (frame.meta, frame.payload)]
 
 
 def frame(text: str, payload: bytes = b"") -> Frame:
