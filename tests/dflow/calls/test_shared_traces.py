@@ -24,7 +24,7 @@ class Traced:
     """A function that counts how often it is traced, with or without state."""
 
     def __init__(self, has_state: bool) -> None:
-        self.count, self.variable = 0, dflow.Variable(1.0, name="v")
+        self.count, self.variable = 0, dflow.Variable(1.0)
         variable = self.variable
 
         def fn(x: Any) -> Any:
