@@ -106,6 +106,17 @@ def exceeds(nodes: Iterable[Node], limit: Work, moved_bytes: float = 0.0) -> boo
     return False
 
 
+#: Limit of a short program's work, most of which then takes less than a millisecond on one core. Nodes are counted as if
+#: each read and wrote memory, as few do.
+SHORT = Work(flops=5e6, moved_bytes=16e6)
+
+
+def is_short(call: Node) -> bool:
+    """Whether an XLA call does at most the work `SHORT`; meaningful only for a call that is asynchronous."""
+    (body,) = call.bodies
+    return not exceeds(body.nodes, SHORT)
+
+
 def is_asynchronous(call: Node) -> bool:
     """Whether an XLA call surely returns without waiting for its results, so that no thread is blocked by it.
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.lowering.placement.work import SHORT
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import (
     Branch,
@@ -30,7 +31,7 @@ from dflow.lowering.steps.plan import (
     While,
     calls_in,
 )
-from dflow.lowering.values.devices import device_named
+from dflow.lowering.values.devices import device_named, runs_on_caller
 from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.types import parse_dtype
@@ -117,9 +118,17 @@ class Executable:
 
     @cached_property
     def is_asynchronous(self) -> bool:
-        """Whether no item blocks the thread that runs it, except a send of values that are still being computed."""
+        """Whether no item blocks the thread that runs it, except a send of values that are still being computed.
+
+        Items that take about a millisecond count as not blocking.
+        """
+        on_caller = runs_on_caller()
+        if on_caller and any(isinstance(item, UseResource) for item in self.plan.items):
+            # An accumulator reads a gradient and its sum, and writes the sum.
+            if 3 * sum(layout.size_bytes for layout in self.layouts.values()) > SHORT.moved_bytes:
+                return False
         return all(
-            (item.asynchronous and not item.keeps)
+            (item.asynchronous and not item.keeps and (item.short or not on_caller))
             if isinstance(item, Call)
             else isinstance(item, Read | Send | Recv | UseResource)
             for item in self.plan.items

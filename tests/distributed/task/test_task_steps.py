@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
@@ -25,6 +26,7 @@ from dflow.distributed.wire.messages.variables import (
 )
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps import executable
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
 from dflow.tracing.ir.types import ArrayType
@@ -358,6 +360,22 @@ def test_an_asynchronous_plan_is_run_by_the_thread_that_brings_its_values(cluste
     for _ in range(3):
         run_step(cluster, remote, local)
     assert threads_of(PS) == before
+
+
+@pytest.mark.parametrize("on_caller", [True, False])
+@pytest.mark.parametrize("short", [True, False])
+def test_a_long_program_that_runs_on_its_caller_has_a_thread(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, short: bool, on_caller: bool
+) -> None:
+    monkeypatch.setattr(executable, "runs_on_caller", lambda: on_caller)
+    by_reader: list[bool] = []
+    program = flat_program(lambda: (by_reader.append(on_reader_thread()), ())[1])
+    call = Call(0, (), (), (), (), asynchronous=True, short=short)
+    handle = cluster.ps.plans.add(Plan(PS, 0, (call,)), [program])
+    for _ in range(3):
+        assert cluster.ask(run_plan(next_step(), handle)).message == Ok()
+    # The first run has a thread in any case.
+    assert by_reader == [False, *[short or not on_caller] * 2]
 
 
 def run_step(cluster: Cluster, remote: int, local: int) -> None:
