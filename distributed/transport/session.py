@@ -50,12 +50,15 @@ class Session(Generic[Item]):
         self.retained_bytes = 0
         self._ack_frames = ack_frames
         self._ack_bytes = ack_bytes
-        #: Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met.
-        self.ack_due = False
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         self._sent = 0
         self._acknowledged = 0
+
+    @property
+    def ack_due(self) -> bool:
+        """Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met."""
+        return self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
 
     def send(self, item: Item, size_bytes: int) -> int:
         """Retain an item that is about to be sent; return its number."""
@@ -66,7 +69,6 @@ class Session(Generic[Item]):
 
     def say_received(self) -> int:
         """Return the number to acknowledge in the frame that is about to be sent."""
-        self.ack_due = False
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
         return self.received
@@ -83,7 +85,6 @@ class Session(Generic[Item]):
         self.received = number
         self._unsaid_frames += 1
         self._unsaid_bytes += size_bytes
-        self.ack_due = self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
         return True
 
     def acknowledge(self, upto: int) -> list[Item]:

@@ -106,15 +106,15 @@ def exceeds(nodes: Iterable[Node], limit: Work, moved_bytes: float = 0.0) -> boo
     return False
 
 
-#: Limit of a short program's work, most of which then takes less than a millisecond on one core. Nodes are counted as if
-#: each read and wrote memory, as few do.
+#: Limit of the work of programs that are not long: on one core most take less than a millisecond. Each node counts as
+#: if it read and wrote memory, which few do in a compiled program.
 SHORT = Work(flops=5e6, moved_bytes=16e6)
 
 
-def is_short(call: Node) -> bool:
-    """Whether an XLA call does at most the work `SHORT`; meaningful only for a call that is asynchronous."""
+def is_long(call: Node) -> bool:
+    """Whether an XLA call does more than the work `SHORT`. A loop of an unknown number of iterations counts as one."""
     (body,) = call.bodies
-    return not exceeds(body.nodes, SHORT)
+    return exceeds(body.nodes, SHORT)
 
 
 def is_asynchronous(call: Node) -> bool:

@@ -120,18 +120,29 @@ class Executable:
     def is_asynchronous(self) -> bool:
         """Whether no item blocks the thread that runs it, except a send of values that are still being computed.
 
-        Items that take about a millisecond count as not blocking.
+        See `long_items` for items that only take long.
         """
-        on_caller = runs_on_caller()
-        if on_caller and any(isinstance(item, UseResource) for item in self.plan.items):
-            # An accumulator reads a gradient and its sum, and writes the sum.
-            if 3 * sum(layout.size_bytes for layout in self.layouts.values()) > SHORT.moved_bytes:
-                return False
         return all(
-            (item.asynchronous and not item.keeps and (item.short or not on_caller))
+            (item.asynchronous and not item.keeps)
             if isinstance(item, Call)
             else isinstance(item, Read | Send | Recv | UseResource)
             for item in self.plan.items
+        )
+
+    @cached_property
+    def long_items(self) -> frozenset[int]:
+        """The items that may occupy the thread that runs them for longer than a millisecond, on a thread that computes.
+
+        A thread that others rely on gives way before these (`about_to_wait`). Items that wait do so by themselves.
+        """
+        if not runs_on_caller():
+            return frozenset()
+        # An accumulator reads a gradient and its sum, and writes the sum.
+        is_large = 3 * sum(layout.size_bytes for layout in self.layouts.values()) > SHORT.moved_bytes
+        return frozenset(
+            index
+            for index, item in enumerate(self.plan.items)
+            if (isinstance(item, Call) and item.long) or (isinstance(item, UseResource) and is_large)
         )
 
     @cached_property

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflow.lowering.passes.task_control_flow import tasks_of
-from dflow.lowering.placement.work import is_asynchronous, is_short
+from dflow.lowering.placement.work import is_asynchronous, is_long
 from dflow.lowering.programs.discharge import Discharged, discharge
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.values.snapshots import snapshots, variables_read
@@ -215,7 +215,7 @@ class _Maker:
 
     def _call(self, node: Node, after: tuple[int, ...]) -> Call:
         (body,) = node.bodies
-        pure, asynchronous = discharge(body), is_asynchronous(node)
+        pure = discharge(body)
         outer = dict(zip(body.inputs, node.handed, strict=True))
         self.programs.append(pure)
         return Call(
@@ -228,8 +228,8 @@ class _Maker:
             device=_device(node),
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
             keeps=bool(pure.written) and not node.attributes["donate"],
-            asynchronous=asynchronous,
-            short=asynchronous and is_short(node),
+            asynchronous=is_asynchronous(node),
+            long=is_long(node),
         )
 
     def lowered(self) -> Lowered:

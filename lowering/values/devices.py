@@ -9,7 +9,6 @@ import jax
 
 from dflow.tracing.errors import DeviceError
 
-
 #: The setting of JAX by which XLA runs programs for the CPU on its own threads. If false, a program that XLA does not
 #: divide among threads runs on the thread that calls it.
 _ON_OTHER_THREADS = "jax_cpu_enable_async_dispatch"

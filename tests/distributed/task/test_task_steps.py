@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -14,7 +15,6 @@ import numpy as np
 import pytest
 
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
-from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, RunPlan
@@ -26,13 +26,13 @@ from dflow.distributed.wire.messages.variables import (
 )
 from dflow.lowering.programs.program import export_program
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps import executable
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.tracing import errors
 from dflow.tracing.ir.types import ArrayType
 from tests.distributed.task.served_tasks import (
     CLIENT,
     ONES,
+    OTHER,
     PS,
     WORKER,
     Cluster,
@@ -352,6 +352,27 @@ def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
             pending.wait(DEADLINE_S)
 
 
+def test_a_step_that_no_worker_waits_for_connects_the_tasks_of_its_parts(cluster: Cluster) -> None:
+    handles = {task: cluster.tasks[task].plans.add(Plan(task, 0, ()), ()) for task in (PS, OTHER)}
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    assert cluster.ps.peers.connected(OTHER) is None
+    cluster.ps.starter.start_unattended(handles, (), ended.put)
+    assert ended.get(timeout=DEADLINE_S) is None
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_step_that_no_worker_waits_for_ends_when_a_task_cannot_be_reached(
+    make_cluster: MakeCluster, is_known: bool
+) -> None:
+    cluster = make_cluster(TaskSettings(connect_timeout_s=0.1))
+    handle = cluster.ps.plans.add(Plan(PS, 0, ()), ())
+    if is_known:
+        cluster.other.close()
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+    cluster.ps.starter.start_unattended({PS: handle, OTHER if is_known else "nobody": 0}, (), ended.put)
+    assert isinstance(ended.get(timeout=DEADLINE_S), errors.TaskLost)
+
+
 def test_an_asynchronous_plan_is_run_by_the_thread_that_brings_its_values(cluster: Cluster) -> None:
     create(cluster)
     remote, local = serve_gradients(cluster), send_and_receive(cluster)
@@ -360,22 +381,6 @@ def test_an_asynchronous_plan_is_run_by_the_thread_that_brings_its_values(cluste
     for _ in range(3):
         run_step(cluster, remote, local)
     assert threads_of(PS) == before
-
-
-@pytest.mark.parametrize("on_caller", [True, False])
-@pytest.mark.parametrize("short", [True, False])
-def test_a_long_program_that_runs_on_its_caller_has_a_thread(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, short: bool, on_caller: bool
-) -> None:
-    monkeypatch.setattr(executable, "runs_on_caller", lambda: on_caller)
-    by_reader: list[bool] = []
-    program = flat_program(lambda: (by_reader.append(on_reader_thread()), ())[1])
-    call = Call(0, (), (), (), (), asynchronous=True, short=short)
-    handle = cluster.ps.plans.add(Plan(PS, 0, (call,)), [program])
-    for _ in range(3):
-        assert cluster.ask(run_plan(next_step(), handle)).message == Ok()
-    # The first run has a thread in any case.
-    assert by_reader == [False, *[short or not on_caller] * 2]
 
 
 def run_step(cluster: Cluster, remote: int, local: int) -> None:

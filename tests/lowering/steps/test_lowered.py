@@ -46,7 +46,7 @@ def test_the_plan_of_a_parameter_server() -> None:
             Read(keys=("w!",), gives=(0,)),
             Send(edge="w", destination=WORKER, takes=(0,)),
             Recv(edge="jax.mul.1", source=WORKER, gives=(1,), types=(("f32", (3,)),)),
-            Call(program=0, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), asynchronous=True, short=True),
+            Call(program=0, writes=("w!",), reads=("rate!",), takes=(1,), gives=(), after=(0,), asynchronous=True),
         ),
         names=("%w_1 (xla.call)", "%w_1.sent (net.send)", "%1.received (net.recv)", "%done (xla.call)"),
     )
@@ -62,9 +62,9 @@ def test_the_plan_of_the_caller_has_the_feeds_and_the_fetches() -> None:
     assert plan.fetches == (product, 0, 1)
     assert plan.slots == 4
     assert plan.items == (
-        Call(program=0, writes=("steps!",), reads=(), takes=(), gives=(), asynchronous=True, short=True),
+        Call(program=0, writes=("steps!",), reads=(), takes=(), gives=(), asynchronous=True),
         Recv(edge="w", source=PS_0, gives=(received,), types=(("f32", (3,)),)),
-        Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,), asynchronous=True, short=True),
+        Call(program=1, writes=(), reads=(), takes=(received, 0), gives=(product,), asynchronous=True),
         Send(edge="jax.mul.1", destination=PS_0, takes=(product,)),
     )
 
@@ -100,7 +100,7 @@ graph(%w: ref<f32[]>, %unused: f32[], %x: f32[]) {
   return %1
 }""")
     assert list(lowered) == [WORKER]
-    call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,), asynchronous=True, short=True)
+    call = Call(program=0, writes=("w!",), reads=(), takes=(1,), gives=(2,), asynchronous=True)
     assert lowered[WORKER].plan == Plan(WORKER, 3, (call,), (0, 1), (2,), names=("%1 (xla.call)",))
 
 
