@@ -20,6 +20,7 @@ from dflow.cli.cluster_options import (
     transport_of,
 )
 from dflow.cli.command import Command, add_seconds, count, job_count
+from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.tracing.devices.task_name import task_name
@@ -76,6 +77,7 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _be_task(options: argparse.Namespace) -> int:
+    keep_freed_memory()
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
     from dflow.distributed.detection.cluster_spec import Variables

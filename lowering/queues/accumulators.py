@@ -2,7 +2,8 @@
 
 Dense components are summed on their device, all of a gradient by one program: a call of JAX for each would take longer
 than to add them. Rows are summed by index in host memory, and kept sorted by index. A gradient kept aside is not added
-to a sum before its ticket is taken.
+to a sum before its ticket is taken. Gradients are copied, since their owner may change them, except those that another
+task has sent for the accumulator alone (`ResourceOp.owned`).
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ class HeldAccumulator(SharedResource):
 
     def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Add a gradient; return whether it was fresh."""
-        *parts, number = operands
-        gradient, step, fresh = list(map(_owned, parts)), int(number), False
+        *gradient, number = _owned(op, operands)
+        step, fresh = int(number), False
 
         def add() -> list[Give]:
             nonlocal fresh
@@ -89,8 +90,8 @@ class HeldAccumulator(SharedResource):
 
     def keep(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Keep a gradient aside; return its ticket, or 0 if it is stale."""
-        *parts, number = operands
-        gradient, step = list(map(_owned, parts)), int(number)
+        *gradient, number = _owned(op, operands)
+        step = int(number)
 
         def kept(machine: AccumulatorMachine) -> int:
             ticket = machine.keep(step)
@@ -224,7 +225,12 @@ class HeldAccumulator(SharedResource):
     }
 
 
-def _owned(array: Any) -> Any:
+def _owned(op: ResourceOp, operands: Sequence[Any]) -> Sequence[Any]:
+    """Return the operands of `op`, copied unless they are owned."""
+    return operands if op.owned else list(map(_copied, operands))
+
+
+def _copied(array: Any) -> Any:
     """Return `copied(array)`, but of a large NumPy array on a CPU a NumPy array: JAX would take longer to copy it."""
     stays = isinstance(array, np.ndarray) and may_stay_on_host(array.dtype, array.nbytes)
     return np.array(array) if stays else copied(array)
@@ -233,6 +239,8 @@ def _owned(array: Any) -> Any:
 def _in_one_program(fn: Callable[..., list[Any]], *lists: Sequence[Any]) -> list[Any]:
     """Return `fn(*lists)`, of lists of components; for each component alone if they are on several devices."""
     components = list(zip(*lists, strict=True))
+    if not components:
+        return []
     places = {next((array.sharding for array in arrays if isinstance(array, jax.Array)), None) for arrays in components}
     if len(places) <= 1:
         return fn(*lists)

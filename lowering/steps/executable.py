@@ -13,6 +13,7 @@ from graphlib import TopologicalSorter
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
 from dflow.lowering.placement.work import SHORT
@@ -34,6 +35,7 @@ from dflow.lowering.steps.plan import (
 from dflow.lowering.values.devices import device_named, runs_on_caller
 from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.ir import ops
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import parse_dtype
 
 #: Stands for all variables and resources: an item that touches this may touch any.
@@ -128,6 +130,16 @@ class Executable:
             else isinstance(item, Read | Send | Recv | UseResource)
             for item in self.plan.items
         )
+
+    def resource_op(self, item: UseResource) -> ResourceOp:
+        """Return the op of an item, with `owned` set if only this plan has the operands: other tasks have sent them."""
+        received = {
+            slot
+            for other in self.plan.items
+            if isinstance(other, Recv) and other.source != self.plan.task
+            for slot in other.gives
+        }
+        return msgspec.structs.replace(item.op, owned=received - self.fetched >= {*item.takes})
 
     @cached_property
     def long_items(self) -> frozenset[int]:

@@ -139,7 +139,7 @@ class StraightLine:
             case Copy():
                 return _copy(item, self.executable)
             case UseResource():
-                return _use_resource(item, index)
+                return _use_resource(item, index, self.executable)
         raise InternalError(f"{type(item).__name__} in a straight line; please report this")
 
 
@@ -288,8 +288,8 @@ def _copy(item: Copy, executable: Executable) -> _Do:
     return do
 
 
-def _use_resource(item: UseResource, index: int) -> _Do:
-    key, op, take, fill = item.key, item.op, _taker(item.takes), _filler(item.gives)
+def _use_resource(item: UseResource, index: int, executable: Executable) -> _Do:
+    key, op, take, fill = item.key, executable.resource_op(item), _taker(item.takes), _filler(item.gives)
 
     def do(run: StraightRun) -> None:
         held = run.line.store.resource(key)

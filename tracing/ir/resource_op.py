@@ -8,10 +8,14 @@ from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 
 
 class ResourceOp(msgspec.Struct, frozen=True, repr_omit_defaults=True):
-    """The op `name` of `ops.RESOURCE_OPS` with its attributes; `line` is the user's line, which ends messages."""
+    """The op `name` of `ops.RESOURCE_OPS` with its attributes; `line` is the user's line, which ends messages.
+
+    The memory of operands that are `owned` never changes, so the resource may keep them without a copy.
+    """
 
     name: str
     count: int = 0
     timeout_s: float = DEFAULT_TIMEOUT_S
     cancel_pending: bool = False
     line: str = ""
+    owned: bool = False

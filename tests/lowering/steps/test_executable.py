@@ -31,3 +31,14 @@ def test_items_take_long_if_their_thread_computes_much(
     made = Executable(Plan("ps", 1, items), [flat_program(lambda w, x: [w + x], 1)])
     assert made.is_asynchronous
     assert made.long_items == ({*long} if on_caller else set())
+
+
+@pytest.mark.parametrize(
+    ("source", "fetches", "owned"), [("worker", (), True), ("ps", (), False), ("worker", (0,), False)]
+)
+def test_a_resource_owns_what_other_tasks_send_for_it_alone(source: str, fetches: tuple[int, ...], owned: bool) -> None:
+    received = Recv("gradient", source, (0,), (("f32", (3,)),))
+    made = Executable(Plan("ps", 2, (received, ADD), fetches=fetches))
+    assert made.resource_op(ADD).owned is owned
+    # An operand of this task beside the received one.
+    assert not made.resource_op(UseResource("sum", ADD.op, takes=(0, 1), after=(0,))).owned
