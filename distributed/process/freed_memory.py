@@ -1,8 +1,8 @@
-"""Memory that a process has freed, and keeps for its next step instead of returning it to the system.
+"""Memory that a process has freed, and retains for its next step instead of returning it to the system.
 
 Why: XLA allocates the results of each program by `malloc`. glibc returns large blocks to the system when they are
-freed, and the system clears each page of the next ones. In synchronous steps of 100 MB with Adam this took up to half
-of the processor time of each of two parameter tasks, depending on which thread had allocated a block.
+freed, and the system clears each page of the blocks allocated next. In synchronous steps of 100 MB with Adam this took
+up to half of the processor time of each of two parameter tasks, depending on which thread had allocated a block.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 
 #: Parameters of `mallopt`, from glibc's `malloc.h`.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-#: Limit of the freed memory that the process keeps, in bytes.
-KEPT_BYTES = 1 << 30
-#: The largest limit that glibc takes. Blocks of more bytes are returned to the system when they are freed.
+#: The end of the heap is returned to the system when more than this many bytes of it are free. Free memory between
+#: blocks in use is retained without a limit, as always.
+TRIMMED_FROM_BYTES = 1 << 30
+#: The largest limit that glibc accepts. Blocks of more bytes are returned to the system when they are freed.
 LARGEST_BYTES = 32 << 20
 
 
 def keep_freed_memory() -> None:
-    """Keep freed blocks of up to `LARGEST_BYTES` in this process; called before it has threads.
+    """Have this process retain freed blocks of up to `LARGEST_BYTES`; called before it has threads.
 
     Does nothing if the environment has settings of `malloc`, or the C library is not glibc.
     """
@@ -28,6 +29,6 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGEST_BYTES)
-        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
-        # The memory of any other arena is returned whenever a part of 64 MB is free.
+        mallopt(_TRIM_THRESHOLD, TRIMMED_FROM_BYTES)
+        # Another arena would return its memory whenever one of its parts of 64 MiB is free.
         mallopt(_ARENA_MAX, 1)

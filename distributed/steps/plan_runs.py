@@ -5,8 +5,8 @@ Invariants:
 - A plan that was begun ends exactly once: by its last item, its first error, or `cancel`.
 - The thread that makes items of an asynchronous plan ready (`Executable.is_asynchronous`) runs them, since waking
   another thread takes longer, unless it would have to wait for a variable. All other items, and those of a plan's first
-  run, which may compile a program again, have a thread each. A reader thread that waits for computed values, or runs a
-  program that takes long, hands over its other connections first.
+  run, which may compile a program again, have a thread each. A reader thread that waits for computed values hands over
+  its other connections first.
 - A run that begins after another one can be cancelled from the beginning, and starts when the other has ended.
 - An item that makes others ready on its thread returns before they run, so that chains of steps which feed each other
   use no more stack than one.

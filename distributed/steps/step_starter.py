@@ -137,21 +137,12 @@ class StepStarter:
     def start_unattended(
         self, handles: Mapping[str, int], feeds: Sequence[Any], on_end: Callable[[BaseException | None], None]
     ) -> None:
-        """Run the plans `handles` as a new step, which is cancelled when a part fails; returns without waiting.
+        """Run the plans `handles` as a new step, which is cancelled when a part fails; may block while connecting.
 
-        `on_end` is called once, from any thread: with None when all parts have ended, or with the first error, such as
-        TaskLost when a task cannot be reached.
+        `on_end` is called once, from any thread: with None when all parts have ended, or with the first error.
+        raises  TaskLost when a task cannot be reached; `on_end` is then not called
         """
-        try:
-            others = [task for task in handles if task != self._name]
-            absent = next((task for task in others if self._peers.connected(task) is None), None)
-            if absent is not None:
-                self._peers.when_connected(absent, partial(self._start_connected, handles, feeds, on_end))
-                return
-            step, peers = self.next_step(), self.peers(handles)
-        except Exception as error:
-            on_end(error)
-            return
+        step, peers = self.next_step(), self.peers(handles)
 
         def over(outcome: Outcome[Fetches]) -> None:
             error = outcome if isinstance(outcome, BaseException) else None
@@ -160,16 +151,3 @@ class StepStarter:
             on_end(error)
 
         self.run_own(step, handles, feeds, self.start(step, peers, handles, over))
-
-    def _start_connected(
-        self,
-        handles: Mapping[str, int],
-        feeds: Sequence[Any],
-        on_end: Callable[[BaseException | None], None],
-        error: Exception | None,
-    ) -> None:
-        """Start the step for which a task has been connected, or end it with the error."""
-        if error is not None:
-            on_end(error)
-        else:
-            self.start_unattended(handles, feeds, on_end)

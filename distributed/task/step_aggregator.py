@@ -4,9 +4,8 @@ Why: an update that a worker runs is left half done on some tasks when that work
 the rounds (`rounds.py`), takes the average from its accumulator, and starts the update itself. Other tasks of variables
 keep the gradients of theirs in accumulators of their own; an average has a ticket of each for each gradient (see
 `strategies/round_gradients.py`). Invariants: the events of a run are handled one at a time and in order; the commands
-of one are carried out before the next, without waiting, since reader threads bring the events. A run without a worker
-keeps only its numbers: a later worker resumes the run, or learns that it is over. A worker's leave is answered when
-accumulators that are freed with it are free on all tasks.
+of one are carried out before the next. A run without a worker keeps only its numbers: a later worker resumes the run,
+or learns that it is over. A worker's leave is answered when accumulators that are freed with it are free on all tasks.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from dflow.distributed.steps.plan_checks import MAX_COUNT
 from dflow.distributed.task.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.transport.base import OnReply, Reply, Responder
-from dflow.distributed.transport.link import without_waiting
 from dflow.distributed.wire.codec import decode_arrays
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure, Ok
@@ -48,8 +46,7 @@ from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLos
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 
-#: Starts a step of this task, without waiting: plan handles by task, feeds for this task's part, and a callback, which
-#: gets the error or None.
+#: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
 #: Sends another task a request; the callback gets the reply or an error, also if this raises.
 Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
@@ -264,9 +261,8 @@ class _AggregatedRun:
         self._freeing -= freed
         self._leaves += leaves
         if self._freeing == 0:
-            with without_waiting():
-                for responder in self._leaves:
-                    responder.reply(RoundsLeft())
+            for responder in self._leaves:
+                self.submit(responder.reply, RoundsLeft())
             self._leaves = []
         return ()
 
@@ -318,12 +314,10 @@ class _AggregatedRun:
                 self.update.accumulator.set_enough(count)
             case Announce(ask, number, done):
                 if (responder := self._answered(ask)) is not None:
-                    with without_waiting():
-                        responder.reply(RoundOpen(number, done))
+                    self.submit(responder.reply, RoundOpen(number, done))
             case Refuse(ask, text, kind):
                 if (responder := self._answered(ask)) is not None:
-                    with without_waiting():
-                        responder.fail(error_of(Failure(kind, text), "rounds"))
+                    self.submit(responder.fail, error_of(Failure(kind, text), "rounds"))
             case FreeRun():
                 self._free()
 
@@ -359,7 +353,13 @@ class _AggregatedRun:
             self._handle(self._rounds.mean_taken)
             update = self.update
         assert update is not None
-        self.start(update.handles, [*update.before, *mean, *update.after], self._updated)
+        self.submit(self._apply, update, mean)
+
+    def _apply(self, update: _MeanUpdate, mean: Sequence[Any]) -> None:
+        try:
+            self.start(update.handles, [*update.before, *mean, *update.after], self._updated)
+        except Exception as error:
+            self._updated(error)
 
     def _updated(self, error: BaseException | None) -> None:
         if error is None:

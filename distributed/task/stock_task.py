@@ -28,7 +28,6 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.steps.recorder import Recorder
-from dflow.lowering.values.devices import run_on_caller
 from dflow.lowering.values.first_value import first_value
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.ir.types import ArrayType
@@ -80,7 +79,6 @@ def serve_task(
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
-    run_on_caller()
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:

@@ -467,7 +467,7 @@ REQUESTS.queued(EndRestore)(lambda task, message, _: task._checkpoints.end(messa
 REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
 REQUESTS.queued(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
-REQUESTS.handles(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
+REQUESTS.queued(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
 REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task._rounds.leave(message, arrival.responder))
 REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))

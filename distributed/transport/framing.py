@@ -40,8 +40,6 @@ HEADER = struct.Struct("<4sBBHIQQQQ")
 _BUFFER_BYTES = 1 << 16
 _BREAKS_OFF = "the other side closed the connection in the middle of a frame"
 _NO_HELLO = "the other side closed the connection before its Hello"
-#: The flags of a frame without shared memory.
-_PLAIN = [0, 0]
 _KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -119,14 +117,14 @@ class FrameReader:
             buffer, body = self._buffer, self._start + HEADER.size
             if self._end < body:
                 return None
-            magic, code, *flags, meta_bytes, number, payload_bytes, sequence, acknowledged = HEADER.unpack_from(
+            magic, code, shared, pad, meta_bytes, number, payload_bytes, sequence, acknowledged = HEADER.unpack_from(
                 buffer, self._start
             )
             middle = body + meta_bytes
             end = middle + payload_bytes
             kind = _KINDS.get(code)
             is_small = end <= self._end and meta_bytes <= self._limits.max_meta_bytes and payload_bytes <= self._small
-            if is_small and kind is not None and magic == MAGIC and flags == _PLAIN:
+            if is_small and kind is not None and magic == MAGIC and not (shared or pad):
                 # The common case, without further calls.
                 self._start = end
                 meta, payload = buffer[body:middle].tobytes(), bytearray(buffer[middle:end])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -117,16 +116,6 @@ _MARK = _ReaderMark()
 def become_reader() -> None:
     """Mark this thread as a reader thread, which must never wait for a connection."""
     _MARK.is_reader = True
-
-
-@contextlib.contextmanager
-def without_waiting() -> Iterator[None]:
-    """Return the context in which this thread never waits to send, as a reader thread: another one sends the rest."""
-    before, _MARK.is_reader = _MARK.is_reader, True
-    try:
-        yield
-    finally:
-        _MARK.is_reader = before
 
 
 def on_reader_thread() -> bool:

@@ -106,17 +106,6 @@ def exceeds(nodes: Iterable[Node], limit: Work, moved_bytes: float = 0.0) -> boo
     return False
 
 
-#: Limit of the work of programs that are not long: on one core most take less than a millisecond. Each node counts as
-#: if it read and wrote memory, which few do in a compiled program.
-SHORT = Work(flops=5e6, moved_bytes=16e6)
-
-
-def is_long(call: Node) -> bool:
-    """Whether an XLA call does more than the work `SHORT`. A loop of an unknown number of iterations counts as one."""
-    (body,) = call.bodies
-    return exceeds(body.nodes, SHORT)
-
-
 def is_asynchronous(call: Node) -> bool:
     """Whether an XLA call surely returns without waiting for its results, so that no thread is blocked by it.
 

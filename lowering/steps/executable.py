@@ -16,7 +16,6 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from dflow.lowering.placement.work import SHORT
 from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import (
     Branch,
@@ -32,7 +31,7 @@ from dflow.lowering.steps.plan import (
     While,
     calls_in,
 )
-from dflow.lowering.values.devices import device_named, runs_on_caller
+from dflow.lowering.values.devices import device_named
 from dflow.lowering.values.payload_layout import PayloadLayout
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -120,10 +119,7 @@ class Executable:
 
     @cached_property
     def is_asynchronous(self) -> bool:
-        """Whether no item blocks the thread that runs it, except a send of values that are still being computed.
-
-        See `long_items` for items that only take long.
-        """
+        """Whether no item blocks the thread that runs it, except a send of values that are still being computed."""
         return all(
             (item.asynchronous and not item.keeps)
             if isinstance(item, Call)
@@ -131,31 +127,15 @@ class Executable:
             for item in self.plan.items
         )
 
-    def resource_op(self, item: UseResource) -> ResourceOp:
-        """Return the op of an item, with `owned` set if only this plan has the operands: other tasks have sent them."""
-        received = {
-            slot
-            for other in self.plan.items
-            if isinstance(other, Recv) and other.source != self.plan.task
-            for slot in other.gives
-        }
-        return msgspec.structs.replace(item.op, owned=received - self.fetched >= {*item.takes})
-
     @cached_property
-    def long_items(self) -> frozenset[int]:
-        """The items that may occupy the thread that runs them for longer than a millisecond, on a thread that computes.
+    def received(self) -> frozenset[int]:
+        """The slots of values from other tasks that the plan does not return, so that their memory never changes."""
+        recvs = [item for item in self.plan.items if isinstance(item, Recv) and item.source != self.plan.task]
+        return frozenset(slot for item in recvs for slot in item.gives) - self.fetched
 
-        A thread that others rely on gives way before these (`about_to_wait`). Items that wait do so by themselves.
-        """
-        if not runs_on_caller():
-            return frozenset()
-        # An accumulator reads a gradient and its sum, and writes the sum.
-        is_large = 3 * sum(layout.size_bytes for layout in self.layouts.values()) > SHORT.moved_bytes
-        return frozenset(
-            index
-            for index, item in enumerate(self.plan.items)
-            if (isinstance(item, Call) and item.long) or (isinstance(item, UseResource) and is_large)
-        )
+    def resource_op(self, item: UseResource) -> ResourceOp:
+        """Return the op of an item, which owns its operands if all were received."""
+        return msgspec.structs.replace(item.op, owned=self.received.issuperset(item.takes))
 
     @cached_property
     def updates(self) -> bool:

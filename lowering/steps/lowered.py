@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dflow.lowering.passes.task_control_flow import tasks_of
-from dflow.lowering.placement.work import is_asynchronous, is_long
+from dflow.lowering.placement.work import is_asynchronous
 from dflow.lowering.programs.discharge import Discharged, discharge
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
 from dflow.lowering.values.snapshots import snapshots, variables_read
@@ -229,7 +229,6 @@ class _Maker:
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
             keeps=bool(pure.written) and not node.attributes["donate"],
             asynchronous=is_asynchronous(node),
-            long=is_long(node),
         )
 
     def lowered(self) -> Lowered:

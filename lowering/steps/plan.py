@@ -22,8 +22,8 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     The program's arguments are the values of `writes`, then of `reads`, then the slots `takes`; its results are
     the new values of `writes`, then the slots `gives`. The values of `writes` are donated, unless `keeps` is true. The
     program runs on `device`, such as `cpu:1`, or where JAX puts it. With `touches_anything` it may have any effect, for
-    example in a Python callback. A call of an `asynchronous` program runs no Python, and returns before its results are
-    computed, unless the process runs programs on the calling thread. A `long` one may take more than a millisecond.
+    example in a Python callback. A call of an `asynchronous` program returns without waiting for its results, and runs
+    no Python.
     """
 
     program: int
@@ -36,7 +36,6 @@ class Call(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="call"):
     touches_anything: bool = False
     keeps: bool = False
     asynchronous: bool = False
-    long: bool = False
 
 
 class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):

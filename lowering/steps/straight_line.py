@@ -33,7 +33,6 @@ from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
-from dflow.lowering.values.computed import giving_way
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError
@@ -111,15 +110,12 @@ class StraightLine:
         last = {slot: index for index in group for slot in takes(self.plan.items[index])}
         for index in group:
             item = self.plan.items[index]
-            do = self._do(item, index)
-            if index in self.executable.long_items:
-                do = giving_way(do)
             freed = {
                 slot for slot in takes(item) if last[slot] == index and own.issuperset(self.executable.takers[slot])
             }
             if not _waits(item):
                 freed.update(slot for slot in gives(item) if slot not in self.executable.takers)
-            done.append((index, _waits(item), _with_freed(do, freed - self.executable.fetched)))
+            done.append((index, _waits(item), _with_freed(self._do(item, index), freed - self.executable.fetched)))
         return done
 
     def _do(self, item: Item, index: int) -> _Do:

@@ -11,9 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-
-Argument = TypeVar("Argument")
+from typing import Any
 
 #: Time to look for a value that is being computed, in s: about the cost of waking another thread.
 SPIN_S = 1e-4
@@ -28,16 +26,6 @@ def before_waiting(call: Callable[[], None]) -> None:
 def about_to_wait() -> None:
     """Call what this thread has registered by `before_waiting`, if anything."""
     getattr(_OF_THREAD, "before_waiting", lambda: None)()
-
-
-def giving_way(work: Callable[[Argument], None]) -> Callable[[Argument], None]:
-    """Return `work` that takes long, after a call of what its thread has registered by `before_waiting`."""
-
-    def give_way_and_work(argument: Argument) -> None:
-        about_to_wait()
-        work(argument)
-
-    return give_way_and_work
 
 
 def wait_until_computed(values: Iterable[Any]) -> None:

@@ -9,24 +9,6 @@ import jax
 
 from dflow.tracing.errors import DeviceError
 
-#: The setting of JAX by which XLA runs programs for the CPU on its own threads. If false, a program that XLA does not
-#: divide among threads runs on the thread that calls it.
-_ON_OTHER_THREADS = "jax_cpu_enable_async_dispatch"
-
-
-def run_on_caller() -> None:
-    """Have XLA run programs for the CPU on the thread that calls them; called before JAX has devices.
-
-    A short program runs faster than another thread wakes, and results that are ready need no wait: a step of 4 updates
-    of 64 x 64 takes a parameter task 0.8 of the processor time.
-    """
-    jax.config.update(_ON_OTHER_THREADS, False)
-
-
-def runs_on_caller() -> bool:
-    """Whether programs for the default device run on the thread that calls them."""
-    return not jax.config.read(_ON_OTHER_THREADS) and jax.default_backend() == "cpu"
-
 
 def local_devices() -> dict[str, jax.Device]:
     """Return the devices of this process by name, those of JAX's default platform first, then those of the CPU."""

@@ -10,7 +10,8 @@ from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 class ResourceOp(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """The op `name` of `ops.RESOURCE_OPS` with its attributes; `line` is the user's line, which ends messages.
 
-    The memory of operands that are `owned` never changes, so the resource may keep them without a copy.
+    The memory of operands that are `owned` never changes, so the resource may retain them without a copy. The task that
+    runs the op decides that.
     """
 
     name: str

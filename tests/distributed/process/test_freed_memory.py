@@ -1,4 +1,4 @@
-"""A process keeps the memory that it has freed."""
+"""A process retains the memory that it has freed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 @pytest.mark.parametrize("has_settings", [False, True], ids=["by default", "with the user's settings"])
 def test_memory_that_was_freed_is_used_again_without_page_faults(has_settings: bool) -> None:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
-    # A setting by which glibc returns blocks of this size, as it is not to be changed.
+    # With this setting, which must stay in effect, glibc returns blocks of this size.
     environment = kept | ({"MALLOC_MMAP_THRESHOLD_": str(1 << 20)} if has_settings else {})
     words = [sys.executable, "-c", FAULTS]
     ran = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=True)

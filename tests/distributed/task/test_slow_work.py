@@ -28,7 +28,6 @@ from dflow.distributed.wire.messages.transfers import Values
 from dflow.distributed.wire.messages.variables import CreateVariables, VariablesCreated, WriteVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.steps import executable
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost
 from tests.distributed.task.served_tasks import CLIENT, CLIENTS, ONES, PS, Cluster, MakeCluster, create, read
@@ -213,33 +212,6 @@ def test_items_that_wait_delay_no_step(cluster: Cluster) -> None:
     Steps(cluster, CLIENTS[1]).run_all()
     together.wait()
     assert [each.wait(DEADLINE_S).message for each in running] == [Ok()] * MANY
-
-
-def test_a_long_program_that_runs_on_its_caller_delays_no_step_of_another_worker(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that reads the worker's message runs it, after another one has taken over the other connections."""
-    monkeypatch.setattr(executable, "runs_on_caller", lambda: True)
-    create(cluster)
-    by_reader: list[bool] = []
-    may_end = threading.Event()
-
-    def run() -> tuple[()]:
-        by_reader.append(on_reader_thread())
-        assert len(by_reader) == 1 or may_end.wait(DEADLINE_S)
-        return ()
-
-    call = Call(0, (), (), (), (), asynchronous=True, long=True)
-    handle = cluster.ps.plans.add(Plan(PS, 0, (call,)), [flat_program(run)])
-    worker = Steps(cluster, CLIENT)
-    assert worker.peer.start(RunPlan(handle, *worker.next_step())).wait(DEADLINE_S).message == Ok()
-    second = worker.peer.start(RunPlan(handle, *worker.next_step()))
-    until(lambda: len(by_reader) == 2)
-    Steps(cluster, CLIENTS[1]).run_all()
-    may_end.set()
-    assert second.wait(DEADLINE_S).message == Ok()
-    # The first run of a plan has a thread in any case.
-    assert by_reader == [False, True]
 
 
 def test_the_first_run_of_a_plan_delays_nothing_else(cluster: Cluster) -> None:

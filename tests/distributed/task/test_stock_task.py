@@ -133,22 +133,3 @@ def test_a_task_that_has_warmed_up_imports_nothing_for_its_first_program() -> No
     words = [sys.executable, "-c", AFTER_WARM_UP]
     ran = subprocess.run(words, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert ran.stdout == "[]\n"
-
-
-SERVED = """
-import sys
-from dflow.distributed.process.stop_signal import StopSignal
-from dflow.distributed.task.stock_task import serve_task
-from dflow.distributed.transport.sockets import SocketTransport
-from dflow.lowering.values.devices import runs_on_caller
-stop = StopSignal()
-stop.stop("enough")
-serve_task(stop, SocketTransport(), "/job:ps/task:0", sys.argv[1])
-print(runs_on_caller())
-"""
-
-
-def test_it_runs_short_programs_on_the_threads_that_call_them(coordinator: Coordinator, tmp_path: Path) -> None:
-    with Spawned("-c", SERVED, coordinator.address, cwd=tmp_path, JAX_PLATFORMS="cpu") as task:
-        status, output = task.finish()
-    assert (status, output.splitlines()[-1]) == (0, "True"), output

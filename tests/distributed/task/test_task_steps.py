@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 from concurrent.futures import Future
-from queue import SimpleQueue
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ from dflow.tracing.ir.types import ArrayType
 from tests.distributed.task.served_tasks import (
     CLIENT,
     ONES,
-    OTHER,
     PS,
     WORKER,
     Cluster,
@@ -350,27 +348,6 @@ def test_no_thread_waits_for_a_plan_to_end(cluster: Cluster) -> None:
     for pending in running:
         with pytest.raises(errors.StepCancelled, match="enough"):
             pending.wait(DEADLINE_S)
-
-
-def test_a_step_that_no_worker_waits_for_connects_the_tasks_of_its_parts(cluster: Cluster) -> None:
-    handles = {task: cluster.tasks[task].plans.add(Plan(task, 0, ()), ()) for task in (PS, OTHER)}
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    assert cluster.ps.peers.connected(OTHER) is None
-    cluster.ps.starter.start_unattended(handles, (), ended.put)
-    assert ended.get(timeout=DEADLINE_S) is None
-
-
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_step_that_no_worker_waits_for_ends_when_a_task_cannot_be_reached(
-    make_cluster: MakeCluster, is_known: bool
-) -> None:
-    cluster = make_cluster(TaskSettings(connect_timeout_s=0.1))
-    handle = cluster.ps.plans.add(Plan(PS, 0, ()), ())
-    if is_known:
-        cluster.other.close()
-    ended: SimpleQueue[BaseException | None] = SimpleQueue()
-    cluster.ps.starter.start_unattended({PS: handle, OTHER if is_known else "nobody": 0}, (), ended.put)
-    assert isinstance(ended.get(timeout=DEADLINE_S), errors.TaskLost)
 
 
 def test_an_asynchronous_plan_is_run_by_the_thread_that_brings_its_values(cluster: Cluster) -> None:

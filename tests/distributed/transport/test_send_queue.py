@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from dflow.distributed.transport.link import Frame, Kind, Limits, become_reader, without_waiting
+from dflow.distributed.transport.link import Frame, Kind, Limits, become_reader
 from dflow.distributed.transport.reactor import give_way
 from dflow.distributed.transport.send_queue import GATHERED_BYTES, SendQueue, flush, gather, send_gathered
 from dflow.distributed.transport.stream import Parts
@@ -96,15 +96,6 @@ def test_it_leaves_before_the_thread_waits(queue: SendQueue, paper: Paper, as_re
 
     as_reader(work)
     assert paper.calls == [b"a", b"b"]
-
-
-def test_a_thread_that_must_not_wait_sends_as_a_reader(queue: SendQueue, paper: Paper) -> None:
-    with without_waiting():
-        queue.send(frame("a"))
-        assert paper.calls == [b"a"]
-    queue.send(frame("b"))
-    assert paper.calls == [b"a"]
-    assert [paper.sent.get(timeout=DEADLINE_S) for _ in range(2)] == [b"a", b"b"]
 
 
 def test_a_large_frame_takes_along_what_was_gathered(queue: SendQueue, paper: Paper, as_reader: AsReader) -> None:

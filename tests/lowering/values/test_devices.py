@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import jax
 import pytest
 
@@ -31,20 +28,3 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
         device_named("cpu:99")
     with pytest.raises(DeviceError, match=r"no device tpu:7 in this process[\s\S]*name one of these"):
         device_named("tpu:7")
-
-
-ON_CALLER = """
-import jax, jax.numpy as jnp
-from dflow.lowering.values.devices import run_on_caller, runs_on_caller
-run_on_caller()
-print(runs_on_caller())
-step = jax.jit(lambda values: [value + 1 for value in values])
-values = [jnp.ones((64, 64))] * 4
-print(all(value.is_ready() for _ in range(1000) for value in step(values)))
-"""
-
-
-def test_programs_run_on_their_caller() -> None:
-    words = [sys.executable, "-c", ON_CALLER]
-    ran = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    assert ran.stdout.split() == ["True", "True"]
