@@ -30,5 +30,6 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGEST_BYTES)
         mallopt(_TRIM_THRESHOLD, TRIMMED_FROM_BYTES)
-        # Another arena would return its memory whenever one of its parts of 64 MiB is free.
-        mallopt(_ARENA_MAX, 1)
+        # All arenas but the first return their memory whenever one of their parts of 64 MiB is free. With the first one
+        # alone, threads wait for each other in steps of many small variables.
+        mallopt(_ARENA_MAX, 2)
