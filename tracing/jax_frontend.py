@@ -286,8 +286,9 @@ class LivingTraces:
 
 
 def source_of_trace(trace: Any) -> str:
-    """The name and the line of the function that is traced; empty where JAX traces a jaxpr instead."""
-    return getattr(trace.frame.debug_info, "func_src_info", "")
+    """The name and line of the traced function; empty for a jaxpr, and for a trace that another thread is making."""
+    frame = getattr(trace, "frame", None)
+    return "" if frame is None else getattr(frame.debug_info, "func_src_info", "")
 
 
 def tracers_of(trace: Any) -> list[Any]:
