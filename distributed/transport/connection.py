@@ -59,7 +59,7 @@ class Connection:
     def __init__(self, stream: Stream, name: str, limits: Limits, reactor: Reactor, recover: Recover) -> None:
         self._stream = stream
         self._name = name
-        self._limits, self._most_retained = limits, limits.max_retained_bytes
+        self._limits = limits
         self._reactor = reactor
         self._recover = recover
         self._queue = SendQueue(stream, limits, self._pack)
@@ -89,16 +89,14 @@ class Connection:
         on_released = None
         if frame.payload and (copied := self._copied(frame)) is not None:
             on_released, frame = frame.on_released, copied
-        if self.session.retained_bytes > self._most_retained or self.is_broken:
-            self._wait_for_room()
+        self._wait_for_room()
         self._queue.send(frame)
         if on_released is not None:
             on_released()
 
     def send_with_next(self, frame: Frame) -> None:
         """Queue a frame without payload; see `FrameLink.send_with_next`."""
-        if self.session.retained_bytes > self._most_retained or self.is_broken:
-            self._wait_for_room()
+        self._wait_for_room()
         self._queue.send_with_next(frame)
 
     def flush(self) -> None:
@@ -263,7 +261,7 @@ class Connection:
 
         raises  OSError, such as TransportClosed, if the stream broke; WireError; MemoryError
         """
-        reader, session = self._reader, self.session
+        reader = self._reader
         while True:
             try:
                 if not reader.receive():
@@ -271,25 +269,28 @@ class Connection:
             except BlockingIOError:
                 return ""
             while (frame := reader.read()) is not None:
-                kind, sequence = frame.kind, frame.sequence
-                if kind is Kind.LAST:
+                if frame.kind is Kind.LAST:
                     return _CLOSED
-                is_message = kind <= Kind.NOTIFY
-                if is_message and not sequence:
-                    raise WireError("a message has no number")
-                with self._lock:
-                    kept = session.acknowledge(frame.acknowledged)
-                    is_new = is_message and session.receive(sequence, len(frame.payload) + len(frame.meta))
-                    if kept and self._waiting_for_room:
-                        self._changed.notify_all()
-                if kept:
-                    _release(kept)
-                if is_new:
-                    self._on_frame(frame)
-                    if session.ack_due:
-                        self._queue.send(_ACK)
+                self._take(frame)
             if not self._stream.may_hold_back:
                 return ""
+
+    def _take(self, frame: Frame) -> None:
+        is_message = frame.kind <= Kind.NOTIFY
+        if is_message and not frame.sequence:
+            raise WireError("a message has no number")
+        session = self.session
+        with self._lock:
+            kept = session.acknowledge(frame.acknowledged)
+            is_new = is_message and session.receive(frame.sequence, len(frame.payload) + len(frame.meta))
+            if kept and self._waiting_for_room:
+                self._changed.notify_all()
+        if kept:
+            _release(kept)
+        if is_new:
+            self._on_frame(frame)
+            if session.ack_due:
+                self._queue.send(_ACK)
 
     def _stream_ended(self, reason: str, *, breaks: bool) -> None:
         """Start a thread that recovers the connection, or end it."""

@@ -80,8 +80,6 @@ class FrameReader:
         self._stream = stream
         self._shared = shared
         self._limits = limits
-        #: Limit of the payloads that are copied from the buffer, in bytes.
-        self._small = min(MIN_ALIGNED_BYTES - 1, limits.max_payload_bytes)
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._start = 0
         self._end = 0
@@ -113,41 +111,33 @@ class FrameReader:
         raises  WireError for a malformed header, or an invalid location in shared memory; TransportClosed if the stream
                 ends or stalls within the frame; OSError
         """
-        if self._header is None:
-            buffer, body = self._buffer, self._start + HEADER.size
-            if self._end < body:
+        header, self._header = self._header, None
+        if header is None:
+            if self._end - self._start < HEADER.size:
                 return None
-            magic, code, shared, pad, meta_bytes, number, payload_bytes, sequence, acknowledged = HEADER.unpack_from(
-                buffer, self._start
-            )
-            middle = body + meta_bytes
-            end = middle + payload_bytes
-            kind = _KINDS.get(code)
-            is_small = end <= self._end and meta_bytes <= self._limits.max_meta_bytes and payload_bytes <= self._small
-            if is_small and kind is not None and magic == MAGIC and not (shared or pad):
-                # The common case, without further calls.
-                self._start = end
-                meta, payload = buffer[body:middle].tobytes(), bytearray(buffer[middle:end])
-                return Frame(kind, number, meta, payload, None, False, sequence, acknowledged)
-            self._header = parse_header(buffer, self._start, self._limits)
-            self._start = body
-        return self._read_by(self._header)
-
-    def _read_by(self, header: Header) -> Frame | None:
-        """Return the frame whose header was parsed; see `read`."""
+            header = parse_header(self._buffer, self._start, self._limits)
+            self._start += HEADER.size
         kind, is_shared, number, meta_bytes, payload_bytes, sequence, acknowledged = header
-        if self._end - self._start < meta_bytes + payload_bytes:
-            if meta_bytes + payload_bytes <= _BUFFER_BYTES:
-                return None
-            give_way()
-        self._header = None
-        meta = bytes(self._take(meta_bytes))
+        middle = self._start + meta_bytes
+        end = middle + payload_bytes
+        meta: bytes | bytearray
         payload: memoryview | bytearray
-        if payload_bytes < MIN_ALIGNED_BYTES:
-            payload = self._take(payload_bytes)
+        if end <= self._end and payload_bytes < MIN_ALIGNED_BYTES:
+            # The common case, without further calls.
+            meta, payload = self._buffer[self._start : middle].tobytes(), bytearray(self._buffer[middle:end])
+            self._start = end
         else:
-            payload = RECEIVED.take(payload_bytes)
-            self._fill(payload)
+            if end > self._end:
+                if meta_bytes + payload_bytes <= _BUFFER_BYTES:
+                    self._header = header
+                    return None
+                give_way()
+            meta = self._take(meta_bytes)
+            if payload_bytes < MIN_ALIGNED_BYTES:
+                payload = self._take(payload_bytes)
+            else:
+                payload = RECEIVED.take(payload_bytes)
+                self._fill(payload)
         if is_shared:
             payload = self._shared_payload(payload)
         return Frame(kind, number, meta, payload, None, False, sequence, acknowledged)

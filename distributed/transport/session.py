@@ -78,9 +78,9 @@ class Session(Generic[Item]):
 
         raises  WireError if frames before it have not been received
         """
+        if number <= self.received:
+            return False
         if number != self.received + 1:
-            if number <= self.received:
-                return False
             raise WireError(f"frame {number} came after frame {self.received}; those in between are missing")
         self.received = number
         self._unsaid_frames += 1
