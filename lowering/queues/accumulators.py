@@ -2,8 +2,8 @@
 
 Dense components are summed on their device, all of a gradient by one program: a call of JAX for each would take longer
 than to add them. Rows are summed by index in host memory, and kept sorted by index. A gradient kept aside is not added
-to a sum before its ticket is taken. Gradients are copied, since their owner may change them, except those that another
-task has sent for the accumulator alone (`ResourceOp.owned`).
+to a sum before its ticket is taken. Each gradient is copied, since its owner may change it, unless the op owns its
+operands (`ResourceOp.owned`).
 """
 
 from __future__ import annotations

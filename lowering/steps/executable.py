@@ -128,14 +128,20 @@ class Executable:
         )
 
     @cached_property
-    def received(self) -> frozenset[int]:
-        """The slots of values from other tasks that the plan does not return, so that their memory never changes."""
-        recvs = [item for item in self.plan.items if isinstance(item, Recv) and item.source != self.plan.task]
-        return frozenset(slot for item in recvs for slot in item.gives) - self.fetched
+    def resource_ops(self) -> Mapping[int, ResourceOp]:
+        """The ops of queues and accumulators, by item.
 
-    def resource_op(self, item: UseResource) -> ResourceOp:
-        """Return the op of an item, which owns its operands if all were received."""
-        return msgspec.structs.replace(item.op, owned=self.received.issuperset(item.takes))
+        An op owns its operands if other tasks have sent them, and the plan does not return them: then their memory
+        never changes.
+        """
+        items = self.plan.items
+        recvs = [item for item in items if isinstance(item, Recv) and item.source != self.plan.task]
+        received = {slot for item in recvs for slot in item.gives} - self.fetched
+        return {
+            index: msgspec.structs.replace(item.op, owned=received.issuperset(item.takes))
+            for index, item in enumerate(items)
+            if isinstance(item, UseResource)
+        }
 
     @cached_property
     def updates(self) -> bool:

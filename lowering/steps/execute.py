@@ -232,7 +232,7 @@ class Execution:
         operands = [self._slots[slot] for slot in item.takes]
         held = self._store.resource(item.key)
         end = partial(self._arrived, index, item.gives)
-        self._cancel_at_end(index, held.start(self._executable.resource_op(item), operands, end))
+        self._cancel_at_end(index, held.start(self._executable.resource_ops[index], operands, end))
         return False
 
     def _branch(self, item: Branch, index: int) -> bool:

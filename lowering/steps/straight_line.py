@@ -285,7 +285,7 @@ def _copy(item: Copy, executable: Executable) -> _Do:
 
 
 def _use_resource(item: UseResource, index: int, executable: Executable) -> _Do:
-    key, op, take, fill = item.key, executable.resource_op(item), _taker(item.takes), _filler(item.gives)
+    key, op, take, fill = item.key, executable.resource_ops[index], _taker(item.takes), _filler(item.gives)
 
     def do(run: StraightRun) -> None:
         held = run.line.store.resource(key)

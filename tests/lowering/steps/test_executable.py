@@ -16,7 +16,7 @@ ADD = UseResource("sum", ResourceOp("accumulator.apply"), takes=(0,), after=(0,)
 )
 def test_a_resource_owns_what_other_tasks_send_for_it_alone(source: str, fetches: tuple[int, ...], owned: bool) -> None:
     received = Recv("gradient", source, (0,), (("f32", (3,)),))
-    made = Executable(Plan("ps", 2, (received, ADD), fetches=fetches))
-    assert made.resource_op(ADD).owned is owned
-    # An operand of this task beside the received one.
-    assert not made.resource_op(UseResource("sum", ADD.op, takes=(0, 1), after=(0,))).owned
+    # The second op also takes an operand of this task.
+    both = UseResource("sum", ADD.op, takes=(0, 1), after=(0,))
+    made = Executable(Plan("ps", 2, (received, ADD, both), fetches=fetches))
+    assert {index: op.owned for index, op in made.resource_ops.items()} == {1: owned, 2: False}
