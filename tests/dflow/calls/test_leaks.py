@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
+from dflow.tracing.jax_frontend import LivingTraces
 from dflow.tracing.jaxprs.leaks import LeakedTracerWarning, leaks
 
 pytestmark = pytest.mark.usefixtures("all_holders")
@@ -135,3 +136,9 @@ def test_a_trace_that_is_garbage_leaks_nothing_though_others_do() -> None:
     finally:
         gc.enable()
     assert kept
+
+
+def test_a_trace_that_another_thread_is_making_is_no_leak() -> None:
+    half_made: Any = object.__new__(LivingTraces._cls)
+    assert half_made in [trace() for trace in LivingTraces().found()]
+    assert float(dflow.jit(lambda x: x + 1)(1.0)) == 2
