@@ -24,7 +24,9 @@ from typing import Any
 from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
+from dflow.distributed.wire.messages.plans import LATER
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
@@ -74,6 +76,7 @@ class PlanRuns:
         is_ahead: bool = False,
         is_next: bool = False,
         after: StepId | None = None,
+        of: StepOfRun | None = None,
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`, and `RunPlan` for the options.
 
@@ -84,7 +87,11 @@ class PlanRuns:
         ended = partial(self._ended, executable, step, on_done)
         # The task that calls the step has a deadline for it, from the call on.
         channel = self._channel.without_deadlines if is_ahead else self._channel
-        run = run_of(executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead)
+        is_numbered = of is None or of.number != LATER
+        attempt = self._store.applied.attempt(of) if of is not None and is_numbered else None
+        run = run_of(
+            executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead, attempt, is_numbered
+        )
         start = partial(self._start, submit, run)
         with self._lock:
             if step in self._runs:
@@ -98,11 +105,11 @@ class PlanRuns:
                 return
         start()
 
-    def release(self, step: StepId) -> None:
-        """Let a part that began ahead change state."""
+    def release(self, step: StepId, of: StepOfRun | None = None) -> None:
+        """Let a part that began ahead change state; see `ReleaseStep`."""
         run = self._run_of(step)
         if isinstance(run, StraightRun):
-            run.release()
+            run.release(self._store.applied.attempt(of) if of is not None else None)
 
     def _run_of(self, step: StepId) -> Execution | StraightRun | None:
         with self._lock:
@@ -144,8 +151,10 @@ class PlanRuns:
         outcome: Outcome[Fetches],
     ) -> None:
         with self._lock:
-            _, began_ns, started_at = self._runs.pop(step)
+            run, began_ns, started_at = self._runs.pop(step)
             if not isinstance(outcome, BaseException):
+                if run.attempt is not None:
+                    run.attempt.ended()
                 executable.has_run = True
                 if executable.updates:
                     self.missed += self.updates - started_at

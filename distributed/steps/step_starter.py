@@ -21,6 +21,7 @@ from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.plans import CancelStep, RunPlan
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError
@@ -103,17 +104,18 @@ class StepStarter:
         is_ahead: bool = False,
         is_next: bool = False,
         after: int = 0,
+        of: StepOfRun | None = None,
     ) -> StepParts:
         """Start the plans `handles`, by task, on the other tasks of a step; `run_own` starts the one of this task.
 
         on_over   gets the first error, also one in starting, or the outcome of this task's part when all have ended
         is_ahead  start the plans with the next message to each task, and ahead of `run_own`, until which `cancel`
-                  leaves no trace of the step; see `RunPlan`, also for `is_next` and `after`
+                  leaves no trace of the step; see `RunPlan`, also for `is_next`, `after` and `of`
         """
         parts = StepParts(handles, on_over)
         try:
             for task, peer in peers.items():
-                message = RunPlan(handles[task], step.origin, step.number, is_ahead, is_next, after)
+                message = RunPlan(handles[task], step.origin, step.number, is_ahead, is_next, after, of)
                 peer.start(message, on_reply=partial(parts.ended, task), with_next=is_ahead)
         except Exception as error:
             parts.ended(self._name, error)

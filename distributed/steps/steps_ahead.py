@@ -26,8 +26,9 @@ from queue import SimpleQueue
 
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.messages.plans import ReleaseStep
+from dflow.distributed.wire.messages.plans import LATER, ReleaseStep
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import StepCancelled, TransportClosed
@@ -38,12 +39,13 @@ SHORT_S = 0.01
 
 @dataclass(frozen=True)
 class BegunStep:
-    """A step whose parts on other tasks have begun."""
+    """A step whose parts on other tasks have begun; `of` may have the number `LATER`."""
 
     step: StepId
     peers: Mapping[str, Peer]
     parts: StepParts
     outcome: SimpleQueue[Outcome[Fetches]]
+    of: StepOfRun
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,7 @@ class RegisteredStep:
 class StepsAhead:
     """The steps begun ahead for one training loop, which one thread runs.
 
+    run         name of the run that the loop's steps are of
     prefetch    number of the loop's newest updates that the values of a step may lack
     on_refusal  called with the reason, at most once, if steps of the loop cannot begin ahead
     """
@@ -68,12 +71,13 @@ class StepsAhead:
     def __init__(
         self,
         starter: StepStarter,
+        run: str,
         prefetch: int,
         *,
         on_refusal: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._starter, self._prefetch, self._clock = starter, prefetch, clock
+        self._starter, self._run, self._prefetch, self._clock = starter, run, prefetch, clock
         self._refusals = [on_refusal]
         # A signal handler may change state on a thread that holds the lock, which is never held while sending.
         self._lock = threading.RLock()
@@ -82,16 +86,20 @@ class StepsAhead:
         self._cancels = 0
         #: The only step of the iteration before this one; None if it had another number of steps.
         self._last: RegisteredStep | None = None
-        self._calls = 0
+        #: Numbers of the iteration's step and of the steps that follow it, as far as known; number of its calls.
+        self._steps, self._calls = range(0), 0
         self._may_begin = False
         self._paused = False
         self._ended_s = self._took_s = 0.0
 
     @contextlib.contextmanager
-    def iteration(self) -> Iterator[None]:
-        """Return the context of one iteration: the loop calls its step inside."""
+    def iteration(self, steps: range) -> Iterator[None]:
+        """Return the context of one iteration: the loop calls its step inside.
+
+        steps  the number of that step in the run, and those of the next steps of this loop, as far as they are known
+        """
         began_s = self._clock()
-        self._calls = 0
+        self._steps, self._calls = steps, 0
         self._paused = began_s - self._ended_s > max(self._took_s, SHORT_S)
         if self._paused:
             self.cancel("the loop paused")
@@ -108,8 +116,13 @@ class StepsAhead:
         self._ended_s = self._clock()
         self._took_s = self._ended_s - began_s
 
+    @property
+    def current(self) -> StepOfRun:
+        """The newest call of the iteration."""
+        return StepOfRun(self._run, self._steps[0], self._calls - 1)
+
     def take(self, called: RegisteredStep) -> BegunStep | None:
-        """Return the step that was begun ahead for this call, if there is one."""
+        """Return the step that was begun ahead for this call, if there is one; this counts as a call."""
         self._calls += 1
         is_same, self._last = called is self._last, called
         why_not = ""
@@ -125,10 +138,12 @@ class StepsAhead:
         with self._lock:
             begun = self._begun.popleft() if self._begun else None
         if begun is not None:
+            is_numbered = begun.of.number != LATER
+            of, released = (None, called.released_at_call or ()) if is_numbered else (self.current, begun.peers)
             try:
-                for task in called.released_at_call or ():
+                for task in released:
                     with contextlib.suppress(TransportClosed):  # the step fails by that itself
-                        begun.peers[task].notify(ReleaseStep(*begun.step))
+                        begun.peers[task].notify(ReleaseStep(*begun.step, of))
             except BaseException as error:
                 self._starter.cancel(begun.step, begun.peers.values(), error)
                 raise
@@ -142,10 +157,11 @@ class StepsAhead:
         while (ahead := len(self._begun)) <= self._prefetch:
             following, outcome = self._starter.next_step(), SimpleQueue[Outcome[Fetches]]()
             after, is_next = step.number if ahead == self._prefetch else 0, self._prefetch == 0
+            of = StepOfRun(self._run, self._steps[ahead + 1] if ahead + 1 < len(self._steps) else LATER)
             parts = self._starter.start(
-                following, peers, handles, outcome.put, is_ahead=True, is_next=is_next, after=after
+                following, peers, handles, outcome.put, is_ahead=True, is_next=is_next, after=after, of=of
             )
-            begun = BegunStep(following, peers, parts, outcome)
+            begun = BegunStep(following, peers, parts, outcome, of)
             with self._lock:
                 if cancels == self._cancels:
                     self._begun.append(begun)

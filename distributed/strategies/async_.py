@@ -8,7 +8,6 @@ worker had claimed but not done.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,7 +45,7 @@ class Async(Strategy):
         self._cluster, self._prefetch = cluster, prefetch
 
     def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
-        with self._cluster.shared_steps(self._prefetch) as shared_step:
+        with self._cluster.shared_steps(run, self._prefetch) as shared_step:
             yield from self._claimed(run, step, batches, steps, shared_step)
 
     def _claimed(
@@ -55,7 +54,7 @@ class Async(Strategy):
         step: Callable[..., Any],
         batches: Iterator[Any],
         steps: int,
-        shared_step: Callable[[], AbstractContextManager[None]],
+        shared_step: Callable[[range], AbstractContextManager[None]],
     ) -> Iterator[Any]:
         ask, claim = self._cluster.coordinator.ask, ClaimSteps(run, self._cluster.task, steps)
         claimed = ask(claim).steps
@@ -64,9 +63,9 @@ class Async(Strategy):
             losses: list[Mapping[str, Any]] = []
             outcome = None
             try:
-                for batch in itertools.islice(batches, len(claimed)):
+                for number, batch in zip(claimed, batches, strict=False):
                     started = time.perf_counter()
-                    with shared_step():
+                    with shared_step(range(number, claimed.stop)):
                         outcome = step(*arguments_of(batch))
                     times.append(time.perf_counter() - started)
                     losses.append(losses_of(outcome))

@@ -29,8 +29,14 @@ class StrategyCluster(Protocol):
     #: Assigns steps to workers, and collects their progress.
     coordinator: CoordinatorClient
 
-    def shared_steps(self, prefetch: int) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
-        """Return the context of a loop over steps that other workers run too; it gives the context of each step.
+    def shared_steps(
+        self, run: str, prefetch: int
+    ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:
+        """Return the context of a loop over steps of `run`, which other workers run too.
+
+        It gives the context of each step. Its argument has the number of the step in the run, and the numbers of the
+        loop's next steps as far as they are known. State that a step changes on other tasks is changed once, however
+        often the step is tried.
 
         prefetch  number of the loop's newest updates that the values fetched for a step may lack
         """

@@ -65,9 +65,9 @@ class ClusterSteps:
         self._loops: list[StepsAhead] = []
 
     @contextlib.contextmanager
-    def ahead(self, prefetch: int, on_refusal: Callable[[str], None]) -> Iterator[StepsAhead]:
+    def ahead(self, run: str, prefetch: int, on_refusal: Callable[[str], None]) -> Iterator[StepsAhead]:
         """Return the context of a training loop whose steps begin ahead; see `StepsAhead`."""
-        loop = StepsAhead(self.server.starter, prefetch, on_refusal=on_refusal)
+        loop = StepsAhead(self.server.starter, run, prefetch, on_refusal=on_refusal)
         self._loops.append(loop)
         try:
             yield loop
@@ -187,7 +187,7 @@ class ClusterSteps:
         end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue() if begun is None else begun.outcome
         try:
             if begun is None:
-                parts = starter.start(step, peers, handles, end.put)
+                parts = starter.start(step, peers, handles, end.put, of=loop.current if loop is not None else None)
             else:
                 parts = begun.parts
             if loop is not None:

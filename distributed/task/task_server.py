@@ -382,9 +382,9 @@ class TaskServer:
         if message.is_ahead:
             after = StepId(message.origin, message.after)
             plan, is_next = self.plans.get(message.handle), message.is_next
-            self.runs.run(plan, step, (), done, is_ahead=True, is_next=is_next, after=after)
+            self.runs.run(plan, step, (), done, is_ahead=True, is_next=is_next, after=after, of=message.of)
         else:
-            self.run(message.handle, step, (), done)
+            self.runs.run(self.plans.get(message.handle), step, (), done, of=message.of)
 
     @REQUESTS.handles(CancelStep)
     def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:
@@ -445,7 +445,7 @@ class TaskServer:
 
     @NOTICES.handles(ReleaseStep)
     def _release_step(self, message: ReleaseStep, arrival: Arrival) -> None:
-        self.runs.release(StepId(message.origin, message.step))
+        self.runs.release(StepId(message.origin, message.step), message.of)
 
     def _refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""

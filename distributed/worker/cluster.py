@@ -160,24 +160,24 @@ class Cluster:
         return ClusterHome(self.requests, self.steps, job)
 
     @contextmanager
-    def shared_steps(self, prefetch: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-        """Return the context of a loop over steps that other workers, if there can be any, run too.
+    def shared_steps(self, run: str, prefetch: int) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
+        """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
 
-        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for `prefetch`.
+        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its argument and `prefetch`.
         """
         if self._is_standalone:
-            yield nullcontext
+            yield lambda steps: nullcontext()
             return
 
         def on_refusal(why: str) -> None:
             if prefetch:
                 LOGGER.warning("prefetch=%d has no effect: %s", prefetch, why)
 
-        with self.steps.ahead(prefetch, on_refusal) as loop:
+        with self.steps.ahead(run, prefetch, on_refusal) as loop:
 
             @contextmanager
-            def step() -> Iterator[None]:
-                with shared_step(), loop.iteration():
+            def step(steps: range) -> Iterator[None]:
+                with shared_step(), loop.iteration(steps):
                     yield
 
             yield step

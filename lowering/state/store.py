@@ -23,6 +23,7 @@ from jax.sharding import Sharding
 from dflow.lowering.files.array_files import ArrayFiles, own_copy, write_parts
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
+from dflow.lowering.state.applied_steps import AppliedSteps
 from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
@@ -44,6 +45,8 @@ class Store:
 
     def __init__(self) -> None:
         self.table = VariableTable()
+        #: The steps of shared runs that have changed the values, queues and accumulators here.
+        self.applied = AppliedSteps()
         #: The values being created, each by one thread.
         self._making: dict[str, Making] = {}
         #: The queues and accumulators, by key. One that was removed may still serve its waiters.
@@ -236,6 +239,17 @@ class Store:
         results: Sequence[jax.Array] = program.run(
             lambda call: run(step, call, operands),
             lambda: [*map(self.table.buffer, (*writes, *reads)), *operands],
+        )
+        return results
+
+    def call_on_copies(
+        self, program: Program, writes: Sequence[str], reads: Sequence[str], operands: Sequence[Any]
+    ) -> Sequence[jax.Array]:
+        """Return the results of `call` without its changes: the program runs on copies of the variables."""
+        values = self.snapshot([*writes, *reads])
+        written, read = [jnp.copy(values[key]) for key in writes], [values[key] for key in reads]
+        results: Sequence[jax.Array] = program.run(
+            lambda call: call(written, read, *operands)[1], lambda: [*written, *read, *operands]
         )
         return results
 

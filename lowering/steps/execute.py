@@ -20,11 +20,13 @@ import numpy as np
 
 from dflow.lowering.queues.channel import Channel, NotConnected, StepId, frame_of_turn
 from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.state.applied_steps import StepAttempt
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives
 from dflow.lowering.steps.loops import PENDING, Loop, OnItem
 from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scan, Send, UseResource, While
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
+from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError, StepCancelled
@@ -44,6 +46,7 @@ class Execution:
     on_item   called with each item that is done, and its results
     recorder  records when items begin and end
     frame     suffix of edges: the iteration numbers of the loops around, see `channel.frame_of_turn`
+    attempt   the attempt at a step of a shared run that this is part of; None for other steps
     """
 
     #: An execution changes state from its start on; see `StraightRun.is_ahead`.
@@ -62,13 +65,14 @@ class Execution:
         on_item: OnItem | None = None,
         recorder: Recorder = NOWHERE,
         frame: str = "",
+        attempt: StepAttempt | None = None,
     ) -> None:
         plan = executable.plan
         if len(feeds) != len(plan.feeds):
             raise InternalError(f"the plan of {plan.task} takes {len(plan.feeds)} feeds but was given {len(feeds)}")
         self._executable, self._store, self._channel = executable, store, channel
         self._step, self._on_done, self._submit = step, on_done, submit
-        self._frame = frame
+        self._frame, self.attempt = frame, attempt
         self._slots: list[Any] = [None] * plan.slots
         for slot, value in executable.scalars:
             self._slots[slot] = value
@@ -186,7 +190,10 @@ class Execution:
         program, state = self._executable.programs[item.program], None
         if item.writes or item.reads:
             state = self._store.step_state(program, item.writes, item.reads)
-        results = self._store.call(program, item.writes, item.reads, operands, state)
+        if self.attempt is not None and changes_of(item):
+            results = call_once(self.attempt, self._store, program, item, operands, state)
+        else:
+            results = self._store.call(program, item.writes, item.reads, operands, state)
         self._fill(item.gives, results)
         if self._recorder.watched is not None:
             written = state.written if state is not None else None
@@ -230,9 +237,12 @@ class Execution:
 
     def _use_resource(self, item: UseResource, index: int) -> bool:
         operands = [self._slots[slot] for slot in item.takes]
-        held = self._store.resource(item.key)
+        held, op = self._store.resource(item.key), self._executable.resource_ops[index]
         end = partial(self._arrived, index, item.gives)
-        self._cancel_at_end(index, held.start(self._executable.resource_ops[index], operands, end))
+        if item.gives or self.attempt is None:
+            self._cancel_at_end(index, held.start(op, operands, end))
+        else:
+            self._cancel_at_end(index, start_once(self.attempt, item.key, held, op, operands, end))
         return False
 
     def _branch(self, item: Branch, index: int) -> bool:
@@ -262,9 +272,8 @@ class Execution:
     ) -> Execution:
         around = self._store, self._channel, self._step
         frame = self._frame if turn is None else frame_of_turn(self._frame, turn)
-        return Execution(
-            self._executable.bodies[body], *around, feeds, on_done, self._submit, held, on_item, self._recorder, frame
-        )
+        plan, recorder = self._executable.bodies[body], self._recorder
+        return Execution(plan, *around, feeds, on_done, self._submit, held, on_item, recorder, frame, self.attempt)
 
     def _cancel_at_end(self, index: int, cancel: Cancel) -> None:
         with self._lock:

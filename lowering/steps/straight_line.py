@@ -26,6 +26,7 @@ import jax
 
 from dflow.lowering.queues.channel import Channel, NotConnected, StepId
 from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.state.applied_steps import StepAttempt
 from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store
@@ -33,6 +34,7 @@ from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
+from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError
@@ -249,11 +251,16 @@ def _send(item: Send) -> _Do:
 
 
 def _call(item: Call, index: int, executable: Executable, state: StepState | None) -> _Do:
-    used = executable.programs[item.program], item.writes, item.reads
+    program = executable.programs[item.program]
     take, fill = _taker(item.takes), _filler(item.gives)
+    changes = changes_of(item)
 
     def do(run: StraightRun) -> None:
-        results = run.line.store.call(*used, take(run.slots), state)
+        store, operands = run.line.store, take(run.slots)
+        if changes and run.attempt is not None:
+            results = call_once(run.attempt, store, program, item, operands, state)
+        else:
+            results = store.call(program, item.writes, item.reads, operands, state)
         fill(run.slots, results)
         if run.recorder.watched is not None:
             written = state.written if state is not None else None
@@ -288,8 +295,11 @@ def _use_resource(item: UseResource, index: int, executable: Executable) -> _Do:
     key, op, take, fill = item.key, executable.resource_ops[index], _taker(item.takes), _filler(item.gives)
 
     def do(run: StraightRun) -> None:
-        held = run.line.store.resource(key)
-        run.cancel_at_end(held.start(op, list(take(run.slots)), run.arrival(index, fill)))
+        held, operands, arrived = run.line.store.resource(key), list(take(run.slots)), run.arrival(index, fill)
+        if item.gives or run.attempt is None:
+            run.cancel_at_end(held.start(op, operands, arrived))
+        else:
+            run.cancel_at_end(start_once(run.attempt, key, held, op, operands, arrived))
 
     return do
 
@@ -298,6 +308,8 @@ class StraightRun:
     """One run of a straight line, from `start` on; its arguments are those of `execute.Execution`.
 
     begins_ahead  whether state may change only after a call of `release`, or values of the task that starts the step
+    attempt       the attempt at a step of a shared run that this is part of; None for other steps
+    is_numbered   whether the number of the step is known; if not, `release` brings it, and values do not release the run
     """
 
     def __init__(
@@ -310,6 +322,8 @@ class StraightRun:
         submit: Submit,
         recorder: Recorder,
         begins_ahead: bool = False,
+        attempt: StepAttempt | None = None,
+        is_numbered: bool = True,
     ) -> None:
         plan = line.plan
         if len(feeds) != len(plan.feeds):
@@ -322,7 +336,8 @@ class StraightRun:
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         #: Tokens of the parts that each segment comes after.
         self._tokens = list(map(list, line.tokens))
-        self._begins_ahead = begins_ahead
+        self._begins_ahead, self._is_numbered = begins_ahead, is_numbered
+        self.attempt = attempt
         #: A token until the run may change state.
         self._unreleased = [True]
         #: Tokens of the parts that the end comes after.
@@ -341,8 +356,9 @@ class StraightRun:
         else:
             self._run([*self.line.first, *self._ready_by_release()])
 
-    def release(self) -> None:
-        """Let a run that has begun ahead change state."""
+    def release(self, attempt: StepAttempt | None = None) -> None:
+        """Let a run that has begun ahead change state; `attempt` is given if it was not known before."""
+        self.attempt = attempt or self.attempt
         ready = self._ready_by_release()
         if ready and self._is_open:
             self._submit(partial(self._run, ready))
@@ -425,7 +441,7 @@ class StraightRun:
             fill(self.slots, values)
             self.recorder.note(ITEM_ENDED, self.step, self.line.plan, index)
             ready = []
-            if self._unreleased and getattr(self.line.plan.items[index], "source", "") == self.step.origin:
+            if self._unreleased and self._is_numbered and self._is_of_origin(index):
                 ready += self._ready_by_release()
             for number in self.line.after.get(index, ()):
                 if self._tokens[number].pop():
@@ -438,6 +454,10 @@ class StraightRun:
         except BaseException as error:
             self._fail(index, failure_of_arrival(error))
             raise_interrupt(error)
+
+    def _is_of_origin(self, index: int) -> bool:
+        """Whether an item receives values of the task that starts the step."""
+        return getattr(self.line.plan.items[index], "source", "") == self.step.origin
 
     def _fail(self, index: int, error: BaseException) -> None:
         """End with the error of an item, and add its name to it. Raise an interrupt that comes after the end."""
@@ -481,6 +501,8 @@ def run_of(
     submit: Submit,
     recorder: Recorder = NOWHERE,
     begins_ahead: bool = False,
+    attempt: StepAttempt | None = None,
+    is_numbered: bool = True,
 ) -> Execution | StraightRun:
     """Return a run of a plan in `store`; see `execute.Execution` and `StraightRun`.
 
@@ -491,6 +513,10 @@ def run_of(
         if not is_straight(executable):
             if begins_ahead:
                 raise InternalError(f"the plan of {executable.plan.task} cannot begin ahead; please report this")
-            return Execution(executable, store, channel, step, feeds, on_done, submit, recorder=recorder)
+            return Execution(
+                executable, store, channel, step, feeds, on_done, submit, recorder=recorder, attempt=attempt
+            )
         line = executable.line = StraightLine(executable, store)
-    return StraightRun(line, channel, step, feeds, on_done, submit, recorder, begins_ahead)
+    return StraightRun(
+        line, channel, step, feeds, on_done, submit, recorder, begins_ahead, attempt, is_numbered
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.lowering.state.applied_steps import StepOfRun
 
 
 class Wanted(Message, frozen=True):
@@ -37,12 +38,19 @@ class ReleasePlan(Notice, frozen=True):
     handle: int
 
 
+#: Number of a step of a run that is not known yet.
+LATER = -1
+
+
 class RunPlan(Request[Ok], frozen=True):
     """Run a registered plan as part of a step; answered by `Ok` when the plan has ended.
 
     With `is_ahead`, the plan changes no state until `ReleaseStep`, or a value of `origin`, arrives. It begins when the
     part of the step `after`, which `origin` started earlier, has ended here; 0 stands for no step. With `is_next`,
     `origin` calls this step right after that one: the first values leave with the report that `after` has ended.
+
+    `of` is the call of a shared run's step: another attempt at it changes no state again. With the number `LATER` the
+    part waits for `ReleaseStep`, which has the number.
     """
 
     speaker = "origin"
@@ -53,15 +61,17 @@ class RunPlan(Request[Ok], frozen=True):
     is_ahead: bool = False
     is_next: bool = False
     after: int = 0
+    of: StepOfRun | None = None
 
 
 class ReleaseStep(Notice, frozen=True):
-    """The task `origin` has called a step whose part here began ahead."""
+    """The task `origin` has called a step whose part here began ahead; `of` is as in `RunPlan`, or None if known."""
 
     speaker = "origin"
 
     origin: str
     step: int
+    of: StepOfRun | None = None
 
 
 class CancelStep(Request[Ok], Notice, frozen=True):

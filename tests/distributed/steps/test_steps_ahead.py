@@ -2,56 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
 
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.steps_ahead import CURRENT, SHORT_S, RegisteredStep, StepsAhead
+from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages.plans import LATER, ReleaseStep
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.applied_steps import StepOfRun
 
 TASK = "/job:worker/task:0"
 
 
 class Starter:
-    """Records the steps begun ahead, each with the step it comes after, and the cancelled ones."""
+    """Records the steps begun ahead, each with the step it comes after and its index, and the cancelled ones."""
 
     def __init__(self) -> None:
         self.number, self.is_next = 100, False
         self.begun: list[tuple[int, int]] = []
         self.cancelled: list[int] = []
+        self.of: dict[int, StepOfRun] = {}
 
     def next_step(self) -> StepId:
         self.number += 1
         return StepId(TASK, self.number)
 
-    def start(self, step: StepId, *_: Any, is_ahead: bool, is_next: bool, after: int) -> None:
+    def start(self, step: StepId, *_: Any, is_ahead: bool, is_next: bool, after: int, of: StepOfRun) -> None:
         assert is_ahead
-        self.is_next = is_next
+        self.is_next, self.of[step.number] = is_next, of
         self.begun.append((step.number, after))
 
     def cancel(self, step: StepId, *_: Any) -> None:
         self.cancelled.append(step.number)
 
 
-class Loop:
-    """A loop with its starter and clock; `call` is one iteration, and returns the number of its step."""
+class ReleasedPeer:
+    """A connection to another task, which records the notices of release."""
 
-    def __init__(self, prefetch: int = 0) -> None:
+    def __init__(self) -> None:
+        self.released: list[ReleaseStep] = []
+
+    def notify(self, message: ReleaseStep) -> None:
+        self.released.append(message)
+
+
+class Loop:
+    """A loop with its starter and clock; `call` is one iteration, and returns the numbers of its steps.
+
+    claims  the number of steps of each claim of the loop
+    """
+
+    def __init__(self, prefetch: int = 0, claims: Sequence[int] = (100,)) -> None:
         self.starter, self.now_s = Starter(), 100.0
         self.refusals: list[str] = []
         self.ahead = StepsAhead(
-            cast(StepStarter, self.starter), prefetch, on_refusal=self.refusals.append, clock=lambda: self.now_s
+            cast(StepStarter, self.starter), "run", prefetch, on_refusal=self.refusals.append, clock=lambda: self.now_s
         )
+        ends = itertools.accumulate(claims)
+        self.claimed = iter(
+            [range(index, end) for count, end in zip(claims, ends, strict=True) for index in range(end - count, end)]
+        )
+        self.peer = ReleasedPeer()
+        #: The calls of the iterations by step number, as the loop knows them.
+        self.calls: dict[int, StepOfRun] = {}
 
     def call(self, *steps: RegisteredStep, took_s: float = 0.001) -> list[int]:
         found = []
-        with self.ahead.iteration():
+        with self.ahead.iteration(next(self.claimed)):
             for registered in steps:
                 begun = self.ahead.take(registered)
                 step = self.starter.next_step() if begun is None else begun.step
-                self.ahead.begin_more(step, {}, registered.handles)
+                self.calls[step.number] = self.ahead.current
+                self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered.handles)
                 found.append(step.number)
             self.now_s += took_s
         return found
@@ -80,9 +106,29 @@ def test_with_prefetch_a_step_lacks_that_many_updates(prefetch: int) -> None:
     assert not loop.starter.is_next
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("claims", [(12,), (5, 7), (1,) * 12])
+def test_each_step_has_its_index_from_the_start_or_from_its_release(prefetch: int, claims: Sequence[int]) -> None:
+    loop, step = Loop(prefetch, claims), registered()
+    for _ in range(12):
+        loop.call(step)
+    released = {notice.step: notice.of for notice in loop.peer.released}
+    for number, of in loop.starter.of.items():
+        if number in loop.calls:
+            assert (of == loop.calls[number]) != (released.get(number) == loop.calls[number])
+            assert (of.number == LATER) == (number in released)
+    assert [loop.calls[number].number for number in sorted(loop.calls)] == list(range(12))
+
+
+def test_calls_of_one_iteration_have_numbers() -> None:
+    loop = Loop()
+    loop.call(registered(), registered(), registered())
+    assert list(loop.calls.values()) == [StepOfRun("run", 0, call) for call in range(3)]
+
+
 def test_it_is_the_current_loop_only_within_an_iteration() -> None:
     loop = Loop()
-    with loop.ahead.iteration():
+    with loop.ahead.iteration(range(1)):
         assert CURRENT.get() is loop.ahead
     assert CURRENT.get() is None
 
@@ -101,7 +147,7 @@ def pause(loop: Loop, step: RegisteredStep) -> None:
 
 
 def fail(loop: Loop, step: RegisteredStep) -> None:
-    with pytest.raises(ZeroDivisionError), loop.ahead.iteration():
+    with pytest.raises(ZeroDivisionError), loop.ahead.iteration(range(1)):
         raise ZeroDivisionError
 
 

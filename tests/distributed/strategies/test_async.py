@@ -36,9 +36,9 @@ class Scripted:
         self.claims = list(claims)
         self.told: list[ClaimSteps] = []
 
-    def shared_steps(self, prefetch: int) -> Any:
+    def shared_steps(self, run: str, prefetch: int) -> Any:
         """Refuse nothing, and begin no step ahead."""
-        return nullcontext(nullcontext)
+        return nullcontext(lambda steps: nullcontext())
 
     def ask(self, claim: ClaimSteps) -> Claimed:
         """Hand out the next claim, or none when no more are wanted."""
@@ -56,9 +56,9 @@ class Worker:
     def __post_init__(self) -> None:
         self.task = self.coordinator.task
 
-    def shared_steps(self, prefetch: int) -> Any:
+    def shared_steps(self, run: str, prefetch: int) -> Any:
         """Refuse nothing, and begin no step ahead."""
-        return nullcontext(nullcontext)
+        return nullcontext(lambda steps: nullcontext())
 
 
 class Lost(Scripted):

@@ -1,0 +1,69 @@
+"""Items of a plan in a step that may be repeated: each change of state is made by one attempt (`applied_steps`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dflow.lowering.programs.program import Program
+from dflow.lowering.queues.pending_operations import Cancel, Found, HeldResource, OnResults
+from dflow.lowering.state.applied_steps import StepAttempt
+from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.executable import ANYTHING
+from dflow.lowering.steps.plan import Call
+from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.ir.resource_op import ResourceOp
+
+
+def changes_of(item: Call) -> tuple[str, ...]:
+    """Return the keys of what a call changes and a repeated step must not change again.
+
+    A call that changes something unknown, such as by a Python callback, is made once if it returns nothing.
+    """
+    if item.touches_anything and not item.gives:
+        return (*item.writes, ANYTHING)
+    return item.writes
+
+
+def call_once(
+    attempt: StepAttempt,
+    store: Store,
+    program: Program,
+    item: Call,
+    operands: Sequence[Any],
+    state: StepState | None,
+) -> Sequence[jax.Array]:
+    """Return the results of a call, which changes its variables unless an earlier attempt has."""
+
+    def without_changes() -> Sequence[jax.Array]:
+        return store.call_on_copies(program, item.writes, item.reads, operands) if item.gives else ()
+
+    return attempt.once(
+        changes_of(item),
+        lambda: store.call(program, item.writes, item.reads, operands, state),
+        without_changes,
+    )
+
+
+def start_once(
+    attempt: StepAttempt,
+    key: str,
+    held: HeldResource,
+    op: ResourceOp,
+    operands: Sequence[Any],
+    on_results: OnResults,
+) -> Cancel:
+    """Start an op without results on a queue or accumulator, unless an earlier attempt has; see `HeldResource.start`."""
+    if not attempt.begins([key]):
+        on_results(())
+        return lambda error: None
+
+    def ended(outcome: Outcome[Found]) -> None:
+        if isinstance(outcome, BaseException):
+            attempt.failed([key])
+        on_results(outcome)
+
+    return held.start(op, operands, ended)

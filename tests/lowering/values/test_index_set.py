@@ -1,0 +1,36 @@
+"""Sets of numbers in ranges, beside Python's sets."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.lowering.values.index_set import IndexSet
+from tests.effort import examples
+
+RANGES = st.builds(lambda start, count: range(start, start + count), st.integers(0, 60), st.integers(0, 9))
+
+
+@settings(max_examples=examples(200))
+@given(st.lists(RANGES | st.integers(1, 12), max_size=30))
+def test_it_has_the_numbers_added_and_not_taken(operations: list[range | int]) -> None:
+    found, expected = IndexSet(), set[int]()
+    for operation in operations:
+        if isinstance(operation, range):
+            found.add(operation)
+            expected |= {*operation}
+        elif expected:
+            first = min(expected)
+            taken = found.take(operation)
+            run = next(n for n in range(first, first + operation + 1) if n not in expected or n == first + operation)
+            assert taken == range(first, run)
+            expected -= {*taken}
+        ranges = list(found.ranges())
+        assert [number for part in ranges for number in part] == sorted(expected)
+        assert all(one.stop < other.start for one, other in zip(ranges, ranges[1:], strict=False))
+        assert (len(found), bool(found)) == (len(expected), bool(expected))
+        assert [number in found for number in range(-1, 75)] == [number in expected for number in range(-1, 75)]
+
+
+def test_it_may_begin_with_ranges() -> None:
+    assert list(IndexSet([range(4, 6), range(0), range(1, 4)]).ranges()) == [range(1, 6)]
