@@ -49,7 +49,7 @@ from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
-from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone
+from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
@@ -305,6 +305,10 @@ class CoordinatorState:
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
         stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
         return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
+
+    @NOTICES.handles(StepsDone)
+    def _note_done(self, report: StepsDone, event: Told) -> list[Command]:
+        return [*self._ledger.note_done(report)]
 
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:

@@ -1,7 +1,8 @@
 """Distribution of a run's steps over workers, such that each step is done although workers come and go.
 
 A run has `total_steps` steps. Workers claim consecutive ranges of them, large at first and small towards the end
-(guided self-scheduling), so that fast workers do more and all end at about the same time.
+(guided self-scheduling), so that fast workers do more and all end at about the same time. A claim is the work of about
+`CLAIM_WORK_S`. While a worker does it, it reports the steps that are done, so that few are done again when it dies.
 
 Invariants, of each run:
 - each step is in the pool, in exactly one worker's claim, or done; it becomes done once;
@@ -23,11 +24,17 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.status import WorkerProgress
+from dflow.lowering.values.index_set import IndexSet
 from dflow.tracing.devices.task_name import short_task_name
 
-LARGEST_CLAIM = 16
+#: Most steps of a claim by a worker whose steps take an unknown time.
+FIRST_CLAIM = 16
+#: Most steps of any claim.
+LARGEST_CLAIM = 1024
+#: Longest work in a claim of several steps, as far as the worker's earlier steps tell, in s.
+CLAIM_WORK_S = 1.0
 #: A claim gets the worker's fair share of the remaining steps divided by this, so that a slow worker's last is small.
 SHARE_DIVISOR = 4
 
@@ -36,17 +43,26 @@ class _Worker(msgspec.Struct, frozen=True):
     """A live worker's state in a run.
 
     `number`         number of its newest claim
-    `first`, `held`  first and number of the steps it holds, the answer to that claim
+    `first`, `count` first and number of the claimed steps, the answer to that claim
     `answered`       whether that claim was answered; otherwise it waits
     `takes_part`     whether the worker gets a share of the remaining steps
+    `done`           number of the claimed steps that the worker has reported as done
+    `step_s`         duration of its steps before that claim, in s; 0 if unknown
     """
 
     task: str
     number: int
     first: int = 0
-    held: int = 0
+    count: int = 0
     answered: bool = False
     takes_part: bool = True
+    done: int = 0
+    step_s: float = 0.0
+
+    @property
+    def held(self) -> range:
+        """The claimed steps that are not reported as done."""
+        return range(self.first + self.done, self.first + self.count)
 
 
 class _RunRecord(msgspec.Struct, frozen=True):
@@ -69,7 +85,9 @@ class StepLedger:
         self._records = records
         self._progress = dict(records.load(_PROGRESS, WorkerProgress))
         self._runs = {
-            name: _LedgerRun(name, records, known.total_steps, known.done, [range(*part) for part in known.pool])
+            name: _LedgerRun(
+                name, records, known.total_steps, known.done, IndexSet(range(*part) for part in known.pool)
+            )
             for name, known in records.load(_RUN, _RunRecord)
         }
         #: By run of synchronous training: rounds done, and rounds in all. Not durable: workers report them repeatedly.
@@ -129,7 +147,8 @@ class StepLedger:
         """Handle the claim of a live worker, and answer every request that can be answered now."""
         run = self._runs.get(claim.run)
         if run is None:
-            run = _LedgerRun(claim.run, self._records, claim.total_steps, 0, [range(max(claim.total_steps, 0))])
+            pool = IndexSet([range(max(claim.total_steps, 0))])
+            run = _LedgerRun(claim.run, self._records, claim.total_steps, 0, pool)
         refusal = run.refusal(claim)
         if refusal:
             return [SendReply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
@@ -142,6 +161,16 @@ class StepLedger:
         replies = run.ask(claim, ask)
         self._announce_end(run)
         return replies
+
+    def note_done(self, report: StepsDone) -> list[SendReply]:
+        """Record steps of a claim as done, as a live worker reports it, and answer requests that waited for them."""
+        run = self._runs.get(report.run)
+        done = run.note_done(report) if run is not None else 0
+        if run is None or not done:
+            return []
+        self._note_progress(report, steps=done)
+        self._records.put(_PROGRESS + report.task, self._progress[report.task])
+        return run.answer_waiting()
 
     def _announce_end(self, run: _LedgerRun) -> None:
         if run.is_abandoned and self._announced.get(run.name) != run.done:
@@ -160,7 +189,7 @@ class StepLedger:
         where = f"step {found.step} of run {run!r} on {short_task_name(task)}"
         self._news.append(f"{found.metric} is {found.value} at {where}; later ones of this run are not announced")
 
-    def _note_progress(self, report: ClaimSteps | RoundsDone, steps: int, dropped: int = 0) -> None:
+    def _note_progress(self, report: ClaimSteps | StepsDone | RoundsDone, steps: int, dropped: int = 0) -> None:
         last = self._progress.get(report.task, WorkerProgress(report.task, 0, 0.0, {}))
         self._progress[report.task] = WorkerProgress(
             report.task,
@@ -186,14 +215,11 @@ class _LedgerRun:
     records: DurableRecords
     total_steps: int
     done: int
-    pool: list[range]
+    pool: IndexSet
     workers: dict[str, _Worker] = field(default_factory=dict)
     waiting: dict[str, int] = field(default_factory=dict)
     holding: set[str] = field(default_factory=set)
     sharing: set[str] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.pool = [part for part in self.pool if part]
 
     def note(self, worker: _Worker) -> None:
         """Replace the state of a worker."""
@@ -208,13 +234,13 @@ class _LedgerRun:
 
     def held_by(self, task: str) -> int:
         """Number of steps that the task has claimed and not reported."""
-        return self.workers[task].held if task in self.holding else 0
+        return len(self.workers[task].held) if task in self.holding else 0
 
     def describe_claim(self, task: str) -> str:
         """Describe the steps that the task holds, and the workers that wait."""
         worker = self.workers[task]
         waiting = ", ".join(map(short_task_name, self.waiting))
-        text = f"{worker.held} claimed steps of run {self.name!r}, from {worker.first} on"
+        text = f"{len(worker.held)} claimed steps of run {self.name!r}, from {worker.held.start} on"
         return f"{text} (waiting for them: {waiting})" if waiting else text
 
     def refusal(self, claim: ClaimSteps) -> str:
@@ -233,9 +259,9 @@ class _LedgerRun:
             return f"claim {claim.number} of {who} came after its claim {newest}"
         if not 0 <= claim.last < claim.number or (claim.done and claim.last > newest):
             return f"{who} reports claim {claim.last} in claim {claim.number}, and its newest is {newest}"
-        held = worker.held if worker is not None and claim.last == newest else None
-        if claim.done < 0 or (held is not None and claim.number > newest and claim.done > held):
-            return f"{who} reports {claim.done} steps done of a claim of {held or 0}"
+        count = worker.count if worker is not None and claim.last == newest else None
+        if claim.done < 0 or (count is not None and claim.number > newest and claim.done > count):
+            return f"{who} reports {claim.done} steps done of a claim of {count or 0}"
         return ""
 
     def is_repeated(self, claim: ClaimSteps) -> bool:
@@ -247,7 +273,7 @@ class _LedgerRun:
         """Answer as the first time; a waiting request of the same claim is refused and replaced."""
         worker = self.workers[task]
         if worker.answered:
-            return [SendReply(ask, Claimed(worker.first, worker.held))]
+            return [SendReply(ask, Claimed(worker.first, worker.count))]
         replies = self._refused(task, "RemoteError", f"{short_task_name(task)} has sent this claim again")
         self.waiting[task] = ask
         return replies + self.answer_waiting()
@@ -255,15 +281,23 @@ class _LedgerRun:
     def settle(self, claim: ClaimSteps) -> int:
         """End the worker's last claim, before `ask`: its first steps are done, the rest return to the pool.
 
-        Return the number done: 0 when the worker has not seen the answer to its last claim.
+        Return the number done since its last report: 0 when the worker has not seen the answer to its last claim.
         """
         worker = self.workers.get(claim.task)
         if worker is None or not worker.held:
             return 0
-        done = claim.done if claim.last == worker.number else 0
-        held = range(worker.first, worker.first + worker.held)
+        done = max(0, claim.done - worker.done) if claim.last == worker.number else 0
         self.done += done
-        self._give_back(held[done:])
+        self.pool.add(worker.held[done:])
+        return done
+
+    def note_done(self, report: StepsDone) -> int:
+        """Record steps of the worker's newest claim as done; return the number done since its last report."""
+        worker = self.workers.get(report.task)
+        if worker is None or worker.first != report.first or not worker.done < report.done <= worker.count:
+            return 0
+        self.done += (done := report.done - worker.done)
+        self._save(msgspec.structs.replace(worker, done=report.done))
         return done
 
     def ask(self, claim: ClaimSteps, ask: int) -> list[SendReply]:
@@ -272,7 +306,9 @@ class _LedgerRun:
         if claim.task in self.waiting:
             text = f"a later claim of {short_task_name(claim.task)} has taken the place of this one"
             replies = [SendReply(self.waiting.pop(claim.task), Failure("RemoteError", text))]
-        self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more))
+        known = self.workers.get(claim.task)
+        step_s = claim.step_s or (known.step_s if known is not None else 0.0)
+        self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more, step_s=step_s))
         if claim.more:
             self.waiting[claim.task] = ask
         else:
@@ -291,7 +327,7 @@ class _LedgerRun:
         if worker is not None:
             self.holding.discard(task)
             self.sharing.discard(task)
-            self._give_back(range(worker.first, worker.first + worker.held))
+            self.pool.add(worker.held)
             self.records.drop(self._key(task))
             self._save()
         return replies
@@ -303,33 +339,22 @@ class _LedgerRun:
             # Claimed steps may still return to the pool.
             if not self.pool and self.holding:
                 break
-            steps = self._take()
+            steps = self._take(self.workers[task].step_s)
             del self.waiting[task]
-            self._save(msgspec.structs.replace(self.workers[task], first=steps.start, held=len(steps), answered=True))
+            self._save(msgspec.structs.replace(self.workers[task], first=steps.start, count=len(steps), answered=True))
             replies.append(SendReply(ask, Claimed(steps.start, len(steps))))
         return replies
 
-    def _take(self) -> range:
+    def _take(self, step_s: float) -> range:
+        """Return the next claim of a worker whose steps take this long, 0 if unknown."""
         if not self.pool:
             return range(self.total_steps, self.total_steps)
-        remaining = sum(map(len, self.pool))
-        count = max(1, min(LARGEST_CLAIM, remaining // (SHARE_DIVISOR * len(self.sharing))))
-        steps, rest = self.pool[0][:count], self.pool[0][count:]
-        self.pool[:1] = [rest] if rest else []
-        return steps
-
-    def _give_back(self, steps: range) -> None:
-        """Return steps to the pool, which stays sorted, with adjacent ranges merged."""
-        merged: list[range] = []
-        for part in sorted((part for part in (*self.pool, steps) if part), key=lambda part: part.start):
-            if merged and merged[-1].stop == part.start:
-                merged[-1] = range(merged[-1].start, part.stop)
-            else:
-                merged.append(part)
-        self.pool = merged
+        share = len(self.pool) // (SHARE_DIVISOR * len(self.sharing))
+        most = min(LARGEST_CLAIM, int(CLAIM_WORK_S / step_s)) if step_s > 0 else FIRST_CLAIM
+        return self.pool.take(max(1, min(most, share)))
 
     def _save(self, worker: _Worker | None = None) -> None:
-        pool = tuple((part.start, part.stop) for part in self.pool)
+        pool = tuple((part.start, part.stop) for part in self.pool.ranges())
         self.records.put(_RUN + self.name, _RunRecord(self.total_steps, self.done, pool))
         if worker is not None:
             self.note(worker)

@@ -121,13 +121,20 @@ class StepStarter:
             parts.ended(self._name, error)
         return parts
 
-    def run_own(self, step: StepId, handles: Mapping[str, int], feeds: Sequence[Any], parts: StepParts) -> None:
+    def run_own(
+        self,
+        step: StepId,
+        handles: Mapping[str, int],
+        feeds: Sequence[Any],
+        parts: StepParts,
+        of: StepOfRun | None = None,
+    ) -> None:
         """Run this task's part of a started step, unless that failed."""
         if parts.is_over:
             return
         try:
             executable = self._plans.get(handles[self._name])
-            self._runs.run(executable, step, feeds, partial(parts.ended, self._name))
+            self._runs.run(executable, step, feeds, partial(parts.ended, self._name), of=of)
         except Exception as error:
             parts.ended(self._name, error)
 
@@ -137,11 +144,16 @@ class StepStarter:
         cancel_elsewhere(step, peers, error)
 
     def start_unattended(
-        self, handles: Mapping[str, int], feeds: Sequence[Any], on_end: Callable[[BaseException | None], None]
+        self,
+        handles: Mapping[str, int],
+        feeds: Sequence[Any],
+        on_end: Callable[[BaseException | None], None],
+        of: StepOfRun,
     ) -> None:
         """Run the plans `handles` as a new step, which is cancelled when a part fails; may block while connecting.
 
-        `on_end` is called once, from any thread: with None when all parts have ended, or with the first error.
+        `on_end` is called once, from any thread: with None when all parts have ended, or with the first error. `of` is
+        as in `RunPlan`.
         raises  TaskLost when a task cannot be reached; `on_end` is then not called
         """
         step, peers = self.next_step(), self.peers(handles)
@@ -152,4 +164,4 @@ class StepStarter:
                 self.cancel(step, peers.values(), error)
             on_end(error)
 
-        self.run_own(step, handles, feeds, self.start(step, peers, handles, over))
+        self.run_own(step, handles, feeds, self.start(step, peers, handles, over, of=of), of)

@@ -12,15 +12,19 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from msgspec.structs import replace
 
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, StrategyCluster, arguments_of
-from dflow.distributed.wire.messages.rounds import ClaimSteps
+from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
+
+#: Least time between a worker's reports of the steps that it has done.
+REPORT_S = 0.25
 
 
 class Async(Strategy):
@@ -56,34 +60,62 @@ class Async(Strategy):
         steps: int,
         shared_step: Callable[[range], AbstractContextManager[None]],
     ) -> Iterator[Any]:
-        ask, claim = self._cluster.coordinator.ask, ClaimSteps(run, self._cluster.task, steps)
-        claimed = ask(claim).steps
+        coordinator, task = self._cluster.coordinator, self._cluster.task
+        claim = ClaimSteps(run, task, steps)
+        claimed = coordinator.ask(claim).steps
+        reported_s = time.monotonic()
         while claimed:
-            times: list[float] = []
-            losses: list[Mapping[str, Any]] = []
-            outcome = None
+            done = _ClaimWork(claimed.start)
             try:
                 for number, batch in zip(claimed, batches, strict=False):
                     started = time.perf_counter()
                     with shared_step(range(number, claimed.stop)):
                         outcome = step(*arguments_of(batch))
-                    times.append(time.perf_counter() - started)
-                    losses.append(losses_of(outcome))
+                    done.note(time.perf_counter() - started, outcome)
+                    if time.monotonic() - reported_s > REPORT_S:
+                        coordinator.tell(StepsDone(run, task, claimed.start, done.count, *done.progress()))
+                        reported_s = time.monotonic()
                     yield outcome
             except BaseException:
                 # The loop was left, or a step or a batch failed: return the steps not done here to other workers.
                 found = None
                 with contextlib.suppress(Exception):  # reading a loss of a failed step raises
-                    found = first_not_finite(claimed.start, losses)
+                    found = done.not_finite()
                 with contextlib.suppress(DflowError):
-                    ask(replace(claim, done=len(times), more=False, not_finite=found))
+                    coordinator.ask(replace(claim, done=done.count, more=False, not_finite=found))
                 raise
-            progress = replace(
-                claim,
-                done=len(times),
-                step_s=statistics.median(times) if times else 0.0,
-                metrics=real_scalars(outcome),
-                more=len(times) == len(claimed),
-                not_finite=first_not_finite(claimed.start, losses),
-            )
-            claimed = ask(progress).steps
+            step_s, metrics, not_finite = done.progress()
+            is_whole = done.count == len(claimed)
+            news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
+            claimed = coordinator.ask(news).steps
+
+
+@dataclass
+class _ClaimWork:
+    """The steps of a claim that are done; `first` is the first one that is not reported, `count` the number of all."""
+
+    first: int
+    count: int = 0
+    times: list[float] = field(default_factory=list)
+    losses: list[Mapping[str, Any]] = field(default_factory=list)
+    outcome: Any = None
+
+    def note(self, step_s: float, outcome: Any) -> None:
+        """Note a step that took this long."""
+        self.count += 1
+        self.times.append(step_s)
+        self.losses.append(losses_of(outcome))
+        self.outcome = outcome
+
+    def not_finite(self) -> NotFinite | None:
+        """Return the first loss that is not finite since the last report; waits until the losses are computed."""
+        return first_not_finite(self.first, self.losses)
+
+    def progress(self) -> tuple[float, dict[str, float], NotFinite | None]:
+        """Return the duration of a step, the newest metrics and `not_finite()`, which are then reported."""
+        step_s = statistics.median(self.times) if self.times else 0.0
+        found = step_s, real_scalars(self.outcome), self.not_finite()
+        self.first += len(self.losses)
+        self.times.clear()
+        self.losses.clear()
+        return found

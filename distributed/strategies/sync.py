@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.strategies.async_ import REPORT_S, Async
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, StrategyCluster
 from dflow.distributed.wire.messages.rounds import RoundsDone
@@ -27,9 +27,6 @@ from dflow.tracing.near_names import suggests_keywords
 if TYPE_CHECKING:
     # The command line imports this module, and has no time to import JAX.
     from dflow.distributed.strategies.round_part import RoundPart
-
-#: Least time between a worker's reports of its progress.
-TELL_S = 0.25
 
 
 class Workers(StrategyCluster, Protocol):
@@ -113,7 +110,7 @@ _END = object()
 
 
 class _Progress:
-    """Reports a worker's progress to the coordinator, at most every `TELL_S`."""
+    """Reports a worker's progress to the coordinator, at most every `REPORT_S`."""
 
     def __init__(self, cluster: Workers, run: str, total: int) -> None:
         self._cluster = cluster
@@ -131,7 +128,7 @@ class _Progress:
             metrics=dict(metrics),
             not_finite=before.not_finite or first_not_finite(rounds - 1, [metrics]),
         )
-        if time.monotonic() - self._told_at > TELL_S:
+        if time.monotonic() - self._told_at > REPORT_S:
             self.tell()
 
     def tell(self) -> None:

@@ -11,10 +11,13 @@ import msgspec
 
 from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.transport.base import Peer, Responder
-from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.codec import Payload, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.connection import Arrays, Ok
 from dflow.distributed.wire.messages.message import Message
+from dflow.lowering.steps.execute import Fetches
+from dflow.lowering.steps.local_step import fetched
+from dflow.lowering.values.outcome import Outcome
 
 
 class Arrival(msgspec.Struct, frozen=True, gc=False):
@@ -84,3 +87,21 @@ def answer(method: Method[Task, Taken], task: Task, message: Taken, arrival: Req
         arrival.responder.reply(found)
     elif message.replies == (Ok,):
         arrival.responder.reply(Ok())
+
+
+def answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
+    """Answer a request to run a plan, which has ended."""
+    if isinstance(outcome, BaseException):
+        responder.fail(outcome)
+    else:
+        responder.reply(Ok())
+
+
+def answer_arrays(responder: Responder, outcome: Outcome[Fetches]) -> None:
+    """Answer a request with the arrays that a plan returned."""
+    try:
+        infos, payload = encode_arrays(fetched(outcome))
+    except BaseException as error:
+        responder.fail(error)
+    else:
+        responder.reply(Arrays(infos), payload)

@@ -41,13 +41,15 @@ from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.mailbox import Mailbox
 from dflow.lowering.queues.pending_operations import Cancel, Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 
-#: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None.
-StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None]], None]
+#: Starts a step of this task: plan handles by task, feeds for this task's part, callback with the error or None, and
+#: the step of the run that it is an attempt at.
+StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None], StepOfRun], None]
 #: Sends another task a request; the callback gets the reply or an error, also if this raises.
 Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
 
@@ -55,6 +57,7 @@ Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
 class StepAggregator:
     """The runs of synchronous training that the task `task` aggregates; thread-safe.
 
+    process   identity of this process, which alone knows the number of rounds done in its runs
     has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
     ask       sends another task a request; may block while connecting
     """
@@ -62,13 +65,15 @@ class StepAggregator:
     def __init__(
         self,
         task: str,
+        process: str,
         resources: TaskResources,
         start: StartStep,
         submit: Callable[..., object],
         has_left: Callable[[str], bool],
         ask: Ask,
     ) -> None:
-        self._task, self._resources, self._start, self._submit = task, resources, start, submit
+        self._task, self._process, self._resources = task, process, resources
+        self._start, self._submit = start, submit
         self._has_left = has_left
         self._accumulators = _Accumulators(resources, submit, ask)
         self._lock = threading.Lock()
@@ -133,7 +138,7 @@ class StepAggregator:
     def _run(self, name: str) -> _AggregatedRun:
         with self._lock:
             if name not in self._runs:
-                self._runs[name] = _AggregatedRun(name, self._start, self._submit, self._accumulators)
+                self._runs[name] = _AggregatedRun(name, self._process, self._start, self._submit, self._accumulators)
             return self._runs[name]
 
 
@@ -208,6 +213,7 @@ class _MeanUpdate:
 @dataclass
 class _AggregatedRun:
     name: str
+    process: str
     start: StartStep
     submit: Callable[..., object]
     accumulators: _Accumulators
@@ -351,13 +357,15 @@ class _AggregatedRun:
                 self._updated(mean)
                 return
             self._handle(self._rounds.mean_taken)
-            update = self.update
+            update, done = self.update, self._rounds.done
         assert update is not None
-        self.submit(self._apply, update, mean)
+        self.submit(self._apply, update, mean, done)
 
-    def _apply(self, update: _MeanUpdate, mean: Sequence[Any]) -> None:
+    def _apply(self, update: _MeanUpdate, mean: Sequence[Any], done: int) -> None:
+        # After a failed update, the next one is of the same round: tasks that applied the first skip it.
+        round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done)
         try:
-            self.start(update.handles, [*update.before, *mean, *update.after], self._updated)
+            self.start(update.handles, [*update.before, *mean, *update.after], self._updated, round_)
         except Exception as error:
             self._updated(error)
 

@@ -37,7 +37,14 @@ from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
-from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, RequestTable
+from dflow.distributed.task.arrivals import (
+    Arrival,
+    Handled,
+    RequestArrival,
+    RequestTable,
+    answer_arrays,
+    answer_run,
+)
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.task.step_aggregator import StepAggregator
@@ -78,9 +85,9 @@ from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Pulle
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.execute import Fetches
-from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.recorder import (
     CONNECTION_LOST,
     ROSTER_CHANGED,
@@ -188,6 +195,7 @@ class TaskServer:
         self.starter = StepStarter(name, self.peers, self.plans, self.runs)
         self._rounds = StepAggregator(
             name,
+            process,
             self._resources,
             self.starter.start_unattended,
             self._soon,
@@ -262,15 +270,22 @@ class TaskServer:
 
     # Running plans.
 
-    def run(self, handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Outcome[Fetches]], None]) -> None:
+    def run(
+        self,
+        handle: int,
+        step: StepId,
+        feeds: Sequence[Any],
+        on_done: Callable[[Outcome[Fetches]], None],
+        of: StepOfRun | None = None,
+    ) -> None:
         """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
 
-        A task runs at most one plan per step.
+        A task runs at most one plan per step. `of` is as in `RunPlan`.
 
         raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
                 ended here; TaskLost if the task that started it has left
         """
-        self.runs.run(self.plans.get(handle), step, feeds, on_done)
+        self.runs.run(self.plans.get(handle), step, feeds, on_done, of=of)
 
     # The other tasks.
 
@@ -378,13 +393,13 @@ class TaskServer:
     @REQUESTS.handles(RunPlan)
     def _run_plan(self, message: RunPlan, arrival: RequestArrival) -> None:
         self.peers.adopt(arrival.peer)
-        step, done = StepId(message.origin, message.step), partial(_answer_run, arrival.responder)
+        step, done = StepId(message.origin, message.step), partial(answer_run, arrival.responder)
         if message.is_ahead:
             after = StepId(message.origin, message.after)
             plan, is_next = self.plans.get(message.handle), message.is_next
             self.runs.run(plan, step, (), done, is_ahead=True, is_next=is_next, after=after, of=message.of)
         else:
-            self.runs.run(self.plans.get(message.handle), step, (), done, of=message.of)
+            self.run(message.handle, step, (), done, message.of)
 
     @REQUESTS.handles(CancelStep)
     def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:
@@ -421,7 +436,7 @@ class TaskServer:
         operands = decode_arrays(message.operands, arrival.payload)
         executable = self._resources.executable(message)
         step = StepId(message.origin, message.step)
-        self.runs.run(executable, step, operands, partial(_answer_arrays, arrival.responder))
+        self.runs.run(executable, step, operands, partial(answer_arrays, arrival.responder))
 
     @REQUESTS.queued(RegisterPlan)
     def _register_plan(self, message: RegisterPlan, arrival: RequestArrival) -> Handled:
@@ -478,19 +493,3 @@ NOTICES.handles(Offer)(lambda task, message, arrival: task.channel.offered(messa
 NOTICES.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
 NOTICES.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))
 NOTICES.handles(ReleasePlan)(lambda task, message, _: task.plans.release(message.handle))
-
-
-def _answer_run(responder: Responder, outcome: Outcome[Fetches]) -> None:
-    if isinstance(outcome, BaseException):
-        responder.fail(outcome)
-    else:
-        responder.reply(Ok())
-
-
-def _answer_arrays(responder: Responder, outcome: Outcome[Fetches]) -> None:
-    try:
-        infos, payload = encode_arrays(fetched(outcome))
-    except BaseException as error:
-        responder.fail(error)
-    else:
-        responder.reply(Arrays(infos), payload)

@@ -37,7 +37,7 @@ class StepOfRun(NamedTuple):
 
 
 @dataclass
-class _Applied:
+class _CallRecord:
     """The applied steps of one call of a run.
 
     `whole`  the steps whose parts have ended here
@@ -53,7 +53,7 @@ class AppliedSteps:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_call: dict[tuple[str, int], _Applied] = {}
+        self._by_call: dict[tuple[str, int], _CallRecord] = {}
 
     def attempt(self, step: StepOfRun) -> StepAttempt:
         """Return a new attempt at the part of a step."""
@@ -61,14 +61,14 @@ class AppliedSteps:
         applied = self._by_call.get(key)
         if applied is None:
             with self._lock:
-                applied = self._by_call.setdefault(key, _Applied())
+                applied = self._by_call.setdefault(key, _CallRecord())
         return StepAttempt(step, applied, self._lock)
 
 
 class StepAttempt:
     """One attempt at the part of a step in this process; thread-safe. Made by `AppliedSteps.attempt`."""
 
-    def __init__(self, step: StepOfRun, applied: _Applied, lock: threading.Lock) -> None:
+    def __init__(self, step: StepOfRun, applied: _CallRecord, lock: threading.Lock) -> None:
         self._step, self._applied, self._lock = step, applied, lock
         #: Number of changes of this attempt by key, made or skipped.
         self._counts: dict[str, int] = {}

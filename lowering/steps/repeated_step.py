@@ -56,7 +56,7 @@ def start_once(
     operands: Sequence[Any],
     on_results: OnResults,
 ) -> Cancel:
-    """Start an op without results on a queue or accumulator, unless an earlier attempt has; see `HeldResource.start`."""
+    """Start an op without results on a queue or accumulator, unless an earlier attempt has; as `HeldResource.start`."""
     if not attempt.begins([key]):
         on_results(())
         return lambda error: None

@@ -16,25 +16,21 @@ later arrivals are ignored. A value is freed after the last item that takes it, 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
-
-import jax
 
 from dflow.lowering.queues.channel import Channel, NotConnected, StepId
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.applied_steps import StepAttempt
 from dflow.lowering.state.held_value import StepState
-from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
+from dflow.lowering.steps.line_items import DoItem, compiled_item, with_freed
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
-from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError
@@ -43,10 +39,8 @@ from dflow.tracing.errors import InternalError
 _WAITS = Recv | UseResource
 #: Limit of the waits that need other items: the time to find segments grows with its square.
 MOST_CHAINED = 256
-#: Runs one item, or starts one that waits.
-_Do = Callable[["StraightRun"], None]
 #: An item of a segment: its index, whether it waits, and the function that runs it and frees what it takes last.
-_SegmentItem = tuple[int, bool, _Do]
+_SegmentItem = tuple[int, bool, DoItem]
 
 
 class StraightLine:
@@ -117,28 +111,11 @@ class StraightLine:
             }
             if not _waits(item):
                 freed.update(slot for slot in gives(item) if slot not in self.executable.takers)
-            done.append((index, _waits(item), _with_freed(self._do(item, index), freed - self.executable.fetched)))
+            do, state = compiled_item(item, index, self.executable, self.store)
+            if state is not None:
+                self.states.append(state)
+            done.append((index, _waits(item), with_freed(do, freed - self.executable.fetched)))
         return done
-
-    def _do(self, item: Item, index: int) -> _Do:
-        match item:
-            case Recv():
-                return _receive(item, index, self.executable)
-            case Send():
-                return _send(item)
-            case Call():
-                state = None
-                if item.writes or item.reads:
-                    state = self.store.step_state(self.executable.programs[item.program], item.writes, item.reads)
-                    self.states.append(state)
-                return _call(item, index, self.executable, state)
-            case Read():
-                return _read(item, index, self.executable, self.store)
-            case Copy():
-                return _copy(item, self.executable)
-            case UseResource():
-                return _use_resource(item, index, self.executable)
-        raise InternalError(f"{type(item).__name__} in a straight line; please report this")
 
 
 def _tokens(count: int) -> tuple[bool, ...]:
@@ -197,119 +174,12 @@ def _waits_before(executable: Executable) -> list[frozenset[int]]:
     return newest
 
 
-# What each kind of item does. Slots are filled and taken as a whole, so that the number of values costs no calls.
-
-
-def _taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    if not slots:
-        return lambda _: ()
-    if len(slots) == 1:
-        return lambda held, slot=slots[0]: (held[slot],)  # type: ignore[misc]
-    if list(slots) == [*range(slots[0], slots[0] + len(slots))]:
-        return itemgetter(slice(slots[0], slots[0] + len(slots)))
-    return itemgetter(*slots)
-
-
-def _filler(slots: Sequence[int]) -> Callable[[list[Any], Sequence[Any]], None]:
-    count = len(slots)
-    is_range = bool(slots) and list(slots) == [*range(slots[0], slots[0] + count)]
-    place = slice(slots[0], slots[0] + count) if is_range else None
-
-    def fill(held: list[Any], values: Sequence[Any]) -> None:
-        if len(values) != count:
-            raise InternalError(f"values of an item: expected {count}, got {len(values)}")
-        if place is not None:
-            held[place] = values
-        else:
-            for slot, value in zip(slots, values, strict=True):
-                held[slot] = value
-
-    return fill
-
-
-def _with_freed(do: _Do, slots: Collection[int]) -> _Do:
-    if not slots:
-        return do
-    fill, nothing = _filler(sorted(slots)), (None,) * len(slots)
-
-    def do_and_free(run: StraightRun) -> None:
-        do(run)
-        fill(run.slots, nothing)
-
-    return do_and_free
-
-
-def _receive(item: Recv, index: int, executable: Executable) -> _Do:
-    edge, source, layout = item.edge, item.source, executable.layouts[index]
-    fill = _filler(item.gives)
-    return lambda run: run.channel.receive(run.step, edge, source, layout, run.arrival(index, fill))
-
-
-def _send(item: Send) -> _Do:
-    edge, destination, take = item.edge, item.destination, _taker(item.takes)
-    return lambda run: run.channel.send(run.step, edge, destination, take(run.slots))
-
-
-def _call(item: Call, index: int, executable: Executable, state: StepState | None) -> _Do:
-    program = executable.programs[item.program]
-    take, fill = _taker(item.takes), _filler(item.gives)
-    changes = changes_of(item)
-
-    def do(run: StraightRun) -> None:
-        store, operands = run.line.store, take(run.slots)
-        if changes and run.attempt is not None:
-            results = call_once(run.attempt, store, program, item, operands, state)
-        else:
-            results = store.call(program, item.writes, item.reads, operands, state)
-        fill(run.slots, results)
-        if run.recorder.watched is not None:
-            written = state.written if state is not None else None
-            run.recorder.called((*results, *(written or ())), run.step, executable.plan, index)
-
-    return do
-
-
-def _read(item: Read, index: int, executable: Executable, store: Store) -> _Do:
-    keys, fill = item.keys, _filler(item.gives)
-    if index in executable.sent:
-        views = RepeatedViews(store, keys)
-        return lambda run: fill(run.slots, views())
-
-    def do(run: StraightRun) -> None:
-        values = store.snapshot(keys)
-        fill(run.slots, [values[key] for key in keys])
-
-    return do
-
-
-def _copy(item: Copy, executable: Executable) -> _Do:
-    take, give, device = item.take, item.give, executable.devices[item.device]
-
-    def do(run: StraightRun) -> None:
-        run.slots[give] = jax.device_put(run.slots[take], device)
-
-    return do
-
-
-def _use_resource(item: UseResource, index: int, executable: Executable) -> _Do:
-    key, op, take, fill = item.key, executable.resource_ops[index], _taker(item.takes), _filler(item.gives)
-
-    def do(run: StraightRun) -> None:
-        held, operands, arrived = run.line.store.resource(key), list(take(run.slots)), run.arrival(index, fill)
-        if item.gives or run.attempt is None:
-            run.cancel_at_end(held.start(op, operands, arrived))
-        else:
-            run.cancel_at_end(start_once(run.attempt, key, held, op, operands, arrived))
-
-    return do
-
-
 class StraightRun:
     """One run of a straight line, from `start` on; its arguments are those of `execute.Execution`.
 
     begins_ahead  whether state may change only after a call of `release`, or values of the task that starts the step
     attempt       the attempt at a step of a shared run that this is part of; None for other steps
-    is_numbered   whether the number of the step is known; if not, `release` brings it, and values do not release the run
+    is_numbered   whether the attempt is known; if not, `release` brings it, and values do not release the run
     """
 
     def __init__(
@@ -517,6 +387,4 @@ def run_of(
                 executable, store, channel, step, feeds, on_done, submit, recorder=recorder, attempt=attempt
             )
         line = executable.line = StraightLine(executable, store)
-    return StraightRun(
-        line, channel, step, feeds, on_done, submit, recorder, begins_ahead, attempt, is_numbered
-    )
+    return StraightRun(line, channel, step, feeds, on_done, submit, recorder, begins_ahead, attempt, is_numbered)

@@ -56,10 +56,12 @@ def main(words: Sequence[str] | None = None) -> int:
         if ended.broken or count == 1:
             print(ended)
             for repeated in ended.repeated:
-                print(f"  step {repeated.step} was applied again: {'; '.join(map(str, repeated.reasons))}")
+                print(f"  step {repeated.step} was tried again: {'; '.join(map(str, repeated.reasons))}")
     if count > 1:
         print(f"{count} schedules of {steps} steps, {events} events: {broken} broke an invariant;")
-        print(f"{again} of their steps were applied again after a failure that left it open whether they were")
+        print(
+            f"{again} of their steps were tried again after they had been applied by an attempt that was not reported"
+        )
     return int(bool(broken))
 
 

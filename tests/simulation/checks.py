@@ -1,11 +1,11 @@
 """Invariants of a simulated schedule, checked after each event and at its end.
 
 By the names that a report gives them:
-- `applied once`     a task applies an attempt at a step at most once;
+- `applied once`     a process of a task applies a step at most once, whichever attempts at it there are;
 - `done once`        the coordinator never hands out a step that is done, or that another live worker holds;
-- `none lost`        a step counts as done only if an attempt was applied on every ps, and all steps of the run are done
-                     at its end. If several attempts at a step were applied, at most one is reported; the workers of
-                     the others died, left or saw the attempt fail. Such a step is listed by `repeated`;
+- `none lost`        a step counts as done only if it was applied on every ps, and all steps of the run are done at its
+                     end. If there are several attempts at a step, at most one is reported; the workers of the others
+                     died, left or saw the attempt fail. Such a step that was applied is listed by `repeated`;
 - `waits end`        every wait ends by its deadline;
 - `one of a name`    a roster lists at most one live task of each name;
 - `rosters in order` a process never gets an older roster after a newer one;
@@ -20,6 +20,7 @@ By the names that a report gives them:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -58,7 +59,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Repeated:
-    """A step applied by more than one attempt, with the reason why each unreported attempt ended."""
+    """A step tried again after an unreported attempt had been applied, with the reason why each of these ended."""
 
     step: int
     reasons: tuple[str, ...]
@@ -73,6 +74,8 @@ class Checks:
         self._tasks = tuple(tasks)
         self._steps = steps
         self._attempts: list[Attempt] = []
+        #: The attempt that each process applied, by the process and the step.
+        self._applied: dict[tuple[str, int], Attempt] = {}
         self._held: dict[str, range] = {}
         self._given_up: set[tuple[str, float]] = set()
         self._done: set[int] = set()
@@ -94,12 +97,13 @@ class Checks:
         self._attempts.append(attempt)
         return attempt
 
-    def applied(self, number: int, task: str) -> Attempt:
-        """A ps task applies an attempt."""
+    def applied(self, number: int, process: str) -> Attempt:
+        """A process of a ps task applies an attempt."""
         attempt = self._attempts[number]
-        text = f"{task} applies step {attempt.step} of {attempt.worker} for the second time in one attempt"
-        self.require(task not in attempt.applied_on, "applied once", text)
-        attempt.applied_on.append(task)
+        before = self._applied.setdefault((process, attempt.step), attempt)
+        text = f"{process} applies step {attempt.step} of {attempt.worker} after that of {before.worker}"
+        self.require(before is attempt and process not in attempt.applied_on, "applied once", text)
+        attempt.applied_on.append(process)
         return attempt
 
     def failed(self, attempt: Attempt, why: str) -> None:
@@ -151,7 +155,8 @@ class Checks:
     def reported(self, attempts: Iterable[Attempt]) -> None:
         """The coordinator has recorded the steps of these attempts as done."""
         for attempt in attempts:
-            missing = [task for task in self._tasks if task not in attempt.applied_on]
+            applied = {name_of(process) for process, step in self._applied if step == attempt.step}
+            missing = [task for task in self._tasks if name_of(task) not in applied]
             text = f"step {attempt.step} counts as done, and {missing} did not apply it"
             self.require(not missing, "none lost", text)
             again = f"step {attempt.step} is counted as done a second time, for {attempt.worker}"
@@ -160,16 +165,13 @@ class Checks:
             self._done.add(attempt.step)
 
     def repeated(self) -> tuple[Repeated, ...]:
-        """Return the steps that more than one attempt applied."""
-        by_step: dict[int, list[Attempt]] = {}
+        """Return the steps that were tried again although an attempt had been applied."""
+        counts = Counter(attempt.step for attempt in self._attempts)
+        by_step: dict[int, list[str]] = {}
         for attempt in self._attempts:
-            if attempt.applied_on:
-                by_step.setdefault(attempt.step, []).append(attempt)
-        return tuple(
-            Repeated(step, tuple(attempt.ended for attempt in attempts if not attempt.reported))
-            for step, attempts in sorted(by_step.items())
-            if len(attempts) > 1
-        )
+            if attempt.applied_on and not attempt.reported and counts[attempt.step] > 1:
+                by_step.setdefault(attempt.step, []).append(attempt.ended)
+        return tuple(Repeated(step, tuple(reasons)) for step, reasons in sorted(by_step.items()))
 
     # Membership.
 
@@ -247,7 +249,7 @@ class Checks:
         missing = sorted(set(range(self._steps)) - self._done)
         self.require(not missing, "none lost", f"steps {missing} of {self._steps} are not done at the end")
         for repeated in self.repeated():
-            text = f"step {repeated.step} was applied more than once and nobody died: {repeated.reasons}"
+            text = f"step {repeated.step} was tried more than once and nobody died: {repeated.reasons}"
             self.require(all(repeated.reasons), "none lost", text)
         for task, found in statistics.items():
             text = f"{task} holds (plans that run, steps, values, waits) = {_left(found)}"

@@ -95,7 +95,7 @@ class ScheduleResult:
             return f"at {self.ended_at_s:.3f} s: {self.broken}\n  to see it: {self.schedule.command()}"
         return (
             f"{self.schedule.steps} steps done at {self.ended_at_s:.1f} s in {self.events} events; "
-            f"applied again after a failure: {len(self.repeated)}"
+            f"tried again after they had been applied: {len(self.repeated)}"
         )
 
 

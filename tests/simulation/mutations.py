@@ -17,12 +17,14 @@ import pytest
 from dflow.distributed.client import coordinator_session, session_driver
 from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
-from dflow.distributed.steps import deadlines, rendezvous, steps_ahead, task_channel
+from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
 from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues import accumulator_machine, accumulators, queue_machine
+from dflow.lowering.state import applied_steps
+from dflow.lowering.values.index_set import IndexSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
 from tests.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
@@ -71,7 +73,7 @@ def _deaf_to(kind: type) -> Made:
 def _forget_the_claim(original: Any) -> Any:
     def leave(run: Any, task: str, reason: str) -> Any:
         if task in run.workers:
-            run.workers[task] = msgspec.structs.replace(run.workers[task], held=0)
+            run.workers[task] = msgspec.structs.replace(run.workers[task], count=0)
         return original(run, task, reason)
 
     return leave
@@ -83,7 +85,7 @@ def _settling(give_back: Callable[[Any, range, int], None]) -> Made:
     def made(original: Any) -> Any:
         def settle(run: Any, claim: Any) -> int:
             worker = run.workers.get(claim.task)
-            held = range(0) if worker is None else range(worker.first, worker.first + worker.held)
+            held = range(0) if worker is None else worker.held
             done: int = original(run, claim)
             give_back(run, held, done)
             return done
@@ -94,17 +96,17 @@ def _settling(give_back: Callable[[Any, range, int], None]) -> Made:
 
 
 def _give_back_what_is_done(run: Any, held: range, done: int) -> None:
-    run._give_back(held[:done])
+    run.pool.add(held[:done])
 
 
 def _give_nothing_back(run: Any, held: range, done: int) -> None:
-    run.pool = [part for part in run.pool if part.start not in held[done:]]
+    run.pool = IndexSet(part for part in run.pool.ranges() if part.start not in held[done:])
 
 
 def _count_one_less(run: Any, held: range, done: int) -> None:
     if done:
         run.done -= 1
-        run._give_back(held[done - 1 : done])
+        run.pool.add(held[done - 1 : done])
 
 
 def _say_complete_too_early(original: Any) -> Any:
@@ -256,6 +258,18 @@ def _not_counted(original: Any) -> Any:
     return fail
 
 
+def _by_attempt(original: Any) -> Any:
+    def begins(attempt: Any, keys: Any) -> Any:
+        attempt._applied.whole = IndexSet()
+        return original(attempt, keys)
+
+    return begins
+
+
+def _without_number(original: Any) -> Any:
+    return lambda runs, step, of=None: original(runs, step)
+
+
 def _a_failed_step_as_done(original: Any) -> Any:
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         worker = strategy._cluster
@@ -290,6 +304,7 @@ _SESSION = coordinator_session.CoordinatorSession
 _QUEUE, _ACCUMULATOR, _ROUNDS = queue_machine.QueueMachine, accumulator_machine.AccumulatorMachine, rounds.Rounds
 _HELD = accumulators.HeldAccumulator
 _LINK = transport_session.Session
+_ATTEMPT = applied_steps.StepAttempt
 _RUN, _MEETING, _MEMBERS = step_ledger._LedgerRun, rendezvous.Rendezvous, membership.Membership
 
 MUTATIONS = (
@@ -328,11 +343,15 @@ MUTATIONS = (
     Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", _doing_nothing, "none lost"),
     Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", _doing_nothing, "none lost"),
     Mutation("a failed step is reported as done", async_.Async, "run", _a_failed_step_as_done, "none lost"),
+    Mutation("a task records no applied step", _ATTEMPT, "begins", _giving(True), "applied once"),
+    Mutation("the end of a part is not recorded", _ATTEMPT, "begins", _by_attempt, "applied once"),
+    Mutation("all steps count as applied", _ATTEMPT, "begins", _giving(False), "none lost"),
+    Mutation("the release of a step brings no number", plan_runs.PlanRuns, "release", _without_number, "applied once"),
     Mutation("waits have no deadline", deadlines.Deadlines, "add", _doing_nothing, "waits end"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
     Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", _doing_nothing, "nothing left"),
-    Mutation("a run that ends tells nobody", task_server, "_answer_run", _doing_nothing, "none lost"),
+    Mutation("a run that ends tells nobody", task_server, "answer_run", _doing_nothing, "none lost"),
     Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
     Mutation("what is acknowledged is kept", _LINK, "acknowledge", _doing_nothing, "bounded"),

@@ -1,7 +1,8 @@
 """The schedule's program of asynchronous training: `Async` claims steps, which run over all tasks.
 
 All steps are alike: each ps sends a value to the worker, the worker sends an update to each ps, and each ps applies it.
-The update is the number of the attempt, which identifies the step. The programs of the plans only record their calls.
+The update is the number of the attempt, which identifies the step. The programs of the plans only record their calls,
+as Python callbacks would.
 Steps begin ahead on the ps tasks, with a `prefetch` that is the worker's index.
 """
 
@@ -18,7 +19,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
-from dflow.distributed.steps.step_starter import StepStarter
+from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.strategy import StrategyCluster
@@ -56,9 +57,11 @@ class TrainingWorker:
         self.coordinator = self
         self._member = member
 
-    def shared_steps(self, prefetch: int) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+    def shared_steps(
+        self, run: str, prefetch: int
+    ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:
         """Return a context that gives the context of each step."""
-        return nullcontext(nullcontext)
+        return nullcontext(lambda steps: nullcontext())
 
     def ask(self, message: Request[Answer]) -> Answer:
         """Ask the coordinator."""
@@ -96,13 +99,13 @@ class StepsWorker(TrainingWorker):
         self._plan = member.server.plans.add(*_worker_plan(member.name, self._ps))
         self._handles: dict[Member, int] = {}
         self._starter = _Starter(member)
-        self._loop = StepsAhead(self._starter, 0)
+        self._loop = StepsAhead(self._starter, RUN, 0)
         self._registered: dict[tuple[int, ...], RegisteredStep] = {}
 
     @contextmanager
-    def shared_steps(self, prefetch: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    def shared_steps(self, run: str, prefetch: int) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
         """Return the context of a loop whose steps begin ahead."""
-        self._loop = StepsAhead(self._starter, prefetch, clock=lambda: self._tasks.events.now_s)
+        self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)
         try:
             yield self._loop.iteration
         finally:
@@ -173,11 +176,16 @@ class StepsWorker(TrainingWorker):
     ) -> None:
         member = self._member
         over = SimpleQueue[Outcome[Fetches]]() if begun is None else begun.outcome
-        parts = self._starter.start(id, others, called.handles, over.put) if begun is None else begun.parts
+        parts = begun.parts if begun is not None else self._started(id, called, others, over)
         self._loop.begin_more(id, others, called.handles)
         member.sleep(COMPUTE_S)
         self._starter.run_own(id, called.handles, [np.int32(attempt.number)], parts)
         fetched(self._outcome(f"step {attempt.step}", over))
+
+    def _started(
+        self, id: StepId, called: RegisteredStep, others: Mapping[str, Peer], over: SimpleQueue[Outcome[Fetches]]
+    ) -> StepParts:
+        return self._starter.start(id, others, called.handles, over.put, of=self._loop.current)
 
     def _outcome(self, what: str, over: SimpleQueue[Outcome[Fetches]]) -> Outcome[Fetches]:
         """Wait for the outcome of a step."""
@@ -198,7 +206,7 @@ class StepsWorker(TrainingWorker):
         return self._handles[member]
 
     def _apply(self, member: Member, number: Any) -> tuple[()]:
-        attempt = self._checks.applied(int(np.asarray(number)), member.process.host)
+        attempt = self._checks.applied(int(np.asarray(number)), str(member.process))
         member.say(f"applies step {attempt.step} of {attempt.worker}")
         return ()
 
@@ -209,7 +217,7 @@ def _ps_plan(host: str, worker: str, apply: Callable[[Any], tuple[()]]) -> tuple
         Call(0, (), (), (), (0,)),
         Send(value, worker, (0,)),
         Recv(update, worker, (1,), (("i32", ()),)),
-        Call(1, (), (), (1,), ()),
+        Call(1, (), (), (1,), (), touches_anything=True),
     )
     return Plan(name_of(host), 2, items), programs(lambda: (_PARAMETER,), apply)
 

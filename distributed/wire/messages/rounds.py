@@ -59,6 +59,23 @@ class ClaimSteps(Request[Claimed], frozen=True):
     not_finite: NotFinite | None = None
 
 
+class StepsDone(Notice, frozen=True):
+    """The first `done` steps of the worker's claim that begins with step `first` are done, and it does the others now.
+
+    The other fields are as in `ClaimSteps`, since the last report.
+    """
+
+    speaker = "task"
+
+    run: str
+    task: str
+    first: int
+    done: int
+    step_s: float = 0.0
+    metrics: dict[str, float] = msgspec.field(default_factory=dict)
+    not_finite: NotFinite | None = None
+
+
 class RoundsAgreed(Message, frozen=True):
     """Number of gradients per round, name of the run's accumulator, and whether all rounds are done."""
 

@@ -1,13 +1,16 @@
+from collections import Counter
+
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.step_ledger import StepLedger
+from dflow.distributed.coordinator.step_ledger import FIRST_CLAIM, LARGEST_CLAIM, StepLedger
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
@@ -229,20 +232,62 @@ def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:
 def test_progress_keeps_the_newest_of_each_worker() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
-    ledger.claim(*asked(2, A, done=16, step_s=0.5, metrics={"loss": 2.0}))
+    ledger.claim(*asked(2, A, done=16, step_s=0.05, metrics={"loss": 2.0}))
+    ledger.ledger.note_done(StepsDone("run", A, 16, 3, metrics={"loss": 1.0}))
     ledger.claim(*asked(3, A, done=4))
     [worker] = ledger.ledger.workers()
-    assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.5, {"loss": 2.0})
+    assert (worker.steps, worker.step_s, worker.metrics) == (20, 0.05, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("step_s", "count"), [(0.0, FIRST_CLAIM), (1e-6, LARGEST_CLAIM), (0.01, 100), (0.4, 2), (0.9, 1), (50.0, 1)]
+)
+def test_a_claim_is_about_a_second_of_work(step_s: float, count: int) -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=100_000))
+    [reply] = ledger.claim(*asked(2, A, done=16, total=100_000, step_s=step_s))
+    assert reply.message == Claimed(16, count)
+
+
+def test_reported_steps_of_a_lost_worker_are_not_handed_out_again() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=20))
+    ledger.claim(*asked(2, B, total=20))
+    assert ledger.claim(*asked(3, B, done=1, total=20)) == [SendReply(3, Claimed(6, 1))]
+    assert ledger.ledger.note_done(StepsDone("run", A, 0, 4)) == []
+    assert ledger.ledger.steps_done == 5
+    assert ledger.leave({A: "killed"}) == []
+    assert ledger.claim(*asked(4, B, done=1, total=20)) == [SendReply(4, Claimed(4, 1))]
+    assert ledger.ledger.steps_done == 6
+
+
+def test_a_report_may_complete_the_run_for_those_that_wait() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A, total=1))
+    ledger.claim(*asked(2, B, total=1))
+    assert ledger.ledger.note_done(StepsDone("run", A, 0, 1)) == [SendReply(2, Claimed(1, 0))]
+    assert ledger.claim(*asked(3, A, done=1, total=1)) == [SendReply(3, Claimed(1, 0))]
+    assert ledger.ledger.steps_done == 1
+
+
+@pytest.mark.parametrize("report", [("run", B, 0, 1), ("other", A, 0, 1), ("run", A, 1, 1), ("run", A, 0, 17)])
+def test_a_report_of_steps_that_the_worker_has_not_claimed_is_ignored(report: tuple[str, str, int, int]) -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    assert ledger.ledger.note_done(StepsDone(*report)) == []
+    assert ledger.ledger.steps_done == 0
 
 
 class RandomRun(RuleBasedStateMachine):
-    """Workers that claim, do part of a claim, stop, die and return in any order."""
+    """Workers that claim, do part of a claim, report that, stop, die and return in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ledger = Numbered()
         self.total = 0
         self.claims: dict[str, range] = {}
+        #: Number of reported steps of each claim; `claims` has the others.
+        self.reported: Counter[str] = Counter()
         self.asks: dict[int, str] = {}
         self.answered: set[int] = set()
         self.done: list[int] = []
@@ -260,8 +305,22 @@ class RandomRun(RuleBasedStateMachine):
         held = self.claims.pop(task, range(0))
         self.done += held[:done]
         self.asks[self.next_ask] = task
+        done += self.reported.pop(task, 0)
         self.take(self.ledger.claim(*asked(self.next_ask, task, done, self.total, more=more)))
         self.next_ask += 1
+
+    @rule(task=st.sampled_from([A, B, C]), part=st.floats(0, 1))
+    def report(self, task: str, part: float) -> None:
+        held = self.claims.get(task, range(0))
+        done = round(part * len(held))
+        if done and task not in self.asks.values():
+            self.done += held[:done]
+            self.claims[task] = held[done:]
+            first = held.start - self.reported[task]
+            self.reported[task] += done
+            self.take(
+                self.ledger.noted(self.ledger.ledger.note_done(StepsDone("run", task, first, self.reported[task])))
+            )
 
     @precondition(lambda self: self.next_ask == 0)
     @rule(total=st.integers(0, 60))
@@ -283,6 +342,7 @@ class RandomRun(RuleBasedStateMachine):
     @rule(task=st.sampled_from([A, B, C]))
     def die(self, task: str) -> None:
         self.claims.pop(task, None)
+        self.reported.pop(task, None)
         self.take(self.ledger.leave({task: "killed"}))
         assert task not in self.asks.values(), "a dead worker's ask is answered too"
 

@@ -25,6 +25,7 @@ from dflow.distributed.wire.messages.rounds import (
 )
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.tracing.errors import DflowError, RemoteError, TaskLost
 from dflow.tracing.ir.resource_op import ResourceOp
 
@@ -42,10 +43,12 @@ class ByHand:
         self.steps: list[int] = []
         self.forgotten: list[str] = []
         self.updates: list[tuple[weakref.ref[Any], Done]] = []
+        self.rounds: list[StepOfRun] = []
         self.answers: list[Message | BaseException] = []
         self.gone: set[str] = set()
         self.host = StepAggregator(
             PS,
+            "process",
             self,  # type: ignore[arg-type]
             self.update,
             lambda do, *args: do(*args),
@@ -76,8 +79,9 @@ class ByHand:
             raise TaskLost(f"{task} has left")
         self.asked.append((task, message.key, on_reply))
 
-    def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done) -> None:
+    def update(self, handles: Mapping[str, int], feeds: Sequence[Any], on_done: Done, of: StepOfRun) -> None:
         self.updates.append((weakref.ref(feeds[0]), on_done))
+        self.rounds.append(of)
 
     def reply(self, message: Message, payload: bytes = b"") -> None:
         self.answers.append(message)
@@ -133,6 +137,10 @@ def test_what_a_run_was_fed_is_let_go_of_at_its_end(error: BaseException | None)
         run.open()
         run.ask(A, -1)
         assert (run.answers[1:], run.steps) == ([RoundOpen(1, 0)], [0, 1])
+        run.averages[1]((np.zeros(1, np.float32),))
+        # The second update is another attempt at the round, for tasks that applied the first.
+        first, second = run.rounds
+        assert (first, first.number) == (second, 0)
 
 
 def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +29,7 @@ def test_it_has_the_numbers_added_and_not_taken(operations: list[range | int]) -
             expected -= {*taken}
         ranges = list(found.ranges())
         assert [number for part in ranges for number in part] == sorted(expected)
-        assert all(one.stop < other.start for one, other in zip(ranges, ranges[1:], strict=False))
+        assert all(one.stop < other.start for one, other in pairwise(ranges))
         assert (len(found), bool(found)) == (len(expected), bool(expected))
         assert [number in found for number in range(-1, 75)] == [number in expected for number in range(-1, 75)]
 

@@ -1,0 +1,151 @@
+"""The items of a straight line, each compiled to one function when the plan is first run.
+
+Slots are filled and taken as a whole, so that the number of values costs no calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state.repeated_views import RepeatedViews
+from dflow.lowering.state.store import Store
+from dflow.lowering.steps.executable import Executable
+from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
+from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
+from dflow.tracing.errors import InternalError
+
+if TYPE_CHECKING:
+    from dflow.lowering.steps.straight_line import StraightRun
+
+#: Runs one item of a run, or starts one that waits.
+DoItem = Callable[["StraightRun"], None]
+
+
+def compiled_item(item: Item, index: int, executable: Executable, store: Store) -> tuple[DoItem, StepState | None]:
+    """Return the function that runs an item, or starts one that waits, and the variables of a call."""
+    match item:
+        case Recv():
+            return _receive(item, index, executable), None
+        case Send():
+            return _send(item), None
+        case Call():
+            program, state = executable.programs[item.program], None
+            if item.writes or item.reads:
+                state = store.step_state(program, item.writes, item.reads)
+            return _call(item, index, executable, state), state
+        case Read():
+            return _read(item, index, executable, store), None
+        case Copy():
+            return _copy(item, executable), None
+        case UseResource():
+            return _use_resource(item, index, executable), None
+    raise InternalError(f"{type(item).__name__} in a straight line; please report this")
+
+
+def _taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    if not slots:
+        return lambda _: ()
+    if len(slots) == 1:
+        return lambda held, slot=slots[0]: (held[slot],)  # type: ignore[misc]
+    if list(slots) == [*range(slots[0], slots[0] + len(slots))]:
+        return itemgetter(slice(slots[0], slots[0] + len(slots)))
+    return itemgetter(*slots)
+
+
+def _filler(slots: Sequence[int]) -> Callable[[list[Any], Sequence[Any]], None]:
+    count = len(slots)
+    is_range = bool(slots) and list(slots) == [*range(slots[0], slots[0] + count)]
+    place = slice(slots[0], slots[0] + count) if is_range else None
+
+    def fill(held: list[Any], values: Sequence[Any]) -> None:
+        if len(values) != count:
+            raise InternalError(f"values of an item: expected {count}, got {len(values)}")
+        if place is not None:
+            held[place] = values
+        else:
+            for slot, value in zip(slots, values, strict=True):
+                held[slot] = value
+
+    return fill
+
+
+def with_freed(do: DoItem, slots: Collection[int]) -> DoItem:
+    if not slots:
+        return do
+    fill, nothing = _filler(sorted(slots)), (None,) * len(slots)
+
+    def do_and_free(run: StraightRun) -> None:
+        do(run)
+        fill(run.slots, nothing)
+
+    return do_and_free
+
+
+def _receive(item: Recv, index: int, executable: Executable) -> DoItem:
+    edge, source, layout = item.edge, item.source, executable.layouts[index]
+    fill = _filler(item.gives)
+    return lambda run: run.channel.receive(run.step, edge, source, layout, run.arrival(index, fill))
+
+
+def _send(item: Send) -> DoItem:
+    edge, destination, take = item.edge, item.destination, _taker(item.takes)
+    return lambda run: run.channel.send(run.step, edge, destination, take(run.slots))
+
+
+def _call(item: Call, index: int, executable: Executable, state: StepState | None) -> DoItem:
+    program = executable.programs[item.program]
+    take, fill = _taker(item.takes), _filler(item.gives)
+    changes = changes_of(item)
+
+    def do(run: StraightRun) -> None:
+        store, operands = run.line.store, take(run.slots)
+        if changes and run.attempt is not None:
+            results = call_once(run.attempt, store, program, item, operands, state)
+        else:
+            results = store.call(program, item.writes, item.reads, operands, state)
+        fill(run.slots, results)
+        if run.recorder.watched is not None:
+            written = state.written if state is not None else None
+            run.recorder.called((*results, *(written or ())), run.step, executable.plan, index)
+
+    return do
+
+
+def _read(item: Read, index: int, executable: Executable, store: Store) -> DoItem:
+    keys, fill = item.keys, _filler(item.gives)
+    if index in executable.sent:
+        views = RepeatedViews(store, keys)
+        return lambda run: fill(run.slots, views())
+
+    def do(run: StraightRun) -> None:
+        values = store.snapshot(keys)
+        fill(run.slots, [values[key] for key in keys])
+
+    return do
+
+
+def _copy(item: Copy, executable: Executable) -> DoItem:
+    take, give, device = item.take, item.give, executable.devices[item.device]
+
+    def do(run: StraightRun) -> None:
+        run.slots[give] = jax.device_put(run.slots[take], device)
+
+    return do
+
+
+def _use_resource(item: UseResource, index: int, executable: Executable) -> DoItem:
+    key, op, take, fill = item.key, executable.resource_ops[index], _taker(item.takes), _filler(item.gives)
+
+    def do(run: StraightRun) -> None:
+        held, operands, arrived = run.line.store.resource(key), list(take(run.slots)), run.arrival(index, fill)
+        if item.gives or run.attempt is None:
+            run.cancel_at_end(held.start(op, operands, arrived))
+        else:
+            run.cancel_at_end(start_once(run.attempt, key, held, op, operands, arrived))
+
+    return do
