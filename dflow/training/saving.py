@@ -1,7 +1,7 @@
 """`dflow.save` and `dflow.restore`: write a program's state to a directory, and read it back.
 
-The file format is that of `lowering/files/array_files.py`. Invariants: a save sees the variables of one process at one
-moment, between two steps; a restore changes all of a process's variables or none.
+The file format is that of `lowering/files/array_files.py`. Invariants: a save sees the variables of each state backend
+at one moment, between two steps; a restore changes all of a process's variables or none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ATTEMPTS = 5
 
 @suggests_keywords
 def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
-    """Write the values of variables to the directory `path`, all at one moment (on a cluster: one moment per task).
+    """Write the values of variables to the directory `path`, all at one moment.
 
     variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
     overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
@@ -54,7 +54,8 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
     in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
 
-    Other threads may keep training: the checkpoint is the state between two of their steps. Each array is stored in
+    Other threads and workers may keep training: the checkpoint is the state between two of their steps (on a cluster,
+    between steps of strategies; see docs/saving.md). Each array is stored in
     zarr's format under its name, which zarr, TensorStore and Orbax can read. The data is on disk when the call returns;
     if the process or machine stops earlier, `path` is unchanged.
 

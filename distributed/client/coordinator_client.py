@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
@@ -25,6 +26,7 @@ from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus
@@ -42,7 +44,11 @@ DESCRIBE_S = 1.0
 CLAIM_S = 3600.0
 #: A claim that waits longer is logged, with the workers that hold the steps.
 LONG_CLAIM_S = 60.0
+#: Most attempts to do something in a pause that is not broken.
+PAUSE_ATTEMPTS = 5
 LOGGER = logging.getLogger("dflow")
+
+Result = TypeVar("Result")
 
 
 class CoordinatorClient:
@@ -63,6 +69,8 @@ class CoordinatorClient:
         self._heartbeat: Callable[[], Heartbeat] = lambda: Heartbeat(self.task)
         self._clock = clock or Timers("dflow coordinator link")
         self._claims_since_s: float | None = None
+        #: A task has one request for a pause at a time.
+        self._pausing = threading.Lock()
         self.session = SessionDriver(
             transport,
             address,
@@ -140,6 +148,25 @@ class CoordinatorClient:
     def tell(self, message: Notice) -> None:
         """Send the coordinator a notification; does not wait, and is dropped during an outage."""
         self.session.tell(message)
+
+    def with_steps_paused(self, do: Callable[[], Result], timeout_s: float) -> Result:
+        """Return `do()`, called while no task runs a step that several tasks take part in.
+
+        `do` may be called several times: again if the coordinator was restarted or a task joined meanwhile.
+        raises  DeadlineExceeded when the running steps take longer than `timeout_s`, or pauses keep being broken; what
+                `ask` and `do` raise
+        """
+        with self._pausing:
+            for _ in range(PAUSE_ATTEMPTS):
+                number, were_paused = 0, False
+                try:
+                    number = self.ask(PauseSteps(self.task), timeout_s).number
+                    found = do()
+                finally:
+                    were_paused = self.ask(ResumeSteps(self.task, number)).were_paused
+                if were_paused:
+                    return found
+        raise DeadlineExceeded(f"{PAUSE_ATTEMPTS} pauses of the steps ended early, since tasks joined meanwhile")
 
     # The other tasks.
 

@@ -43,7 +43,8 @@ from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
-from dflow.distributed.wire.messages.roster import Roster
+from dflow.distributed.wire.messages.pauses import HoldSteps
+from dflow.distributed.wire.messages.roster import Roster, RosterChange
 from dflow.lowering.queues.timers import Clock, Stoppable
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
@@ -87,6 +88,7 @@ class SessionDriver:
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
         self._on_dump: list[Callable[[str], None]] = []
+        self._on_hold: list[Callable[[int], None]] = []
         self._beat = beat
         self._is_beating = False
         self._todo: deque[SessionCommand] = deque()
@@ -177,6 +179,13 @@ class SessionDriver:
         """Call back with the reason when this task must dump its newest events. The callback must not block."""
         self._on_dump.append(callback)
 
+    def call_on_hold(self, callback: Callable[[int], None]) -> None:
+        """Call back with the number of a pause of the shared steps when it begins, and with 0 when none is on.
+
+        The callback must not block. A task that joins again assumes that none is on, unless it is notified again.
+        """
+        self._on_hold.append(callback)
+
     def ask(self, message: Request[Answer], timeout_s: float) -> Answer:
         """Send the coordinator a request, and wait for its answer.
 
@@ -258,7 +267,14 @@ class SessionDriver:
             for callback in self._on_dump:
                 callback(message.why)
             return
+        if isinstance(message, HoldSteps):
+            self._hold(message.number)
+            return
         self._handle(lambda at_s: self._session.heard(at_s, link, message))
+
+    def _hold(self, number: int) -> None:
+        for callback in self._on_hold:
+            callback(number)
 
     def _handle(self, event: Callable[[float], list[SessionCommand]]) -> None:
         """Call a method of the session with the present time, and carry out its commands."""
@@ -325,6 +341,7 @@ class SessionDriver:
                 LOGGER.warning("%s: %s", short_task_name(self._name), text)
             case GaveUp(reason):
                 LOGGER.warning("%s: %s", short_task_name(self._name), reason)
+                self._hold(0)
                 with self._changed:
                     callbacks = [] if self.is_closed else list(self._on_lost)
                 for callback in callbacks:
@@ -345,6 +362,8 @@ class SessionDriver:
         if isinstance(reply, TransportClosed):
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
+        if isinstance(message, (Roster, RosterChange)):
+            self._hold(0)  # it has joined, perhaps again: the notice of a pause that is on follows
         self._handle(lambda at_s: self._session.answered(at_s, link, ask, message))
 
     def _show(self, roster: Roster) -> None:

@@ -40,6 +40,7 @@ from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
+from dflow.distributed.coordinator.step_pauses import StepPauses
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
@@ -47,6 +48,7 @@ from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, StepsHeld, StepsResumed
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
@@ -105,6 +107,7 @@ class CoordinatorState:
         self._elections = Elections(records)
         self._traffic, self._costs = TrafficTotals(), CostTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
+        self._pauses = StepPauses()
         self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
@@ -114,12 +117,19 @@ class CoordinatorState:
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
-        commands = [*self._decide(event), *map(Log, self._ledger.take_news())]
+        commands = [*self._decide(event), *self._pause_steps(), *map(Log, self._ledger.take_news())]
         if self._records.changed:
             self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
+
+    def _pause_steps(self) -> list[Command]:
+        """Begin or reach a pause that is due, and hold back claims while one is on."""
+        commands: list[Command] = [*self._pauses.go_on(self._membership.connections(), self._ledger.is_clear)]
+        if self._ledger.is_held != self._pauses.is_on:
+            commands += self._ledger.hold(self._pauses.is_on)
+        return commands
 
     def _marked(self, command: Command) -> Command:
         if isinstance(command, (SendReply, Broadcast)) and isinstance(command.message, Marked):
@@ -264,6 +274,16 @@ class CoordinatorState:
         self._records.put(_RESULT + report.name, _Result(report.value))
         return Ok()
 
+    @REQUESTS.handles(PauseSteps)
+    def _pause(self, request: PauseSteps, event: Asked) -> list[Command]:
+        return [*self._pauses.ask(request.task, event.ask)]
+
+    @REQUESTS.handles(ResumeSteps)
+    def _resume(self, request: ResumeSteps, event: Asked) -> list[Command]:
+        live = self._membership.connections()
+        were_paused, commands = self._pauses.resume(request.task, request.number, live)
+        return [*commands, SendReply(event.ask, StepsResumed(were_paused))]
+
     @REQUESTS.handles(Leave)
     def _leave(self, request: Leave, event: Asked) -> list[Command]:
         return [*self._release(event.at_s, request), SendReply(event.ask, Ok())]
@@ -282,7 +302,8 @@ class CoordinatorState:
             return decided
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
-        return [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
+        taken = [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
+        return [*taken, *self._pauses.joined(join.task, event.peer)]
 
     def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
         """Refuse a task that has seen newer state than this coordinator has; log it once."""
@@ -305,6 +326,11 @@ class CoordinatorState:
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
         stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
         return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
+
+    @NOTICES.handles(StepsHeld)
+    def _steps_held(self, report: StepsHeld, event: Told) -> list[Command]:
+        self._pauses.held(report.task, report.number)
+        return []
 
     @NOTICES.handles(StepsDone)
     def _note_done(self, report: StepsDone, event: Told) -> list[Command]:
@@ -338,6 +364,7 @@ class CoordinatorState:
                     self._traffic.leave(life)
                     self._watch.leave(life)
                     self._elections.leave(life, reason)
+                    commands += self._pauses.leave(task, self._membership.connections())
                     commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
                 case _:
                     commands.append(command)

@@ -253,6 +253,10 @@ class Membership:
         """Return the connections of the live tasks that are not away, in order of joining."""
         return tuple(live.peer for live in self._live.values() if live.peer is not None)
 
+    def connections(self) -> dict[str, int | None]:
+        """Return the connections of the live tasks, by task; None for those that are away."""
+        return {task: live.peer for task, live in self._live.items()}
+
     def away(self) -> tuple[str, ...]:
         """Return the live tasks without a connection, in order of joining."""
         return tuple(task for task, live in self._live.items() if live.peer is None)

@@ -16,7 +16,7 @@ Invariants, of each run:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -71,6 +71,7 @@ class _RunRecord(msgspec.Struct, frozen=True):
     total_steps: int
     done: int
     pool: tuple[tuple[int, int], ...]
+    left_over: tuple[tuple[int, int], ...] = ()
 
 
 class _WorkerRecord(msgspec.Struct, frozen=True):
@@ -86,7 +87,12 @@ class StepLedger:
         self._progress = dict(records.load(_PROGRESS, WorkerProgress))
         self._runs = {
             name: _LedgerRun(
-                name, records, known.total_steps, known.done, IndexSet(range(*part) for part in known.pool)
+                name,
+                records,
+                known.total_steps,
+                known.done,
+                _index_set(known.pool),
+                left_over=_index_set(known.left_over),
             )
             for name, known in records.load(_RUN, _RunRecord)
         }
@@ -95,6 +101,8 @@ class StepLedger:
         self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
         #: By run, the number of steps done when it was last logged as abandoned.
         self._announced: dict[str, int] = {}
+        #: Whether claims are held back, while the steps of all tasks are paused.
+        self.is_held = False
         self._news: list[str] = []
         for _, found in records.load(_WORKER, _WorkerRecord):
             self._runs[found.run].note(found.worker)
@@ -102,10 +110,23 @@ class StepLedger:
     def leave(self, left: Mapping[str, str]) -> list[SendReply]:
         """Remove workers that left together, with their reasons, so that none gets steps that another one returns."""
         replies = [reply for run in self._runs.values() for one in left.items() for reply in run.leave(*one)]
-        replies += [reply for run in self._runs.values() for reply in run.answer_waiting()]
+        replies += self._answer_waiting()
         for run in self._runs.values():
             self._announce_end(run)
         return replies
+
+    def hold(self, is_held: bool) -> list[SendReply]:
+        """Hold back claims, or answer those that were held back."""
+        self.is_held = is_held
+        return self._answer_waiting()
+
+    def _answer_waiting(self) -> list[SendReply]:
+        return [] if self.is_held else [reply for run in self._runs.values() for reply in run.answer_waiting()]
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no step that a worker left unreported is still to be done by another one."""
+        return not any(run.left_over and (run.holding or run.sharing) for run in self._runs.values())
 
     def take_news(self) -> list[str]:
         """Return the texts for the log since the last call."""
@@ -155,10 +176,10 @@ class StepLedger:
         # Only now, so that a refused claim creates no run.
         self._runs[claim.run] = run
         if run.is_repeated(claim):
-            return run.repeat(claim.task, ask)
+            return run.repeat(claim.task, ask, self.is_held)
         self._note_progress(claim, steps=run.settle(claim))
         self._records.put(_PROGRESS + claim.task, self._progress[claim.task])
-        replies = run.ask(claim, ask)
+        replies = [*run.ask(claim, ask), *([] if self.is_held else run.answer_waiting())]
         self._announce_end(run)
         return replies
 
@@ -170,7 +191,7 @@ class StepLedger:
             return []
         self._note_progress(report, steps=done)
         self._records.put(_PROGRESS + report.task, self._progress[report.task])
-        return run.answer_waiting()
+        return [] if self.is_held else run.answer_waiting()
 
     def _announce_end(self, run: _LedgerRun) -> None:
         if run.is_abandoned and self._announced.get(run.name) != run.done:
@@ -220,6 +241,8 @@ class _LedgerRun:
     waiting: dict[str, int] = field(default_factory=dict)
     holding: set[str] = field(default_factory=set)
     sharing: set[str] = field(default_factory=set)
+    #: Steps that workers left unreported and that are not done yet: perhaps they are applied on some tasks only.
+    left_over: IndexSet = field(default_factory=IndexSet)
 
     def note(self, worker: _Worker) -> None:
         """Replace the state of a worker."""
@@ -269,14 +292,14 @@ class _LedgerRun:
         worker = self.workers.get(claim.task)
         return worker is not None and worker.number == claim.number
 
-    def repeat(self, task: str, ask: int) -> list[SendReply]:
-        """Answer as the first time; a waiting request of the same claim is refused and replaced."""
+    def repeat(self, task: str, ask: int, is_held: bool) -> list[SendReply]:
+        """Answer as the first time, if not held back; a waiting request of the same claim is refused and replaced."""
         worker = self.workers[task]
         if worker.answered:
             return [SendReply(ask, Claimed(worker.first, worker.count))]
         replies = self._refused(task, "RemoteError", f"{short_task_name(task)} has sent this claim again")
         self.waiting[task] = ask
-        return replies + self.answer_waiting()
+        return replies if is_held else replies + self.answer_waiting()
 
     def settle(self, claim: ClaimSteps) -> int:
         """End the worker's last claim, before `ask`: its first steps are done, the rest return to the pool.
@@ -288,7 +311,10 @@ class _LedgerRun:
             return 0
         done = max(0, claim.done - worker.done) if claim.last == worker.number else 0
         self.done += done
+        self.left_over.discard(worker.held[:done])
         self.pool.add(worker.held[done:])
+        if claim.last == worker.number:  # otherwise the worker has begun none
+            self.left_over.add(worker.held[done : done + 1])
         return done
 
     def note_done(self, report: StepsDone) -> int:
@@ -297,11 +323,12 @@ class _LedgerRun:
         if worker is None or worker.first != report.first or not worker.done < report.done <= worker.count:
             return 0
         self.done += (done := report.done - worker.done)
+        self.left_over.discard(worker.held[:done])
         self._save(msgspec.structs.replace(worker, done=report.done))
         return done
 
     def ask(self, claim: ClaimSteps, ask: int) -> list[SendReply]:
-        """Queue the worker's request for steps, or end its part if `more` is false; answer all that can be answered."""
+        """Queue the worker's request for steps, or end its part if `more` is false."""
         replies = []
         if claim.task in self.waiting:
             text = f"a later claim of {short_task_name(claim.task)} has taken the place of this one"
@@ -313,7 +340,7 @@ class _LedgerRun:
             self.waiting[claim.task] = ask
         else:
             replies.append(SendReply(ask, Claimed(0, 0)))
-        return replies + self.answer_waiting()
+        return replies
 
     def _refused(self, task: str, kind: str, text: str) -> list[SendReply]:
         """Return the error for the worker's waiting request, if there is one."""
@@ -328,6 +355,7 @@ class _LedgerRun:
             self.holding.discard(task)
             self.sharing.discard(task)
             self.pool.add(worker.held)
+            self.left_over.add(worker.held)
             self.records.drop(self._key(task))
             self._save()
         return replies
@@ -354,14 +382,22 @@ class _LedgerRun:
         return self.pool.take(max(1, min(most, share)))
 
     def _save(self, worker: _Worker | None = None) -> None:
-        pool = tuple((part.start, part.stop) for part in self.pool.ranges())
-        self.records.put(_RUN + self.name, _RunRecord(self.total_steps, self.done, pool))
+        record = _RunRecord(self.total_steps, self.done, _pairs(self.pool), _pairs(self.left_over))
+        self.records.put(_RUN + self.name, record)
         if worker is not None:
             self.note(worker)
             self.records.put(self._key(worker.task), _WorkerRecord(self.name, worker))
 
     def _key(self, task: str) -> str:
         return f"{_WORKER}{task}\n{self.name}"
+
+
+def _pairs(numbers: IndexSet) -> tuple[tuple[int, int], ...]:
+    return tuple((part.start, part.stop) for part in numbers.ranges())
+
+
+def _index_set(pairs: Iterable[tuple[int, int]]) -> IndexSet:
+    return IndexSet(range(*pair) for pair in pairs)
 
 
 _NOT_FINITE = "not finite/"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_time
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages.pauses import StepsHeld
 from dflow.lowering.state.store import Store
 
 
@@ -42,6 +44,7 @@ def joined_server(
         )
         undo.callback(server.close)
         server.channel.count_from(server.starter.first)
+        client.session.call_on_hold(partial(_hold_steps, client, server))
         client.session.call_on_roster(server.roster_changed)
         client.join(
             task,
@@ -53,3 +56,11 @@ def joined_server(
         )
         undo.pop_all()
     return server
+
+
+def _hold_steps(client: CoordinatorClient, server: TaskServer, number: int) -> None:
+    """Hold back the shared steps of this task in the pause `number`, or let them begin if that is 0."""
+    if number:
+        server.gate.close(lambda: client.tell(StepsHeld(server.name, number)))
+    else:
+        server.gate.open()

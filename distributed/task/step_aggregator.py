@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT
+from dflow.distributed.steps.step_gate import StepGate
 from dflow.distributed.task.rounds import Announce, FreeRun, OpenRound, Refuse, RoundCommand, Rounds, SetEnough
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.transport.base import OnReply, Reply, Responder
@@ -57,6 +58,7 @@ Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
 class StepAggregator:
     """The runs of synchronous training that the task `task` aggregates; thread-safe.
 
+    gate      holds back the updates while the state of all tasks is captured
     process   identity of this process, which alone knows the number of rounds done in its runs
     has_left  whether a task has left the cluster; `task_left` reports tasks that leave later
     ask       sends another task a request; may block while connecting
@@ -68,12 +70,13 @@ class StepAggregator:
         process: str,
         resources: TaskResources,
         start: StartStep,
+        gate: StepGate,
         submit: Callable[..., object],
         has_left: Callable[[str], bool],
         ask: Ask,
     ) -> None:
         self._task, self._process, self._resources = task, process, resources
-        self._start, self._submit = start, submit
+        self._start, self._gate, self._submit = start, gate, submit
         self._has_left = has_left
         self._accumulators = _Accumulators(resources, submit, ask)
         self._lock = threading.Lock()
@@ -138,7 +141,8 @@ class StepAggregator:
     def _run(self, name: str) -> _AggregatedRun:
         with self._lock:
             if name not in self._runs:
-                self._runs[name] = _AggregatedRun(name, self._process, self._start, self._submit, self._accumulators)
+                shared = self._process, self._start, self._gate, self._submit, self._accumulators
+                self._runs[name] = _AggregatedRun(name, *shared)
             return self._runs[name]
 
 
@@ -215,6 +219,7 @@ class _AggregatedRun:
     name: str
     process: str
     start: StartStep
+    gate: StepGate
     submit: Callable[..., object]
     accumulators: _Accumulators
     update: _MeanUpdate | None = None
@@ -362,12 +367,19 @@ class _AggregatedRun:
         self.submit(self._apply, update, mean, done)
 
     def _apply(self, update: _MeanUpdate, mean: Sequence[Any], done: int) -> None:
+        if not self.gate.enter(partial(self.submit, self._apply, update, mean, done)):
+            return
+
+        def ended(error: BaseException | None) -> None:
+            self.gate.leave()
+            self._updated(error)
+
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
         round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done)
         try:
-            self.start(update.handles, [*update.before, *mean, *update.after], self._updated, round_)
+            self.start(update.handles, [*update.before, *mean, *update.after], ended, round_)
         except Exception as error:
-            self._updated(error)
+            ended(error)
 
     def _updated(self, error: BaseException | None) -> None:
         if error is None:

@@ -35,6 +35,7 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.steps.step_gate import StepGate
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
 from dflow.distributed.task.arrivals import (
@@ -48,7 +49,7 @@ from dflow.distributed.task.arrivals import (
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.task.step_aggregator import StepAggregator
-from dflow.distributed.task.task_checkpoints import TaskCheckpoints
+from dflow.distributed.task.task_checkpoints import CHECKPOINT_REQUESTS, TaskCheckpoints
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.threads import OnDemandThreads
 from dflow.distributed.task.variable_creation import VariableCreation
@@ -56,7 +57,6 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
 from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
@@ -193,11 +193,14 @@ class TaskServer:
         #: The parts of steps that run here.
         self.runs = PlanRuns(name, self.store, self.channel, self.recorder, self.threads)
         self.starter = StepStarter(name, self.peers, self.plans, self.runs)
+        #: Held closed while the state of all tasks is captured.
+        self.gate = StepGate(name)
         self._rounds = StepAggregator(
             name,
             process,
             self._resources,
             self.starter.start_unattended,
+            self.gate,
             self._soon,
             has_left=self.channel.has_left,
             ask=lambda task, message, on_reply: self.peer(task).start(message, on_reply=on_reply),
@@ -327,6 +330,7 @@ class TaskServer:
         for step in self.runs.steps():
             self.runs.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         closes = TaskLost(f"{self.name} has left the cluster: it closes")
+        self.gate.open()
         self._rounds.close(closes)
         self.plans.compiling.close(closes)
         self.requests.close()
@@ -476,9 +480,8 @@ class TaskServer:
 REQUESTS.queued(CreateVariables)(
     lambda task, message, arrival: task._creation.create(message, arrival.payload, arrival.peer.name)
 )
-REQUESTS.queued(SaveVariables)(lambda task, message, _: task._checkpoints.save(message))
-REQUESTS.queued(ReadCheckpoint)(lambda task, message, _: task._checkpoints.read(message))
-REQUESTS.queued(EndRestore)(lambda task, message, _: task._checkpoints.end(message))
+for _request in CHECKPOINT_REQUESTS:
+    REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.answer(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
 REQUESTS.queued(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))

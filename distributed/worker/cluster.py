@@ -177,7 +177,7 @@ class Cluster:
 
             @contextmanager
             def step(steps: range) -> Iterator[None]:
-                with shared_step(), loop.iteration(steps):
+                with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps):
                     yield
 
             yield step

@@ -23,7 +23,14 @@ from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
+from dflow.distributed.wire.messages.checkpoints import (
+    CaptureVariables,
+    EndRestore,
+    EndSave,
+    ReadCheckpoint,
+    SavedVariable,
+    SaveVariables,
+)
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
@@ -48,8 +55,8 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import Initial, TypedInitial
 from dflow.tracing.state.resources import Variable
 
-#: Numbers that identify this process's restores on the tasks.
-_restores = itertools.count()
+#: Numbers that identify this process's saves and restores on the tasks.
+_numbers = itertools.count()
 
 
 class ClusterHome(ClusterResources):
@@ -116,17 +123,24 @@ class ClusterHome(ClusterResources):
         return [values[variable.key] for variable in variables]
 
     def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Have each task write its variables, at one moment of the task."""
-        messages = {}
+        """Have each task write its variables, all as of one moment between the steps of strategies."""
+        save, captures, writes = (self._requests.task, next(_numbers)), {}, {}
         for task, held in _by_task(variables).items():
-            saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
-            messages[task] = SaveVariables(str(folder), tuple(saved))
-        self._ask(messages)
+            saved = tuple(SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
+            captures[task] = CaptureVariables(*save, tuple(one.key for one in saved))
+            writes[task] = SaveVariables(*save, str(folder), saved)
+        try:
+            self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self._steps.timeout_s)
+            self._ask(writes)
+        except BaseException:
+            with suppress(DflowError):  # a task that is gone has freed the values too
+                self._ask(dict.fromkeys(captures, EndSave(*save)))
+            raise
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
-        restore, messages = (self._requests.task, next(_restores)), {}
+        restore, messages = (self._requests.task, next(_numbers)), {}
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
             messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)

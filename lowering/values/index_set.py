@@ -39,6 +39,15 @@ class IndexSet:
             start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
         self._starts[first:last], self._stops[first:last] = [start], [stop]
 
+    def discard(self, numbers: range) -> None:
+        """Remove consecutive numbers, as far as they are there."""
+        first, last = bisect_right(self._stops, numbers.start), bisect_left(self._starts, numbers.stop)
+        if not numbers or first >= last:
+            return
+        start, stop = self._starts[first], self._stops[last - 1]
+        rest = [part for part in (range(start, numbers.start), range(numbers.stop, stop)) if part]
+        self._starts[first:last], self._stops[first:last] = [part.start for part in rest], [part.stop for part in rest]
+
     def take(self, count: int) -> range:
         """Remove and return the first consecutive numbers, at most `count`. The set must not be empty."""
         start, stop = self._starts[0], self._stops[0]

@@ -1,4 +1,7 @@
-"""Saves and restores of the variables that a task holds."""
+"""Saves and restores of the variables that a task holds.
+
+A save and a restore have a number, unique within the task `origin` that began them.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +19,39 @@ class SavedVariable(msgspec.Struct, frozen=True):
     place: str
 
 
-class SaveVariables(Request[Ok], frozen=True):
-    """Write a consistent snapshot into the folder of a save, which every task can access."""
+class CaptureVariables(Request[Ok], frozen=True):
+    """Keep the present values of variables until `SaveVariables` or `EndSave`; the same save may capture again."""
 
+    speaker = "origin"
+
+    origin: str
+    number: int
+    keys: tuple[str, ...]
+
+
+class SaveVariables(Request[Ok], frozen=True):
+    """Write the captured values into the folder of a save, which every task can access."""
+
+    speaker = "origin"
+
+    origin: str
+    number: int
     folder: str
     variables: tuple[SavedVariable, ...]
+
+
+class EndSave(Request[Ok], frozen=True):
+    """Free the captured values of a save that has failed."""
+
+    speaker = "origin"
+
+    origin: str
+    number: int
 
 
 class ReadCheckpoint(Request[Ok], frozen=True):
     """Read values from a checkpoint and keep them until `EndRestore`.
 
-    `number`     number of the restore, unique within `origin`
     `id`         id of the checkpoint at `path`, which every task can access
     `variables`  variable keys by the names of the checkpoint's arrays
     """

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflow.distributed.steps.step_gate import StepGate
 from dflow.distributed.task.step_aggregator import StepAggregator
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.connection import Ok
@@ -51,6 +52,7 @@ class ByHand:
             "process",
             self,  # type: ignore[arg-type]
             self.update,
+            StepGate(PS),
             lambda do, *args: do(*args),
             has_left=self.gone.__contains__,
             ask=self.ask_task,

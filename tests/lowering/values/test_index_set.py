@@ -14,13 +14,14 @@ RANGES = st.builds(lambda start, count: range(start, start + count), st.integers
 
 
 @settings(max_examples=examples(200))
-@given(st.lists(RANGES | st.integers(1, 12), max_size=30))
-def test_it_has_the_numbers_added_and_not_taken(operations: list[range | int]) -> None:
+@given(st.lists(st.tuples(st.booleans(), RANGES) | st.integers(1, 12), max_size=30))
+def test_it_has_the_numbers_added_and_not_removed(operations: list[tuple[bool, range] | int]) -> None:
     found, expected = IndexSet(), set[int]()
     for operation in operations:
-        if isinstance(operation, range):
-            found.add(operation)
-            expected |= {*operation}
+        if isinstance(operation, tuple):
+            is_added, numbers = operation
+            (found.add if is_added else found.discard)(numbers)
+            expected = expected | {*numbers} if is_added else expected - {*numbers}
         elif expected:
             first = min(expected)
             taken = found.take(operation)

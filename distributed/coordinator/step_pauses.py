@@ -1,0 +1,99 @@
+"""Pauses of all shared steps, one after the other, during which the asking task captures the state of all tasks.
+
+Why: a step changes state on several tasks. A snapshot of all of them has all of a step or none of it only if no step
+runs while they capture their state, which takes two messages; the values are written later. A pure function of events.
+
+Invariants:
+- at most one pause is on; a request is answered when each live task has reported that it runs no shared step;
+- no pause begins while a step of a dead worker may be applied on some tasks only; if a worker dies before the pause is
+  reached, its steps are done first, and the pause begins again;
+- a pause ends by its task's request, or when that task leaves; a pause that a task has not kept, since it joined after
+  the others had reported, ends as broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
+from dflow.distributed.wire.messages.pauses import HoldSteps, StepsPaused
+
+
+class StepPauses:
+    """The pauses of one cluster. Nothing is durable: after a restart of the coordinator none is on."""
+
+    def __init__(self) -> None:
+        #: The requests by task, in order of arrival; the first is that of the pause that is on.
+        self._requests: dict[str, int] = {}
+        self._number = 0
+        self._waits_for: set[str] = set()
+        #: Whether a pause is on, has been reached, and has been broken.
+        self.is_on = self._is_reached = self._is_broken = False
+
+    @property
+    def _first(self) -> str:
+        """The task of the pause that is on or comes next; empty if there is none."""
+        return next(iter(self._requests), "")
+
+    def ask(self, task: str, ask: int) -> list[SendReply]:
+        """Handle a task's request for a pause, or the same one again. `go_on` must follow."""
+        self._requests[task] = ask
+        is_again = self._is_reached and task == self._first
+        return [SendReply(ask, StepsPaused(self._number))] if is_again else []
+
+    def go_on(self, live: Mapping[str, int | None], is_clear: bool) -> list[Broadcast | SendReply]:
+        """Begin the next pause, or answer the request for the present one, if that is due.
+
+        live      the connections of the live tasks, None for those that are away
+        is_clear  whether no step of a dead worker may be applied on some tasks only
+        """
+        commands: list[Broadcast | SendReply] = []
+        if self._requests and not self.is_on and is_clear:
+            self._number += 1
+            self.is_on, self._is_broken, self._waits_for = True, False, {*live}
+            commands = [_hold(live, self._number)]
+        elif self.is_on and not self._is_reached and not is_clear:
+            return self._end(live)
+        if self.is_on and not self._is_reached and not self._waits_for:
+            self._is_reached = True
+            commands.append(SendReply(self._requests[self._first], StepsPaused(self._number)))
+        return commands
+
+    def held(self, task: str, number: int) -> None:
+        """Handle a task's report that it runs no shared step. `go_on` must follow."""
+        if number == self._number:
+            self._waits_for.discard(task)
+
+    def resume(
+        self, task: str, number: int, live: Mapping[str, int | None]
+    ) -> tuple[bool, list[Broadcast | SendReply]]:
+        """End the pause of a task; return whether steps were paused until now. `go_on` must follow."""
+        were_paused = self._is_reached and not self._is_broken and (task, number) == (self._first, self._number)
+        return were_paused, self._withdraw(task, live)
+
+    def joined(self, task: str, peer: int) -> list[Broadcast | SendReply]:
+        """Have a task that joins, or joins again, hold its steps while a pause is on."""
+        if not self.is_on:
+            return []
+        self._is_broken = self._is_broken or self._is_reached
+        self._waits_for.add(task)
+        return [Broadcast((peer,), HoldSteps(self._number))]
+
+    def leave(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+        """Handle a task that has left. `go_on` must follow."""
+        self._waits_for.discard(task)
+        return self._withdraw(task, live)
+
+    def _withdraw(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+        is_its_own = self.is_on and task == self._first
+        self._requests.pop(task, None)
+        return self._end(live) if is_its_own else []
+
+    def _end(self, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+        self.is_on = self._is_reached = False
+        self._waits_for = set()
+        return [_hold(live, 0)]
+
+
+def _hold(live: Mapping[str, int | None], number: int) -> Broadcast:
+    return Broadcast(tuple(peer for peer in live.values() if peer is not None), HoldSteps(number))

@@ -1,0 +1,52 @@
+"""Pauses of the steps that several tasks take part in, during which a task has all tasks capture their state."""
+
+from __future__ import annotations
+
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+
+
+class StepsPaused(Message, frozen=True):
+    """No shared step runs on any task, and none begins until the pause `number` ends."""
+
+    number: int
+
+
+class PauseSteps(Request[StepsPaused], frozen=True):
+    """Pause the shared steps of all tasks; answered by `StepsPaused`. The pauses of several tasks follow each other.
+
+    A step that a dead worker has left, perhaps applied on some tasks only, is done by another worker first.
+    """
+
+    speaker = "task"
+
+    task: str
+
+
+class StepsResumed(Message, frozen=True):
+    """Whether the steps were paused until now."""
+
+    were_paused: bool
+
+
+class ResumeSteps(Request[StepsResumed], frozen=True):
+    """End the pause `number` of the task; 0 withdraws its request for one."""
+
+    speaker = "task"
+
+    task: str
+    number: int
+
+
+class HoldSteps(Notice, frozen=True):
+    """To a task: begin no shared step until the pause `number` ends, and report by `StepsHeld`; 0: no pause is on."""
+
+    number: int
+
+
+class StepsHeld(Notice, frozen=True):
+    """The task runs no shared step in the pause `number`."""
+
+    speaker = "task"
+
+    task: str
+    number: int

@@ -1,0 +1,100 @@
+"""A pause of the steps and the claims of workers, as the coordinator decides them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Ticked, Told
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.pauses import (
+    HoldSteps,
+    PauseSteps,
+    ResumeSteps,
+    StepsHeld,
+    StepsPaused,
+    StepsResumed,
+)
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
+
+WORKER0, WORKER1 = "/job:worker/task:0", "/job:worker/task:1"
+HELD = Broadcast((10, 11), HoldSteps(1))
+
+
+@pytest.fixture
+def state() -> CoordinatorState:
+    """Two workers that joined over the connections 10 and 11; the second has claimed the steps 0 to 4."""
+    state = CoordinatorState({"worker": 2})
+    state.handle(Asked(0.0, 10, 0, Join(WORKER0, "h:0")))
+    state.handle(Asked(0.0, 11, 1, Join(WORKER1, "h:1")))
+    state.handle(Asked(0.0, 11, 2, ClaimSteps("run", WORKER1, 20, 1)))
+    return state
+
+
+def answers(commands: Iterable[Command]) -> dict[int, Message]:
+    return {command.ask: command.message for command in commands if isinstance(command, SendReply)}
+
+
+def test_claims_wait_until_the_steps_are_resumed(state: CoordinatorState) -> None:
+    assert HELD in state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0)))
+    assert answers(state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))) == {}
+    assert answers(state.handle(Told(1.2, 11, StepsHeld(WORKER1, 1)))) == {3: StepsPaused(1)}
+    assert answers(state.handle(Asked(1.3, 11, 4, ClaimSteps("run", WORKER1, 20, 4, 1, 5)))) == {}
+    assert answers(state.handle(Asked(1.3, 11, 5, ClaimSteps("run", WORKER1, 20, 4, 1, 5)))).keys() == {4}
+    resumed = state.handle(Asked(1.4, 10, 6, ResumeSteps(WORKER0, 1)))
+    assert answers(resumed) == {5: Claimed(5, 3), 6: StepsResumed(True)}
+    assert Broadcast((10, 11), HoldSteps(0)) in resumed
+
+
+def test_a_pause_begins_when_another_worker_has_done_what_a_dead_one_left(state: CoordinatorState) -> None:
+    state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
+    state.handle(Told(9.0, 10, Heartbeat(WORKER0)))
+    state.handle(Told(9.0, 11, StepsDone("run", WORKER1, 0, 2)))
+    state.handle(Ticked(10.5))  # worker 1 leaves the steps 2 to 4
+    assert state.handle(Asked(10.6, 10, 4, PauseSteps(WORKER0))) == []
+    claimed = answers(state.handle(Asked(10.7, 10, 5, ClaimSteps("run", WORKER0, 20, 5, 1, 1))))
+    assert claimed == {5: Claimed(2, 3)}
+    assert not any(isinstance(c, Broadcast) for c in state.handle(Told(10.8, 10, StepsDone("run", WORKER0, 2, 2))))
+    assert Broadcast((10,), HoldSteps(1)) in state.handle(Told(10.9, 10, StepsDone("run", WORKER0, 2, 3)))
+
+
+def test_a_worker_that_dies_before_a_pause_is_reached_has_it_begin_again(state: CoordinatorState) -> None:
+    state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
+    assert HELD in state.handle(Asked(1.0, 10, 4, PauseSteps(WORKER0)))
+    state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))
+    assert Broadcast((10,), HoldSteps(0)) in state.handle(Asked(1.2, 11, 5, Leave(WORKER1, "killed")))
+    claimed = answers(state.handle(Asked(1.3, 10, 6, ClaimSteps("run", WORKER0, 20, 6, 1, 1))))
+    assert claimed == {6: Claimed(0, 4)}
+    claimed = answers(state.handle(Asked(1.4, 10, 7, ClaimSteps("run", WORKER0, 20, 7, 6, 4))))
+    assert claimed == {7: Claimed(4, 1)}
+    assert Broadcast((10,), HoldSteps(2)) in state.handle(Told(1.5, 10, StepsDone("run", WORKER0, 4, 1)))
+    assert answers(state.handle(Told(1.6, 10, StepsHeld(WORKER0, 2)))) == {4: StepsPaused(2)}
+
+
+def test_steps_that_no_worker_is_left_to_do_hold_back_no_pause(state: CoordinatorState) -> None:
+    state.handle(Asked(1.0, 11, 3, Leave(WORKER1, "killed")))
+    assert Broadcast((10,), HoldSteps(1)) in state.handle(Asked(1.1, 10, 4, PauseSteps(WORKER0)))
+
+
+def test_the_end_of_the_pausing_task_resumes_the_steps(state: CoordinatorState) -> None:
+    state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0)))
+    for peer, task in ((10, WORKER0), (11, WORKER1)):
+        state.handle(Told(1.1, peer, StepsHeld(task, 1)))
+    assert Broadcast((11,), HoldSteps(0)) in state.handle(Asked(1.2, 10, 4, Leave(WORKER0, "finished")))
+    assert answers(state.handle(Asked(1.3, 11, 5, ClaimSteps("run", WORKER1, 20, 5, 1, 5)))) == {5: Claimed(5, 3)}
+
+
+def test_steps_that_were_left_over_are_known_after_a_restart(state: CoordinatorState) -> None:
+    state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
+    rows: dict[str, bytes] = {}
+    # The records of the whole history, as the shell writes them.
+    again = CoordinatorState({"worker": 2})
+    for event in [*state.log, Asked(1.0, 11, 5, Leave(WORKER1, "killed"))]:
+        for command in again.handle(event):
+            for change in getattr(command, "changes", ()):
+                rows.update({change.key: change.value})
+    restarted = CoordinatorState({"worker": 2}, rows={key: value for key, value in rows.items() if value is not None})
+    assert not restarted._ledger.is_clear

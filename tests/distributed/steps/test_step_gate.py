@@ -1,0 +1,81 @@
+"""The gate of shared steps: who waits, and when it is idle."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from dflow.distributed.steps.step_gate import StepGate
+from dflow.tracing.errors import DeadlineExceeded
+from tests.distributed.waiting import until
+
+WORKER = "/job:worker/task:0"
+
+
+def test_it_is_idle_when_the_last_running_step_ends() -> None:
+    gate, idle = StepGate(WORKER), list[int]()
+    assert gate.enter(lambda: None)
+    assert gate.enter(lambda: None)
+    gate.close(lambda: idle.append(1))
+    gate.leave()
+    assert not idle
+    gate.leave()
+    assert idle == [1]
+
+
+def test_a_step_that_comes_while_it_is_closed_is_called_when_it_opens() -> None:
+    gate, idle, begun = StepGate(WORKER), list[int](), list[int]()
+    gate.close(lambda: idle.append(1))
+    assert idle == [1]
+
+    def begin() -> None:
+        assert gate.enter(begin)
+        begun.append(1)
+
+    assert not gate.enter(begin)
+    gate.open()
+    assert (begun, idle) == ([1], [1])
+    gate.leave()
+    assert idle == [1]
+
+
+def test_a_step_that_finds_it_closed_again_waits_on() -> None:
+    gate, closed = StepGate(WORKER), threading.Event()
+    gate.close(closed.set)
+
+    def step() -> bool:
+        with gate.step(60):
+            return closed.is_set()
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(step)
+        until(lambda: bool(gate._waiting))
+        waiting, gate._waiting = gate._waiting, []
+        waiting[0]()  # as if the gate had been opened, and closed before the thread woke
+        until(lambda: bool(gate._waiting))
+        assert not ended.done()
+        gate.open()
+        assert ended.result(60)
+    gate.close(closed.set)
+    assert gate._running == 0
+
+
+def test_a_step_waits_until_its_deadline_and_says_why() -> None:
+    gate = StepGate(WORKER)
+    gate.close(lambda: None)
+    refused = pytest.raises(DeadlineExceeded, match=r"worker:0 has held back its next step for 0.01 s, while another")
+    with refused, gate.step(0.01):
+        pass
+    gate.open()
+    with gate.step(0.01):
+        assert gate._running == 1
+    assert gate._running == 0
+
+
+def test_a_step_that_fails_has_ended() -> None:
+    gate = StepGate(WORKER)
+    with pytest.raises(ZeroDivisionError), gate.step(1):
+        raise ZeroDivisionError
+    assert gate._running == 0
