@@ -30,6 +30,7 @@ from dflow.distributed.launching.place import LaunchPlace, Running
 from dflow.distributed.launching.restarts import Restarts
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.status import GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -197,6 +198,8 @@ class _Launch:
         status = task.running.poll()
         if status is None:
             return
+        if status == TERMINATED:  # a training loop ended between two steps
+            status = -signal.SIGTERM
         if task in self._workers:
             self._worker_ended(task, status)
         else:

@@ -17,6 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, StrategyCluster, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
@@ -48,9 +49,11 @@ class Async(Strategy):
             raise StrategyError(f"Async: prefetch: expected at least 0, got {prefetch}")
         self._cluster, self._prefetch = cluster, prefetch
 
-    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
+    def _results(
+        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+    ) -> Iterator[Any]:
         with self._cluster.shared_steps(run, self._prefetch) as shared_step:
-            yield from self._claimed(run, step, batches, steps, shared_step)
+            yield from self._claimed(run, step, batches, steps, guard, shared_step)
 
     def _claimed(
         self,
@@ -58,6 +61,7 @@ class Async(Strategy):
         step: Callable[..., Any],
         batches: Iterator[Any],
         steps: int,
+        guard: TerminationGuard,
         shared_step: Callable[[range], AbstractContextManager[None]],
     ) -> Iterator[Any]:
         coordinator, task = self._cluster.coordinator, self._cluster.task
@@ -69,9 +73,10 @@ class Async(Strategy):
             try:
                 for number, batch in zip(claimed, batches, strict=False):
                     started = time.perf_counter()
-                    with shared_step(range(number, claimed.stop)):
-                        outcome = step(*arguments_of(batch))
-                    done.note(time.perf_counter() - started, outcome)
+                    with guard.step():
+                        with shared_step(range(number, claimed.stop)):
+                            outcome = step(*arguments_of(batch))
+                        done.note(time.perf_counter() - started, outcome)
                     if time.monotonic() - reported_s > REPORT_S:
                         coordinator.tell(StepsDone(run, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()

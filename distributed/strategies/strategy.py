@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -50,10 +51,11 @@ class StrategyCluster(Protocol):
 class Strategy(ABC):
     """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
 
-    A subclass defines `_results`, and `run_prefix`, which begins the names of unnamed runs: `run` for `run_0`.
+    A subclass defines `_results`, `_cluster`, and `run_prefix`, which begins the names of unnamed runs, as in `run_0`.
     """
 
     run_prefix: ClassVar[str]
+    _cluster: StrategyCluster
 
     @suggests_keywords
     def run(
@@ -66,6 +68,9 @@ class Strategy(ABC):
                  leaves the loop, the run ends for this worker, and the other workers go on without it
         steps    number of steps; the class defines what it counts
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
+        After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps that
+        are done, leaves the cluster, and raises SystemExit with the status 143.
+
         raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
                  that are not on tasks, so that no other worker sees them; the errors that the class lists
         """
@@ -78,11 +83,18 @@ class Strategy(ABC):
         if count < 0:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         run = name or f"{self.run_prefix}_{next(_run_numbers[self.run_prefix])}"
-        yield from self._results(run, step, iter(batches), count)
+        with held_back_in_steps() as guard:
+            try:
+                yield from self._results(run, step, iter(batches), count, guard)
+            except Terminated:
+                self._cluster.coordinator.leave(REASON)
+                raise
 
     @abstractmethod
-    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
-        """Yield the result of each step that this worker does in the run."""
+    def _results(
+        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+    ) -> Iterator[Any]:
+        """Yield the result of each step that this worker does in the run; each is called within `guard.step()`."""
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
+from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.strategies.async_ import REPORT_S, Async
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, StrategyCluster
@@ -52,6 +53,7 @@ class Sync(Strategy):
     """
 
     run_prefix = "sync_run"
+    _cluster: Workers
 
     @suggests_keywords
     def __init__(self, cluster: Workers, *, backup_workers: int = 0, requeue: bool = False, job: str = "ps") -> None:
@@ -67,17 +69,25 @@ class Sync(Strategy):
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
 
-    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
+    def _results(
+        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+    ) -> Iterator[Any]:
         part = self._cluster.take_part(run, self._job)
         if part is not None:
-            yield from self._rounds(part, run, step, batches, steps)
+            yield from self._rounds(part, run, step, batches, steps, guard)
             return
         for outcome in Async(self._cluster).run(step, batches, steps=steps, name=run):
             self.accepted += 1
             yield outcome
 
     def _rounds(
-        self, part: RoundPart, run: str, step: Callable[..., Any], supply: Iterator[Any], steps: int
+        self,
+        part: RoundPart,
+        run: str,
+        step: Callable[..., Any],
+        supply: Iterator[Any],
+        steps: int,
+        guard: TerminationGuard,
     ) -> Iterator[Any]:
         progress, done = _Progress(self._cluster, run, steps), -1
         try:
@@ -90,11 +100,12 @@ class Sync(Strategy):
             opening = part.next(done)
             while opening.done < steps:
                 started = time.perf_counter()
-                outcome, is_fresh = gradients.call(step, batch, opening.number)
-                step_s, done = time.perf_counter() - started, opening.number
-                self.accepted += is_fresh
-                self.dropped += not is_fresh
-                progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
+                with guard.step():
+                    outcome, is_fresh = gradients.call(step, batch, opening.number)
+                    step_s, done = time.perf_counter() - started, opening.number
+                    self.accepted += is_fresh
+                    self.dropped += not is_fresh
+                    progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
                 yield outcome
                 batch = batch if self._requeue and not is_fresh else next(supply, _END)
                 # Wait even without another batch, so that the variables contain this round's update after the loop.

@@ -35,10 +35,15 @@ class Scripted:
         self.coordinator = self
         self.claims = list(claims)
         self.told: list[ClaimSteps] = []
+        self.left: list[str] = []
 
     def shared_steps(self, run: str, prefetch: int) -> Any:
         """Refuse nothing, and begin no step ahead."""
         return nullcontext(lambda steps: nullcontext())
+
+    def leave(self, reason: str) -> None:
+        """Record why the worker leaves."""
+        self.left.append(reason)
 
     def ask(self, claim: ClaimSteps) -> Claimed:
         """Hand out the next claim, or none when no more are wanted."""

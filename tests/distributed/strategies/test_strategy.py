@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import dflow
+from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.strategies.strategy import Strategy, arguments_of
 from dflow.tracing.errors import StrategyError
 
@@ -20,7 +21,9 @@ class Twice(Strategy):
     def __init__(self) -> None:
         self.runs: list[str] = []
 
-    def _results(self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int) -> Iterator[Any]:
+    def _results(
+        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+    ) -> Iterator[Any]:
         self.runs.append(run)
         for _, batch in zip(range(steps), batches, strict=False):
             yield step(*arguments_of(batch)), step(*arguments_of(batch))

@@ -43,7 +43,7 @@ cluster.coordinator.session.call_on_roster(note)
 def batches():
     for number in range(1000):
         if number == 5 and cluster.index == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGNAL)
         if number == 5:
             assert dead.wait(60)
         yield jnp.float32(1.0)
@@ -57,17 +57,18 @@ cluster.close()
 """
 
 
-def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAIN)
+@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM"])
+def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path, signal: str) -> None:
+    (tmp_path / "train.py").write_text(TRAIN.replace("signal.SIGNAL", f"signal.{signal}"))
     with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "train.py", cwd=tmp_path) as launched:
         status, output = launched.finish()
     assert status == 0, output
     assert "Steps: 200 of 200" in output
-    assert "worker:1 ended: killed by SIGKILL; 1 of 2 workers go on" in output
-    assert re.search(r"\n worker:1 +\d+\.\d s +\d+\.\d s +killed by SIGKILL \(", output), output
+    assert f"worker:1 ended: killed by {signal}; 1 of 2 workers go on" in output
+    assert re.search(rf"\n worker:1 +\d+\.\d s +\d+\.\d s +killed by {signal} \(", output), output
     for task in ("ps:0", "ps:1", "worker:0"):
         assert re.search(rf"\n {task} +\d+\.\d s +\d+\.\d s .* finished", output), output
-    # Five steps were applied but not reported, so they were tried again, and no task applied them twice.
+    # After SIGKILL five steps are applied and not reported, so they are tried again, and no task applies them twice.
     assert re.search(r"\n count +200 ", output), output
     assert re.search(r"\n other +200 ", output), output
 
