@@ -68,8 +68,8 @@ class Strategy(ABC):
                  leaves the loop, the run ends for this worker, and the other workers go on without it
         steps    number of steps; the class defines what it counts
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
-        After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps that
-        are done, leaves the cluster, and raises SystemExit with the status 143.
+        After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps
+        that are done, leaves the cluster, and raises SystemExit with the status 143.
 
         raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
                  that are not on tasks, so that no other worker sees them; the errors that the class lists
