@@ -65,11 +65,14 @@ class CoordinatorSettings:
 
     `heartbeat_timeout_s`  a task without a heartbeat for this time has left; after a restart, the time to rejoin
     `rejoin_s`             a task without a connection for this time has left
+    `holder_timeout_s`     a task that holds variables, queues or accumulators has left after this time without a
+                           heartbeat; before, it is away, and steps wait for it
     `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
     """
 
     heartbeat_timeout_s: float = 10.0
     rejoin_s: float = 1.0
+    holder_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
 
 
@@ -99,7 +102,9 @@ class CoordinatorState:
     ) -> None:
         self._records = records = DurableRecords(rows)
         self._marks = StateMarks(records)
-        self._membership = Membership(records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s)
+        self._membership = Membership(
+            records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s, settings.holder_timeout_s
+        )
         self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
@@ -142,7 +147,7 @@ class CoordinatorState:
                 self._membership.lose(at_s, peer, reason)
                 return []
             case Ticked(at_s):
-                followed = self._follow(self._membership.tick(at_s))
+                followed = self._follow(self._membership.tick(at_s, self._directory.holds_state))
                 return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
 
     def _asked(self, event: Asked) -> list[Command]:
@@ -299,12 +304,13 @@ class CoordinatorState:
     @NOTICES.handles(Heartbeat)
     def _hear(self, heartbeat: Heartbeat, event: Told) -> list[Command]:
         task, life = heartbeat.task, self._membership.life(heartbeat.task)
-        self._membership.hear(event.at_s, task)
+        back = self._membership.hear(event.at_s, task)
         self._traffic.report(life, heartbeat.traffic)
         self._costs.report(life, heartbeat)
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
         stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
-        return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
+        goes_on = [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
+        return [*back, *goes_on]
 
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:
