@@ -15,7 +15,14 @@ import msgspec
 import pytest
 
 from dflow.distributed.client import coordinator_session, session_driver
-from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
+from dflow.distributed.coordinator import (
+    barriers,
+    coordinator_state,
+    elections,
+    membership,
+    step_ledger,
+    variable_directory,
+)
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
 from dflow.distributed.steps import deadlines, rendezvous, steps_ahead, task_channel
 from dflow.distributed.strategies import async_
@@ -308,6 +315,13 @@ MUTATIONS = (
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
+    Mutation(
+        "a holder is given no more time than others",
+        variable_directory.VariableDirectory,
+        "holds_state",
+        _giving(False),
+        "holder kept",
+    ),
     Mutation("silence is not noticed", _MEMBERS, "tick", _doing_nothing, "none lost"),
     Mutation(
         "who is given up is not disconnected",
