@@ -8,7 +8,8 @@ Invariants:
   new entry, and the old entry keeps its time and reason;
 - a task that was declared dead may not rejoin in the same incarnation while it is listed: its work went to others;
 - every change of the roster makes its next version, and is published once: immediately while the cluster is small,
-  else with the other changes of a tick, so that N joins do not send N messages to each of N tasks;
+  else with the other changes of a tick, so that N joins do not send N messages to each of N tasks. A death is always
+  published immediately: a task knows of it before it gets an answer that depends on it;
 - after a restart the members are those of before, away until they rejoin;
 - a pause of the coordinator itself does not count as a task's silence;
 - a holder, a task that holds state of the cluster, is live until `holder_timeout_s` after its last sign of life. Past
@@ -127,6 +128,8 @@ class Membership:
         self.version = self._published = counted.version
         self.left_in_all = counted.left
         self._ticked_at_s: float | None = None
+        #: Whether a death is not published yet.
+        self._has_death = False
         self._available: dict[str, tuple[str, ...]] | None = None
         #: The version before each listed life joined.
         self._joined_after: dict[int, int] = {}
@@ -229,8 +232,9 @@ class Membership:
 
     def _news(self, *, is_tick: bool = False) -> list[Broadcast]:
         """Return the changes of the roster since the last call, for all live tasks; none while they are not due."""
-        if self.version == self._published or not (is_tick or len(self._live) <= PUBLISH_AT_ONCE):
+        if self.version == self._published or not (is_tick or self._has_death or len(self._live) <= PUBLISH_AT_ONCE):
             return []
+        self._has_death = False
         news = self.changes_since(self._published) or self.roster()
         self._published = self.version
         return [Broadcast(self.live_peers(), news)]
@@ -374,6 +378,7 @@ class Membership:
             why = reason or live.reason
             info = msgspec.structs.replace(self._joined[live.life], left_at_s=at_s, left=why)
             self._joined[live.life] = info
+            self._has_death |= why not in NORMAL_ENDS
             self.left_in_all += 1
             self._changed(live.life)
             self._left.append(live.life)

@@ -269,13 +269,26 @@ def test_changes_of_a_large_cluster_are_published_together_at_the_next_tick() ->
     assert members.tick(1.0) == []
 
 
+def test_a_death_in_a_large_cluster_is_published_before_its_consequences() -> None:
+    members = Membership(DurableRecords(), {})
+    tasks = [f"/job:worker/task:{index}" for index in range(PUBLISH_AT_ONCE + 3)]
+    for peer, task in enumerate(tasks):
+        members.join(0.0, peer, Join(task, "h", f"process {peer}"))
+    members.tick(0.5)
+    version = members.version
+    assert brief(members.leave(1.0, tasks[0], "killed"))[1:] == [(version, version + 1, (0,))]
+    members.lose(1.0, 1, "killed")
+    successor = members.join(1.1, 999, Join(tasks[1], "h", "another"))
+    assert brief(successor)[1:] == [(version + 1, version + 3, (1, len(tasks)))]
+
+
 def test_after_a_join_that_is_no_longer_listed_the_whole_roster_is_published(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(membership, "MOST_LEFT", 2)
     monkeypatch.setattr(membership, "PUBLISH_AT_ONCE", -1)
     members = cluster()
     for life in range(3):
         members.join(float(life), life, Join(WORKER0, "h:1", f"life {life}"))
-        members.leave(life + 0.5, WORKER0, "reset")
+        members.leave(life + 0.5, WORKER0, "finished")
     assert members.tick(3.0) == [Broadcast((), members.roster())]
     assert [info.life for info in members.roster().tasks] == [1, 2]
 
