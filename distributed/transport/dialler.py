@@ -8,6 +8,7 @@ nothing listens at its address, or when the other side does not know it any more
 from __future__ import annotations
 
 import secrets
+import time
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.bind_and_dial import dial
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
-from dflow.distributed.transport.link import Limits
+from dflow.distributed.transport.link import LOGGER, Limits
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.policy import SecurityPolicy
@@ -28,6 +29,8 @@ from dflow.tracing.errors import DflowError, SecurityError, WireError
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
+#: Time after which a connection that is still broken is logged.
+_LOGGED_AFTER_S = 3.0
 #: Time limit of one attempt, since a host may not answer at all.
 _DIAL_S = 3.0
 _MOST_IN_A_ROW = 20
@@ -71,7 +74,7 @@ class Dialler:
             self._stuck_by = deadline
         if self._in_a_row >= _MOST_IN_A_ROW and self._stuck_by.has_passed:
             return f"{reason}; the connection broke {self._in_a_row} times in a row"
-        retry_s = FIRST_RETRY_S
+        retry_s, began_s, is_logged, name = FIRST_RETRY_S, time.monotonic(), False, self._first.answer.name
         while not connection.is_closed:
             try:
                 stream, answer = self._dial_again(connection.session.received, deadline.left_s)
@@ -82,12 +85,19 @@ class Dialler:
             except (OSError, DflowError) as error:
                 if deadline.left_s <= retry_s:
                     return f"{reason}, and it could not be reached again within {deadline.timeout_s:g} s: {error}"
+                broken_s = time.monotonic() - began_s
+                if broken_s >= _LOGGED_AFTER_S and not is_logged:
+                    more = f"it is tried for another {deadline.left_s:.0f} s, and steps wait"
+                    LOGGER.warning("no connection to %s for %.1f s: %s; %s", name, broken_s, error, more)
+                    is_logged = True
                 connection.is_over(broken, retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             else:
                 received = (connection.session.received, answer.received)
                 self._in_a_row = self._in_a_row + 1 if received == self._received else 0
                 self._received = received
+                if is_logged:
+                    LOGGER.warning("the connection to %s is back after %.1f s", name, time.monotonic() - began_s)
                 return connection.resume(stream, answer.received)
         return "closed by this side"
 

@@ -157,6 +157,7 @@ def test_steps_go_on_after_a_parameter_task_was_cut_off(
         until(lambda: "worker:0: ps:0 is away since" in caplog.text or bool(errors))
         # The connection to the coordinator ends after `Limits.resume_s`; that to the worker must not.
         until(lambda: bool(task.client.session.outage) or bool(errors))
+        until(lambda: f"no connection to {PS} for" in caplog.text or bool(errors))
         before = len(seen)
         for proxy in proxies:
             proxy.cuts_at_once = False
@@ -167,6 +168,7 @@ def test_steps_go_on_after_a_parameter_task_was_cut_off(
         np.testing.assert_array_equal(seen, range(len(seen)))
         assert int(count) == len(seen)
         until(lambda: "worker:0: ps:0 is back after" in caplog.text)
+        assert f"the connection to {PS} is back after" in caplog.text
         assert all_left_well(coordinator)
         for proxy in proxies:
             proxy.close()
