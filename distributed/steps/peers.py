@@ -4,8 +4,8 @@ Why: plans and messages name tasks; only this file knows their addresses. Invari
 opened when it is first needed, or taken over from a task that opened it to run plans here. A connection that has ended
 is opened again when next needed. A connection belongs to one process of its task. A task that is not in the address
 book is not tried, and an attempt stops when the task is removed. An unreachable task is a TaskLost, whatever the
-reason. The first message over a connection opened here, and the next one after this task has another life, is
-`Introduce`.
+reason. The first message over a connection opened or taken over here, and the next one after this task has another
+life or knows of a death, is `Introduce`.
 
 An attempt to reach a dead task takes up to the timeout; a task that is paused or cut off is waited for longer. A thread
 that other work relies on calls `connected` and `when_connected`, which do not wait. At most one thread for each task
@@ -69,7 +69,7 @@ class Peers:
         self._connect_timeout_s, self._reach_timeout_s = connect_timeout_s, reach_timeout_s
         self._note = note
         self._on_opened = on_opened
-        self._life: int | None = None
+        self._introduction: Introduce | None = None
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
         self._left: Mapping[str, str] = {}
@@ -95,16 +95,16 @@ class Peers:
             if task not in kept and place.peer is not None:
                 place.peer.close(_GONE)
 
-    def set_life(self, life: int) -> None:
-        """Introduce this task with its life number, over open connections now and over later ones."""
+    def introduce(self, message: Introduce) -> None:
+        """Introduce this task by a new message, over open connections now and over later ones."""
         with self._lock:
-            if life == self._life:
+            if message == self._introduction:
                 return
-            self._life = life
+            self._introduction = message
             peers = [place.peer for place in self._places.values() if place.peer is not None]
         for peer in peers:
             with contextlib.suppress(TransportClosed):
-                peer.start(Introduce(life), on_reply=_ignore)
+                peer.start(message, on_reply=_ignore)
 
     def get(self, task: str) -> Peer:
         """Return the connection to `task`, opened if needed.
@@ -189,7 +189,8 @@ class Peers:
         with self._lock:
             place = self._places.get(peer.name)
         if place is not None and place.peer is None:
-            place.peer = peer
+            with contextlib.suppress(TaskLost):
+                self._introduce(place, peer)
             self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
@@ -230,11 +231,11 @@ class Peers:
     def _introduce(self, place: _Place, peer: Peer) -> Peer:
         """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
         told = None
-        while place.peer is not peer or told != self._life:
-            told = self._life
+        while place.peer is not peer or told != self._introduction:
+            told = self._introduction
             if told is not None:
                 try:
-                    peer.start(Introduce(told), on_reply=_ignore)
+                    peer.start(told, on_reply=_ignore)
                 except TransportClosed as error:
                     raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
             place.peer = peer

@@ -11,9 +11,11 @@ import pytest
 
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
-from dflow.distributed.transport.base import Peer, Transport
+from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.message import Message
 from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import DeadlineExceeded, TaskLost
 from tests.distributed.transports import DEADLINE_S, Recorder
@@ -133,6 +135,27 @@ def test_another_process_at_the_same_address_gets_another_connection() -> None:
     peers.set_addresses({PS0: listener.address}, {}, {PS0: "second"})
     assert first.closed == "the task has left or moved"
     assert peers.get(PS0) is not first
+    peers.close()
+    listener.close()
+
+
+def test_a_task_introduces_itself_over_a_connection_that_it_takes_over() -> None:
+    network, told = MemoryNetwork(), SimpleQueue[Message]()
+
+    def answer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
+        told.put(message)
+        responder.reply(Ok())
+
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "nowhere"})
+    peers.introduce(Introduce(4, "process", 7))
+    accepted = SimpleQueue[Peer]()
+    listener = network.listen("", name="/job:worker/task:0", handler=Recorder(lambda peer, *rest: accepted.put(peer)))
+    network.connect(listener.address, name=PS0, handler=Recorder(answer), who="worker", timeout_s=1.0).start(Ok())  # type: ignore[arg-type]
+    peers.adopt(accepted.get(timeout=DEADLINE_S))
+    assert told.get(timeout=DEADLINE_S) == Introduce(4, "process", 7)
+    peers.introduce(Introduce(4, "process", 9))
+    assert told.get(timeout=DEADLINE_S) == Introduce(4, "process", 9)
     peers.close()
     listener.close()
 
