@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.connection import Introduce
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
@@ -53,6 +54,8 @@ class MemberGate:
         self._lock = threading.RLock()
         self._newest: dict[str, TaskInfo] = {}
         self._version = 0
+        #: The version by which this task knew of the newest death.
+        self._death_known_at = 0
         #: Kept for closed connections too, while requests that came over them wait for a thread.
         self._introduced: weakref.WeakKeyDictionary[Peer, Introduce] = weakref.WeakKeyDictionary()
         self._held: dict[Peer, list[Arrived]] = {}
@@ -100,10 +103,23 @@ class MemberGate:
         # Of several lives of a task, the newest.
         newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
         with self._lock:
+            if not self._newest or any(map(self._has_died, newest.values())):
+                self._death_known_at = roster.version
             self._newest, self._version = newest, roster.version
             for peer in [peer for peer in self.members if peer in self._introduced and not self._is_live(peer)]:
                 self.members -= {peer}
                 self._held[peer] = []
+
+    def _has_died(self, info: TaskInfo) -> bool:
+        """Whether the last roster listed a life as live that has died by `info`, the newest of its task."""
+        before = self._newest.get(info.task)
+        if before is None or before.left_at_s is not None:
+            return False
+        return before.life != info.life or (info.left_at_s is not None and info.left not in NORMAL_ENDS)
+
+    def introduction(self, own: TaskInfo) -> Introduce:
+        """Return the message with which this task introduces itself; `own` is its entry in the roster."""
+        return Introduce(own.life, own.incarnation, self._death_known_at)
 
     def admit(self) -> None:
         """Deliver or refuse the held messages, by the newest roster."""

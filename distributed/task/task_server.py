@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 
-from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_use
 from dflow.distributed.observe.step_counts import StepCounts
@@ -82,11 +81,7 @@ from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched
-from dflow.lowering.steps.recorder import (
-    CONNECTION_LOST,
-    ROSTER_CHANGED,
-    Recorder,
-)
+from dflow.lowering.steps.recorder import CONNECTION_LOST, ROSTER_CHANGED, Recorder
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost
@@ -167,8 +162,6 @@ class TaskServer:
         self.observer = TaskObserver(self.recorder, self.state, self.usage)
         self._gate = MemberGate(name)
         self.refuse_departed = self._gate.refuse_departed
-        #: Version of the roster by which this task knows of the newest death.
-        self._death_known_at = 0
         #: Connections to the other tasks.
         self.peers = Peers(
             transport,
@@ -288,9 +281,6 @@ class TaskServer:
         gone = {info.task: info for info in roster.tasks if info.task not in live}
         with self._lock:
             before, self._live = self._live, live
-        ended = [task for task, info in before.items() if task not in live or live[task].life != info.life]
-        if not before or any(task in live or gone[task].left not in NORMAL_ENDS for task in ended):
-            self._death_known_at = roster.version
         self.channel.set_senders(len(live) - 1)
         self._gate.roster_changed(roster)
         self.recorder.note(ROSTER_CHANGED, None, "", f"version {roster.version}, {len(live)} live, {len(gone)} left")
@@ -303,8 +293,7 @@ class TaskServer:
         processes = {task: info.process for task, info in live.items()}
         self.peers.set_addresses({task: info.address for task, info in live.items()}, left, processes)
         if self.name in live:
-            own = live[self.name]
-            self.peers.introduce(Introduce(own.life, own.incarnation, self._death_known_at))
+            self.peers.introduce(self._gate.introduction(live[self.name]))
         for task, info in live.items():
             if task in before and before[task].life != info.life:
                 self.task_left(task, "it was started again")

@@ -83,8 +83,8 @@ class Checks:
         self._rosters: dict[str, Roster] = {}
         self._holders: set[str] = set()
         self._dead: set[str] = set()
-        #: By process, the time of its last sign of life at the coordinator.
-        self._heard_at_s: dict[str, float] = {}
+        #: By process, the times of its signs of life at the coordinator.
+        self._heard_at_s: dict[str, list[float]] = {}
         self._office: str | None = None
         self._arrived: set[str] = set()
         self._barriers: dict[int, BarrierPassed] = {}
@@ -188,12 +188,12 @@ class Checks:
 
     def lives(self, process: str, now_s: float) -> None:
         """The coordinator receives a sign of life of a process."""
-        self._heard_at_s[process] = now_s
+        self._heard_at_s.setdefault(process, []).append(now_s)
 
     def _check_holder(self, who: str, info: TaskInfo) -> None:
         if info.left_at_s is None or info.process not in self._holders - self._dead:
             return
-        silent_s = info.left_at_s - self._heard_at_s[info.process]
+        silent_s = info.left_at_s - max(at_s for at_s in self._heard_at_s[info.process] if at_s <= info.left_at_s)
         text = f"{who} is told that {info.process} left ({info.left}), which was silent for {silent_s:.2f} s"
         self.require(silent_s >= HOLDER_S, "holder kept", text)
 

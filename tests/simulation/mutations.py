@@ -263,6 +263,10 @@ def _not_counted(original: Any) -> Any:
     return fail
 
 
+def _without_roster(original: Any) -> Any:
+    return lambda gate, own: msgspec.structs.replace(original(gate, own), roster=0)
+
+
 def _a_failed_step_as_done(original: Any) -> Any:
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         worker = strategy._cluster
@@ -287,6 +291,12 @@ _APART = "cut=ps:0/ps:1@0.6+14"
 
 #: Workers die, and come back when the rounds should be over.
 _DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"
+
+#: The first elected worker hangs and is declared dead; it writes after its successor, before the ps tasks know.
+_LATE_NEWS = (
+    "hang=worker:1@0+9.8,hang=worker:2@0+9.8,hang=worker:0@2.5+10.6,"
+    "cut=ps:0/coordinator@10.5+3.5,cut=ps:1/coordinator@10.5+3.5"
+)
 
 #: Connections go over one stream after the other.
 _BREAKS = "breaks=0.15"
@@ -366,6 +376,15 @@ MUTATIONS = (
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),
     Mutation("no process is recorded", membership.Membership, "process", _giving(""), "one life", program=VARIABLES),
+    Mutation(
+        "a write may come before the news of the death that led to it",
+        member_gate.MemberGate,
+        "introduction",
+        _without_roster,
+        "one writes",
+        _LATE_NEWS,
+        VARIABLES,
+    ),
     Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
 )
 

@@ -172,3 +172,23 @@ def test_another_process_with_the_life_of_a_member_is_refused() -> None:
     assert connection.refused == [
         "ps:0 serves only members of its cluster: worker:0 is another process than the one that joined; end it"
     ]
+
+
+def test_a_task_introduces_itself_by_the_roster_with_the_newest_death() -> None:
+    gate, own = MemberGate("/job:ps/task:0"), TaskInfo("/job:ps/task:0", "", 0.0, incarnation="p", life=9)
+    one = TaskInfo(WORKER, "", 0.0, life=0)
+    two = TaskInfo("/job:worker/task:1", "", 0.0, life=1)
+    rosters = {
+        4: (one,),
+        5: (one, two),
+        6: (one, msgspec.structs.replace(two, left_at_s=1.0, left="finished")),
+        7: (msgspec.structs.replace(one, left_at_s=1.0, left="no heartbeat"),),
+        8: (msgspec.structs.replace(one, life=2),),
+        9: (msgspec.structs.replace(one, life=3),),
+    }
+    found = []
+    for version, tasks in rosters.items():
+        show(gate, Roster((own, *tasks), (), version))
+        assert gate.introduction(own) == Introduce(9, "p", gate.introduction(own).roster)
+        found.append(gate.introduction(own).roster)
+    assert found == [4, 4, 4, 7, 7, 9]
