@@ -230,12 +230,12 @@ class Peers:
 
     def _introduce(self, place: _Place, peer: Peer) -> Peer:
         """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
-        told = None
-        while place.peer is not peer or told != self._introduction:
-            told = self._introduction
-            if told is not None:
+        sent = None
+        while place.peer is not peer or sent != self._introduction:
+            sent = self._introduction
+            if sent is not None:
                 try:
-                    peer.start(told, on_reply=_ignore)
+                    peer.start(sent, on_reply=_ignore)
                 except TransportClosed as error:
                     raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
             place.peer = peer

@@ -54,7 +54,7 @@ class MemberGate:
         self._lock = threading.RLock()
         self._newest: dict[str, TaskInfo] = {}
         self._version = 0
-        #: The version by which this task knew of the newest death.
+        #: The version of the roster with the newest death that this task knows of.
         self._death_known_at = 0
         #: Kept for closed connections too, while requests that came over them wait for a thread.
         self._introduced: weakref.WeakKeyDictionary[Peer, Introduce] = weakref.WeakKeyDictionary()
@@ -144,21 +144,21 @@ class MemberGate:
         return self._is_listed(peer) and self._introduced[peer].roster <= self._version
 
     def _is_listed(self, peer: Peer) -> bool:
-        info, told = self._newest.get(peer.name), self._introduced[peer]
-        if info is None or (info.life, info.incarnation) != (told.life, told.incarnation):
+        info, sent = self._newest.get(peer.name), self._introduced[peer]
+        if info is None or (info.life, info.incarnation) != (sent.life, sent.incarnation):
             return False
         return info.left_at_s is None
 
     def _refusal(self, peer: Peer) -> str:
         """Why messages of a connection are refused; empty for a member, and while a later roster may list its life."""
-        told, info, task = self._introduced.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
-        if told is None:
+        sent, info, task = self._introduced.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
+        if sent is None:
             return f"{task} has not joined it; join by dflow.connect()"
-        if info is None or info.life < told.life:
+        if info is None or info.life < sent.life:
             return ""
-        if info.life > told.life:
+        if info.life > sent.life:
             return f"{task} has started again, and this is its earlier process; end it"
-        if info.incarnation != told.incarnation:
+        if info.incarnation != sent.incarnation:
             return f"{task} is another process than the one that joined; end it"
         if info.left_at_s is None:
             return ""

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.task.stock_task import StockTask
@@ -23,9 +25,10 @@ from dflow.distributed.transport.base import Peer
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.state.store import Store
+from dflow.tracing.errors import TaskLost
 from tests.distributed.processes import Spawned
 from tests.distributed.proxy import Proxy
-from tests.distributed.waiting import until
+from tests.distributed.waiting import DEADLINE_S, until
 
 PS = "/job:ps/task:0"
 WORKERS = 2
@@ -104,16 +107,40 @@ def test_steps_go_on_after_a_parameter_task_was_stopped(coordinator: Coordinator
         assert results["count"] == results["done 0"] + results["done 1"] == coordinator.status().steps_done
 
 
-class CutTransport(SocketTransport):
-    """Connects to the task `who` through a proxy."""
+def test_a_step_fails_immediately_when_the_process_of_a_parameter_task_has_ended(
+    coordinator: Coordinator, tmp_path: Path
+) -> None:
+    """No process replaces it, and the coordinator waits for it; its address refuses connections."""
+    at = {"DFLOW_COORDINATOR": coordinator.address}
+    with ExitStack() as stack:
+        ps = stack.enter_context(Spawned("-m", "dflow", "task", "--job", "ps", "--index", "0", cwd=tmp_path, **at))
+        other = CoordinatorClient(SocketTransport(), coordinator.address, name="/job:worker/task:1")
+        other.join("/job:worker/task:1", "nowhere")
+        stack.callback(other.close)
+        worker = Cluster(coordinator.address, SocketTransport(), job="worker", index=0, store=Store())
+        stack.callback(worker.close)
+        with worker.parameter_servers():
+            queue = dflow.FIFOQueue(4, jnp.float32(0), name="queue")
+        with ThreadPoolExecutor(1) as pool:
+            waits = pool.submit(queue.dequeue)
+            until(lambda: bool(worker.server.peers.connected(PS)))
+            ps.process.kill()
+            with pytest.raises(TaskLost, match="ps:0 was lost while worker:0 waited"):
+                waits.result(DEADLINE_S)
+        until(lambda: coordinator.status().away == (PS,))
+        assert all_left_well(coordinator)
 
-    def __init__(self, who: str) -> None:
+
+class CutTransport(SocketTransport):
+    """Connects to `target` through a proxy."""
+
+    def __init__(self, target: str) -> None:
         super().__init__()
-        self._who = who
+        self._target = target
         self.proxy: Proxy | None = None
 
     def connect(self, address: str, *, who: str, **rest: Any) -> Peer:
-        if who == self._who:
+        if who == self._target:
             self.proxy = self.proxy or Proxy(address.partition(";")[0], random.Random(0), most_bytes=1 << 40)
             address = self.proxy.address
         return super().connect(address, who=who, **rest)

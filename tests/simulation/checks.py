@@ -8,7 +8,7 @@ By the names that a report gives them:
                      the others died, left or saw the attempt fail. Such a step is listed by `repeated`;
 - `waits end`        every wait ends by its deadline;
 - `one of a name`    a roster lists at most one live task of each name;
-- `holder kept`      no task is told that a holder has left, unless its process has ended, or the coordinator has heard
+- `holder kept`      no task learns that a holder has left, unless its process has ended, or the coordinator has heard
                      nothing from it for `HOLDER_S`;
 - `rosters in order` a process never gets an older roster after a newer one;
 - `one view`         all tasks that pass a barrier together get the same list of members, which contains them, and all
@@ -194,7 +194,7 @@ class Checks:
         if info.left_at_s is None or info.process not in self._holders - self._dead:
             return
         silent_s = info.left_at_s - max(at_s for at_s in self._heard_at_s[info.process] if at_s <= info.left_at_s)
-        text = f"{who} is told that {info.process} left ({info.left}), which was silent for {silent_s:.2f} s"
+        text = f"{who} learns that {info.process} left ({info.left}), which was silent for {silent_s:.2f} s"
         self.require(silent_s >= HOLDER_S, "holder kept", text)
 
     def roster(self, who: str, roster: Roster) -> None:

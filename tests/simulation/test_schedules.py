@@ -191,8 +191,8 @@ def test_the_absence_of_a_holder_and_its_return_are_announced_to_all() -> None:
     ended = simulate(FaultSchedule(0, workers=2, faults=parse_faults("hang=ps:0@1+14")), log.append)
     assert not ended.broken, str(ended)
     for text in ("ps:0 is away since", "ps:0 is back after"):
-        who = [line.split()[1] for line in log if text in line]
-        assert sorted(who) == ["coordinator", "ps:1", "worker:0", "worker:1"]
+        hosts = [line.split()[1] for line in log if text in line]
+        assert sorted(hosts) == ["coordinator", "ps:1", "worker:0", "worker:1"]
 
 
 def test_a_step_that_may_have_been_applied_is_shown_with_the_reason() -> None:

@@ -334,13 +334,13 @@ def with_a_silent_holder() -> Membership:
 
 def test_a_silent_holder_is_away_and_has_left_only_after_its_own_timeout() -> None:
     members = with_a_silent_holder()
-    [log, told] = ticked(members, 5.0, 10.0)
+    [log, news] = ticked(members, 5.0, 10.0)
     text = (
         "ps:0 is away since 10.0 s: no heartbeat for 10.0 s; it holds variables or queues, so steps wait for it up to "
         "60 s without a sign of life, for another 50.0 s"
     )
     assert log == Log(text)
-    assert told == Broadcast((8,), Announcement(text))
+    assert news == Broadcast((8,), Announcement(text))
     assert members.away() == (PS0,)
     assert brief(ticked(members, 10.0, 15.0))[0] == ReleaseTask(WORKER0, 1, "no heartbeat for 10.0 s")
     assert ticked(members, 15.0, 59.5) == []
@@ -369,10 +369,10 @@ def test_a_holder_whose_connection_ended_is_away_until_it_joins_again() -> None:
     [log, _] = members.tick(4.0, holds)
     assert isinstance(log, Log)
     assert log.text.startswith("ps:0 is away since 4.0 s: reset; it holds")
-    [log, told] = members.join(9.0, 9, Join(PS0, "h:1", "p"))
+    [log, news] = members.join(9.0, 9, Join(PS0, "h:1", "p"))
     assert log == Log("ps:0 is back after 9.0 s")
-    assert isinstance(told, Broadcast)
-    assert told.peers == (8,)
+    assert isinstance(news, Broadcast)
+    assert news.peers == (8,)
     assert members.is_live(PS0, 9)
 
 

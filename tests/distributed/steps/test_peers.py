@@ -140,10 +140,10 @@ def test_another_process_at_the_same_address_gets_another_connection() -> None:
 
 
 def test_a_task_introduces_itself_over_a_connection_that_it_takes_over() -> None:
-    network, told = MemoryNetwork(), SimpleQueue[Message]()
+    network, found = MemoryNetwork(), SimpleQueue[Message]()
 
     def answer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
-        told.put(message)
+        found.put(message)
         responder.reply(Ok())
 
     peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
@@ -153,9 +153,9 @@ def test_a_task_introduces_itself_over_a_connection_that_it_takes_over() -> None
     listener = network.listen("", name="/job:worker/task:0", handler=Recorder(lambda peer, *rest: accepted.put(peer)))
     network.connect(listener.address, name=PS0, handler=Recorder(answer), who="worker", timeout_s=1.0).start(Ok())  # type: ignore[arg-type]
     peers.adopt(accepted.get(timeout=DEADLINE_S))
-    assert told.get(timeout=DEADLINE_S) == Introduce(4, "process", 7)
+    assert found.get(timeout=DEADLINE_S) == Introduce(4, "process", 7)
     peers.introduce(Introduce(4, "process", 9))
-    assert told.get(timeout=DEADLINE_S) == Introduce(4, "process", 9)
+    assert found.get(timeout=DEADLINE_S) == Introduce(4, "process", 9)
     peers.close()
     listener.close()
 
