@@ -394,6 +394,26 @@ def test_a_holder_that_is_silent_over_an_open_connection_is_not_replaced() -> No
     assert "ps:0 is already live at h:1" in refusal.text
 
 
+def test_a_pause_of_the_coordinator_does_not_shorten_the_timeout_of_a_holder() -> None:
+    members = with_a_silent_holder()
+    assert len(ticked(members, 5.0, 10.0)) == 2
+    assert members.tick(40.0, holds) == [], "nothing could be heard for 30 s"
+    ticked(members, 40.0, 89.5)
+    assert members.is_there(PS0)
+    ticked(members, 89.5, 90.0)
+    assert not members.is_there(PS0)
+
+
+def test_the_reason_of_an_absence_stays_when_the_connection_ends_too() -> None:
+    members = with_a_silent_holder()
+    ticked(members, 5.0, 10.0)
+    members.lose(10.2, 7, "reset")
+    ticked(members, 10.2, 59.5)
+    assert brief(ticked(members, 59.5, 60.0))[0] == ReleaseTask(
+        PS0, 0, "no heartbeat for 10.0 s, and 60 s without a sign of life"
+    )
+
+
 def test_after_a_restart_of_the_coordinator_a_holder_has_its_whole_timeout() -> None:
     records, rows = DurableRecords(), dict[str, bytes]()
     members = Membership(records, {})

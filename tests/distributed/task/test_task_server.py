@@ -205,6 +205,19 @@ def test_a_write_by_a_worker_that_knows_of_a_departure_waits_until_its_task_know
     assert read(cluster) == [2, 2, 2]
 
 
+def test_a_connection_to_an_earlier_process_of_a_task_is_not_used_for_the_next(cluster: Cluster) -> None:
+    before = cluster.worker.peer(PS)
+    known = roster(*cluster.tasks.values())
+    cluster.worker.roster_changed(known)
+    assert cluster.worker.peer(PS) is before
+    restarted = tuple(
+        msgspec.structs.replace(info, incarnation="next", life=9) if info.task == PS else info for info in known.tasks
+    )
+    cluster.worker.roster_changed(Roster(restarted, (), 2))
+    assert before.closed
+    assert cluster.worker.peer(PS) is not before
+
+
 def test_queued_requests_of_a_worker_that_has_left_are_refused(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
