@@ -331,16 +331,17 @@ class CoordinatorState:
         return self._follow(self._membership.leave(at_s, leave.task, leave.reason))
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
-        """Apply a change of the membership to the other parts, and return the commands."""
-        left = {command.task: command.reason for command in decided if isinstance(command, ReleaseTask)}
-        commands: list[Command] = [*self._ledger.leave(left)] if left else []
-        for command in decided:
-            match command:
-                case ReleaseTask(task, life, reason):
-                    self._traffic.leave(life)
-                    self._watch.leave(life)
-                    self._elections.leave(life, reason)
-                    commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
-                case _:
-                    commands.append(command)
+        """Apply a change of the membership to the other parts, and return the commands.
+
+        The news of a death comes before the answers that depend on it; see `MemberGate`.
+        """
+        released = [command for command in decided if isinstance(command, ReleaseTask)]
+        commands: list[Command] = [command for command in decided if not isinstance(command, ReleaseTask)]
+        if released:
+            commands += self._ledger.leave({one.task: one.reason for one in released})
+        for one in released:
+            self._traffic.leave(one.life)
+            self._watch.leave(one.life)
+            self._elections.leave(one.life, one.reason)
+            commands += self._barriers.leave(one.task, f"{short_task_name(one.task)} has left: {one.reason}")
         return commands

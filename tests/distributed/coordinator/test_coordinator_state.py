@@ -380,3 +380,12 @@ def test_a_task_that_holds_a_variable_is_away_where_another_has_left() -> None:
     assert found.away == (PS0,)
     back = state.handle(Told(21.0, 12, Heartbeat(PS0)))
     assert back == [Log("ps:0 is back after 21.0 s"), Broadcast((), Announcement("ps:0 is back after 21.0 s"))]
+
+
+def test_a_task_hears_of_a_death_before_it_gets_the_steps_of_the_dead() -> None:
+    state = cluster()
+    state.handle(Asked(1.0, 10, 2, ClaimSteps("run", WORKER0, 1, number=1)))
+    assert not replies(state.handle(Asked(1.0, 11, 3, ClaimSteps("run", WORKER1, 1, number=1))))
+    commands = state.handle(Told(2.0, 10, Leave(WORKER0, "killed")))
+    found = [command for command in commands if isinstance(command, (SendReply, Broadcast))]
+    assert [type(command.message) for command in found] == [RosterChange, Claimed]
