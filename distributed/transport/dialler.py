@@ -2,7 +2,7 @@
 
 Invariants: a session is resumed only with the process that began it. It is abandoned after `Limits.resume_s`, when
 nothing listens at its address, or when the other side does not know it any more. A session whose streams break
-`_MOST_IN_A_ROW` times without a frame received in between, for longer than `Limits.resume_s`, is abandoned too.
+`_MOST_IN_A_ROW` times without a frame received in between, for longer than `_STUCK_S`, is abandoned too.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _LOGGED_AFTER_S = 3.0
 #: Time limit of one attempt, since a host may not answer at all.
 _DIAL_S = 3.0
 _MOST_IN_A_ROW = 20
+_STUCK_S = 5.0
 
 
 class _Greeted(NamedTuple):
@@ -71,7 +72,7 @@ class Dialler:
         """Dial until the connection is resumed; see `connection.Recover`."""
         deadline = Deadline.after(self._limits.resume_s)
         if self._in_a_row == 0:
-            self._stuck_by = deadline
+            self._stuck_by = Deadline.after(min(self._limits.resume_s, _STUCK_S))
         if self._in_a_row >= _MOST_IN_A_ROW and self._stuck_by.has_passed:
             return f"{reason}; the connection broke {self._in_a_row} times in a row"
         retry_s, began_s, is_logged, name = FIRST_RETRY_S, time.monotonic(), False, self._first.answer.name
