@@ -64,6 +64,12 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
     )
     add_cluster_file(parser)
     add_seconds(parser, "--heartbeat-timeout", 10, "declare a task dead after this time without a heartbeat")
+    add_seconds(
+        parser,
+        "--holder-timeout",
+        60,
+        "declare a task that holds variables or queues dead after this time without a heartbeat; until then steps wait",
+    )
     add_seconds(parser, "--stall-timeout", 60, "report a busy task that has ended no step for this time as stalled")
     parser.add_argument(
         "--state",
@@ -106,7 +112,11 @@ def _be_coordinator(options: argparse.Namespace) -> int:
     from dflow.distributed.detection.this_host import with_port
 
     store = MemoryStore() if options.state is None else SqliteStore(options.state)
-    settings = CoordinatorSettings(heartbeat_timeout_s=options.heartbeat_timeout, stall_timeout_s=options.stall_timeout)
+    settings = CoordinatorSettings(
+        heartbeat_timeout_s=options.heartbeat_timeout,
+        holder_timeout_s=options.holder_timeout,
+        stall_timeout_s=options.stall_timeout,
+    )
     file = cluster_file_of(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
     address = options.address or (file.coordinator if file else with_port(read("DFLOW_ADDRESS") or "127.0.0.1"))

@@ -26,7 +26,7 @@ import msgspec
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.coordination import AwaitBarrier
 from dflow.distributed.wire.messages.message import Mark, Marked, Message, Request
-from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange, changed_roster
+from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, changed_roster
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 
 #: The request number of a rejoin; those of the program are greater.
@@ -110,7 +110,7 @@ class GaveUp:
 
 @dataclass(frozen=True)
 class Warn:
-    """Log that the coordinator is lost or back: once each per outage."""
+    """Log that the coordinator, or a task that others wait for, is lost or back: once each per outage."""
 
     text: str
 
@@ -355,6 +355,8 @@ class CoordinatorSession:
             return []
         self._note_mark(message)
         match message:
+            case Announcement(text):
+                return [Warn(text)]
             case Roster():
                 return self._show(message)
             case RosterChange(since, version) if since <= self.roster.version < version:

@@ -67,11 +67,14 @@ class CoordinatorSettings:
 
     `heartbeat_timeout_s`  a task without a heartbeat for this time has left; after a restart, the time to rejoin
     `rejoin_s`             a task without a connection for this time has left
+    `holder_timeout_s`     a task that holds variables, queues or accumulators has left after this time without a
+                           heartbeat; before, it is away, and steps wait for it
     `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
     """
 
     heartbeat_timeout_s: float = 10.0
     rejoin_s: float = 1.0
+    holder_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
 
 
@@ -101,7 +104,9 @@ class CoordinatorState:
     ) -> None:
         self._records = records = DurableRecords(rows)
         self._marks = StateMarks(records)
-        self._membership = Membership(records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s)
+        self._membership = Membership(
+            records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s, settings.holder_timeout_s
+        )
         self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._elections = Elections(records)
@@ -152,7 +157,7 @@ class CoordinatorState:
                 self._membership.lose(at_s, peer, reason)
                 return []
             case Ticked(at_s):
-                followed = self._follow(self._membership.tick(at_s))
+                followed = self._follow(self._membership.tick(at_s, self._directory.holds_state))
                 return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
 
     def _asked(self, event: Asked) -> list[Command]:
@@ -320,12 +325,13 @@ class CoordinatorState:
     @NOTICES.handles(Heartbeat)
     def _hear(self, heartbeat: Heartbeat, event: Told) -> list[Command]:
         task, life = heartbeat.task, self._membership.life(heartbeat.task)
-        self._membership.hear(event.at_s, task)
+        back = self._membership.hear(event.at_s, task)
         self._traffic.report(life, heartbeat.traffic)
         self._costs.report(life, heartbeat)
         is_busy = bool(heartbeat.doing) or self._ledger.holds(task)
         stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
-        return [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
+        goes_on = [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
+        return [*back, *goes_on]
 
     @NOTICES.handles(StepsHeld)
     def _steps_held(self, report: StepsHeld, event: Told) -> list[Command]:
@@ -355,17 +361,18 @@ class CoordinatorState:
         return self._follow(self._membership.leave(at_s, leave.task, leave.reason))
 
     def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
-        """Apply a change of the membership to the other parts, and return the commands."""
-        left = {command.task: command.reason for command in decided if isinstance(command, ReleaseTask)}
-        commands: list[Command] = [*self._ledger.leave(left)] if left else []
-        for command in decided:
-            match command:
-                case ReleaseTask(task, life, reason):
-                    self._traffic.leave(life)
-                    self._watch.leave(life)
-                    self._elections.leave(life, reason)
-                    commands += self._pauses.leave(task, self._membership.connections())
-                    commands += self._barriers.leave(task, f"{short_task_name(task)} has left: {reason}")
-                case _:
-                    commands.append(command)
+        """Apply a change of the membership to the other parts, and return the commands.
+
+        The news of a death comes before the answers that depend on it; see `MemberGate`.
+        """
+        released = [command for command in decided if isinstance(command, ReleaseTask)]
+        commands: list[Command] = [command for command in decided if not isinstance(command, ReleaseTask)]
+        if released:
+            commands += self._ledger.leave({one.task: one.reason for one in released})
+        for one in released:
+            self._traffic.leave(one.life)
+            self._watch.leave(one.life)
+            self._elections.leave(one.life, one.reason)
+            commands += self._pauses.leave(one.task, self._membership.connections())
+            commands += self._barriers.leave(one.task, f"{short_task_name(one.task)} has left: {one.reason}")
         return commands

@@ -8,27 +8,31 @@ Invariants:
   new entry, and the old entry keeps its time and reason;
 - a task that was declared dead may not rejoin in the same incarnation while it is listed: its work went to others;
 - every change of the roster makes its next version, and is published once: immediately while the cluster is small,
-  else with the other changes of a tick, so that N joins do not send N messages to each of N tasks;
+  else with the other changes of a tick, so that N joins do not send N messages to each of N tasks. A death is always
+  published immediately: a task knows of it before it gets an answer that depends on it;
 - after a restart the members are those of before, away until they rejoin;
-- a pause of the coordinator itself does not count as a task's silence.
+- a pause of the coordinator itself does not count as a task's silence;
+- a holder, a task that holds state of the cluster, is live until `holder_timeout_s` after its last sign of life. Past
+  the deadline of other tasks it is away: that is announced to all tasks once, and its return too.
 
 A task is live from its Join until its Leave, until `heartbeat_timeout_s` without a heartbeat, or until `rejoin_s` after
-its connection ended. No clock is read: events carry the time.
+its connection ended. When another process joins under the name of a task without a connection, that task has left. No
+clock is read: events carry the time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import msgspec
 
-from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconnect
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconnect, Log
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.roster import Join, Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.roster import Announcement, Join, Roster, RosterChange, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 
 #: Reason for leaving of a worker whose program has ended well.
@@ -54,20 +58,27 @@ class ReleaseTask:
     reason: str
 
 
-MembershipCommand = ReleaseTask | Disconnect | Broadcast
+MembershipCommand = ReleaseTask | Disconnect | Broadcast | Log
 
 
 @dataclass(frozen=True)
 class _LiveTask:
-    """A live task: the number of its life, its connection (None while it is away), and its deadline.
+    """A live task.
 
-    It is declared dead at `until_s`, for `reason`.
+    `life`        number of its life
+    `peer`        its connection; None if it has none
+    `until_s`     its deadline, after which it is declared dead, or away if it is a holder
+    `reason`      reason for that
+    `heard_at_s`  time of its last sign of life
+    `is_away`     whether it was announced as away
     """
 
     life: int
     peer: int | None
     until_s: float
     reason: str
+    heard_at_s: float
+    is_away: bool = False
 
 
 class ClusterIdentity(msgspec.Struct, frozen=True):
@@ -90,6 +101,7 @@ class Membership:
     `jobs`                 number of expected tasks by job
     `heartbeat_timeout_s`  a task without a heartbeat for this time has left
     `rejoin_s`             a task without a connection for this time has left
+    `holder_timeout_s`     a holder without a heartbeat for this time has left
     """
 
     def __init__(
@@ -98,8 +110,10 @@ class Membership:
         jobs: Mapping[str, int],
         heartbeat_timeout_s: float = 10.0,
         rejoin_s: float = 1.0,
+        holder_timeout_s: float = 60.0,
     ) -> None:
         self._timeout_s = heartbeat_timeout_s
+        self._holder_timeout_s = holder_timeout_s
         self._rejoin_s = rejoin_s
         self._records = records
         #: By life, in order of joining.
@@ -114,6 +128,8 @@ class Membership:
         self.version = self._published = counted.version
         self.left_in_all = counted.left
         self._ticked_at_s: float | None = None
+        #: Whether a death is not published yet.
+        self._has_death = False
         self._available: dict[str, tuple[str, ...]] | None = None
         #: The version before each listed life joined.
         self._joined_after: dict[int, int] = {}
@@ -136,7 +152,7 @@ class Membership:
         self._records.put(_IDENTITY, self.identity)
         reason = f"it did not come back within {self._timeout_s:.1f} s of the coordinator's restart"
         for task, live in self._live.items():
-            self._live[task] = replace(live, until_s=at_s + self._timeout_s, reason=reason)
+            self._live[task] = replace(live, until_s=at_s + self._timeout_s, reason=reason, heard_at_s=at_s)
 
     def join(self, at_s: float, peer: int, join: Join) -> list[MembershipCommand] | Failure:
         """Take in or take back a task over the connection `peer`, or return why not, with both sides and the remedy."""
@@ -158,13 +174,16 @@ class Membership:
             self._changed(self._add(TaskInfo(join.task, join.address, at_s, incarnation=join.incarnation)))
         self._names_of[peer] = join.task
         self._live[join.task] = replace(self._live[join.task], peer=peer)
-        self.hear(at_s, join.task)
-        return [*commands, *self._news()]
+        return [*commands, *self.hear(at_s, join.task), *self._news()]
 
-    def hear(self, at_s: float, task: str) -> None:
+    def hear(self, at_s: float, task: str) -> list[Log | Broadcast]:
         """Note a heartbeat of a live task."""
-        reason = f"no heartbeat for {self._timeout_s:.1f} s"
-        self._live[task] = replace(self._live[task], until_s=at_s + self._timeout_s, reason=reason)
+        live, reason = self._live[task], f"no heartbeat for {self._timeout_s:.1f} s"
+        until_s = at_s + self._timeout_s
+        self._live[task] = replace(live, until_s=until_s, reason=reason, heard_at_s=at_s, is_away=False)
+        if not live.is_away:
+            return []
+        return self._announce(task, f"{short_task_name(task)} is back after {at_s - live.heard_at_s:.1f} s")
 
     def leave(self, at_s: float, task: str, reason: str) -> list[MembershipCommand]:
         """Remove a live task that leaves voluntarily."""
@@ -176,18 +195,46 @@ class Membership:
         if task is not None:
             live = self._live[task]
             until_s = min(live.until_s, at_s + self._rejoin_s)
-            self._live[task] = replace(live, peer=None, until_s=until_s, reason=reason)
+            self._live[task] = replace(live, peer=None, until_s=until_s, reason=live.reason if live.is_away else reason)
 
-    def tick(self, at_s: float) -> list[MembershipCommand]:
-        """Remove the tasks past their deadline, and publish the changes that wait for a tick."""
+    def tick(self, at_s: float, holds_state: Callable[[str], bool] = lambda task: False) -> list[MembershipCommand]:
+        """Remove the tasks past their deadline, and publish the changes that wait for a tick.
+
+        `holds_state`  whether a live task is a holder
+        """
         self._excuse_pause(at_s)
         late = [task for task, live in self._live.items() if at_s >= live.until_s]
-        return [*self._release(late, at_s), *self._news(is_tick=True)]
+        away = [task for task in late if at_s < self._lease_end_s(task) and holds_state(task)]
+        announced = [command for task in away for command in self._announce_absence(at_s, task)]
+        gone = [task for task in late if task not in away]
+        return [*announced, *self._release(gone, at_s), *self._news(is_tick=True)]
+
+    def _lease_end_s(self, task: str) -> float:
+        return self._live[task].heard_at_s + self._holder_timeout_s
+
+    def _announce_absence(self, at_s: float, task: str) -> list[Log | Broadcast]:
+        """Announce that a holder is away, unless that was done."""
+        live = self._live[task]
+        if live.is_away:
+            return []
+        limit = f"{self._holder_timeout_s:g} s without a sign of life"
+        self._live[task] = replace(live, is_away=True, reason=f"{live.reason}, and {limit}")
+        return self._announce(
+            task,
+            f"{short_task_name(task)} is away since {at_s - live.heard_at_s:.1f} s: {live.reason}; it holds variables "
+            f"or queues, so steps wait for it up to {limit}, for another {self._lease_end_s(task) - at_s:.1f} s",
+        )
+
+    def _announce(self, task: str, text: str) -> list[Log | Broadcast]:
+        """Return the commands to log `text` here and on all tasks but `task`."""
+        own = self._live[task].peer
+        return [Log(text), Broadcast(tuple(peer for peer in self.live_peers() if peer != own), Announcement(text))]
 
     def _news(self, *, is_tick: bool = False) -> list[Broadcast]:
         """Return the changes of the roster since the last call, for all live tasks; none while they are not due."""
-        if self.version == self._published or not (is_tick or len(self._live) <= PUBLISH_AT_ONCE):
+        if self.version == self._published or not (is_tick or self._has_death or len(self._live) <= PUBLISH_AT_ONCE):
             return []
+        self._has_death = False
         news = self.changes_since(self._published) or self.roster()
         self._published = self.version
         return [Broadcast(self.live_peers(), news)]
@@ -250,7 +297,7 @@ class Membership:
         return RosterChange(version, self.version, entries, tuple(life for life, _ in dropped), self.identity.epoch)
 
     def live_peers(self) -> tuple[int, ...]:
-        """Return the connections of the live tasks that are not away, in order of joining."""
+        """Return the connections of the live tasks, in order of joining."""
         return tuple(live.peer for live in self._live.values() if live.peer is not None)
 
     def connections(self) -> dict[str, int | None]:
@@ -258,8 +305,8 @@ class Membership:
         return {task: live.peer for task, live in self._live.items()}
 
     def away(self) -> tuple[str, ...]:
-        """Return the live tasks without a connection, in order of joining."""
-        return tuple(task for task, live in self._live.items() if live.peer is None)
+        """Return the live tasks that were announced as away, or have no connection, in order of joining."""
+        return tuple(task for task, live in self._live.items() if live.is_away or live.peer is None)
 
     def by_job(self) -> Mapping[str, tuple[str, ...]]:
         """Return the live or still expected tasks by job, sorted by index; cached until the roster changes."""
@@ -278,7 +325,8 @@ class Membership:
             # Not beyond the deadline that a heartbeat at this moment would set.
             latest_s = at_s + self._timeout_s
             for task, live in self._live.items():
-                self._live[task] = replace(live, until_s=min(live.until_s + pause_s, latest_s))
+                until_s, heard_at_s = min(live.until_s + pause_s, latest_s), min(live.heard_at_s + pause_s, at_s)
+                self._live[task] = replace(live, until_s=until_s, heard_at_s=heard_at_s)
 
     def _refusal(self, peer: int, join: Join) -> Failure | None:
         name, cluster = short_task_name(join.task), self.identity.cluster
@@ -324,7 +372,7 @@ class Membership:
         self._lives_of.setdefault(info.task, []).append(life)
         self._expected.pop(info.task, None)
         if info.left_at_s is None:
-            self._live[info.task] = _LiveTask(life, None, info.joined_at_s, "")
+            self._live[info.task] = _LiveTask(life, None, info.joined_at_s, "", info.joined_at_s)
         return life
 
     def _release(self, tasks: list[str], at_s: float, reason: str = "") -> list[MembershipCommand]:
@@ -334,6 +382,7 @@ class Membership:
             why = reason or live.reason
             info = msgspec.structs.replace(self._joined[live.life], left_at_s=at_s, left=why)
             self._joined[live.life] = info
+            self._has_death |= why not in NORMAL_ENDS
             self.left_in_all += 1
             self._changed(live.life)
             self._left.append(live.life)

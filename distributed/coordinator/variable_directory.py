@@ -81,6 +81,12 @@ class VariableDirectory:
         self._add(placement)
         return Placed(task, process)
 
+    def holds_state(self, task: str) -> bool:
+        """Whether the present process of a live task holds something that is placed on it."""
+        process = self._members.process(task)
+        known = (placement.info for placement in self._placements.values())
+        return any((info.task, info.process) == (task, process) for info in known)
+
     def joined(self, task: str) -> None:
         """Note that a task has joined; its first process holds everything placed on the task before."""
         for name in self._before_joining.pop(task, ()):

@@ -2,12 +2,14 @@
 
 Why: plans and messages name tasks; only this file knows their addresses. Invariants: there is one connection per task,
 opened when it is first needed, or taken over from a task that opened it to run plans here. A connection that has ended
-is opened again when next needed. A task that is not in the address book is not tried, and an attempt stops when the
-task is removed. An unreachable task is a TaskLost, whatever the reason. The first message over a connection opened
-here, and the next one after this task has another life, is `Introduce`.
+is opened again when next needed. A connection belongs to one process of its task. A task that is not in the address
+book is not tried, and an attempt stops when the task is removed. An unreachable task is a TaskLost, whatever the
+reason. The first message over a connection opened or taken over here, and the next one after this task has another
+life or knows of a death, is `Introduce`.
 
-An attempt to reach a dead task takes up to the timeout. A thread that other work relies on calls `connected` and
-`when_connected`, which do not wait. At most one thread for each task connects for them.
+An attempt to reach a dead task takes up to the timeout; a task that is paused or cut off is waited for longer. A thread
+that other work relies on calls `connected` and `when_connected`, which do not wait. At most one thread for each task
+connects for them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -36,6 +39,7 @@ def _start_thread(work: Callable[..., None], task: str) -> None:
 @dataclass
 class _Place:
     address: str
+    process: str
     connecting: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
 
@@ -43,6 +47,7 @@ class _Place:
 class Peers:
     """Connections from the task `name` to the other tasks of the cluster; thread-safe.
 
+    `connect_timeout_s`, `reach_timeout_s`  see `TaskSettings`
     `submit`  runs a function of a task's name on a thread that may wait
     """
 
@@ -53,6 +58,7 @@ class Peers:
         name: str,
         handler: Handler,
         connect_timeout_s: float,
+        reach_timeout_s: float = 0.0,
         note: Callable[..., int] = NOWHERE.note,
         on_opened: Callable[[Peer], None] = lambda peer: None,
         submit: Callable[[Callable[[str], None], str], object] = _start_thread,
@@ -60,10 +66,10 @@ class Peers:
         self._transport, self._submit = transport, submit
         self._name = name
         self._handler = handler
-        self._connect_timeout_s = connect_timeout_s
+        self._connect_timeout_s, self._reach_timeout_s = connect_timeout_s, reach_timeout_s
         self._note = note
         self._on_opened = on_opened
-        self._life: int | None = None
+        self._introduction: Introduce | None = None
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
         self._left: Mapping[str, str] = {}
@@ -71,27 +77,34 @@ class Peers:
         #: The callbacks that wait for each task to be connected.
         self._connecting: dict[str, list[OnConnected]] = {}
 
-    def set_addresses(self, addresses: Mapping[str, str], left: Mapping[str, str] = {}) -> None:
-        """Replace the address book, and close connections to tasks that left or moved; `left` has the reasons."""
+    def set_addresses(
+        self, addresses: Mapping[str, str], left: Mapping[str, str] = {}, processes: Mapping[str, str] = {}
+    ) -> None:
+        """Replace the address book, and close connections to tasks that left, moved or were restarted.
+
+        `left`       reasons why tasks left
+        `processes`  identities of the tasks' processes, for a process that listens where an earlier one did
+        """
+        places = {task: _Place(address, processes.get(task, "")) for task, address in addresses.items()}
         with self._lock:
             self._left = left
             before = self._places
-            kept = {task: place for task, place in before.items() if addresses.get(task) == place.address}
-            self._places = {task: kept.get(task) or _Place(address) for task, address in addresses.items()}
+            kept = {task for task, place in before.items() if _is_same(place, places.get(task))}
+            self._places = {task: before[task] if task in kept else place for task, place in places.items()}
         for task, place in before.items():
             if task not in kept and place.peer is not None:
                 place.peer.close(_GONE)
 
-    def set_life(self, life: int) -> None:
-        """Introduce this task with its life number, over open connections now and over later ones."""
+    def introduce(self, message: Introduce) -> None:
+        """Introduce this task by a new message, over open connections now and over later ones."""
         with self._lock:
-            if life == self._life:
+            if message == self._introduction:
                 return
-            self._life = life
+            self._introduction = message
             peers = [place.peer for place in self._places.values() if place.peer is not None]
         for peer in peers:
             with contextlib.suppress(TransportClosed):
-                peer.start(Introduce(life), on_reply=_ignore)
+                peer.start(message, on_reply=_ignore)
 
     def get(self, task: str) -> Peer:
         """Return the connection to `task`, opened if needed.
@@ -176,7 +189,8 @@ class Peers:
         with self._lock:
             place = self._places.get(peer.name)
         if place is not None and place.peer is None:
-            place.peer = peer
+            with contextlib.suppress(TaskLost):
+                self._introduce(place, peer)
             self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
@@ -185,22 +199,7 @@ class Peers:
         self.set_addresses({})
 
     def _connect(self, task: str, place: _Place) -> Peer:
-        def is_wanted() -> bool:
-            return self._places.get(task) is place
-
-        if not is_wanted():
-            raise self._gone_meanwhile(task, place)
-        try:
-            peer = self._transport.connect(
-                place.address,
-                name=self._name,
-                handler=self._handler,
-                who=task,
-                timeout_s=self._connect_timeout_s,
-                is_wanted=is_wanted,
-            )
-        except DeadlineExceeded as error:
-            raise (TaskLost(str(error)) if is_wanted() else self._gone_meanwhile(task, place)) from error
+        peer = self._reach(task, place)
         if peer.name != task:
             peer.close("another was wanted there")
             raise TaskLost(f"{task} is not at {place.address} any more, where {peer.name} answers")
@@ -208,18 +207,49 @@ class Peers:
         self._note(CONNECTED, None, task, place.address)
         return peer
 
+    def _reach(self, task: str, place: _Place) -> Peer:
+        def is_wanted() -> bool:
+            return self._places.get(task) is place
+
+        until_s = time.monotonic() + self._reach_timeout_s
+        while is_wanted():
+            try:
+                return self._transport.connect(
+                    place.address,
+                    name=self._name,
+                    handler=self._handler,
+                    who=task,
+                    timeout_s=self._connect_timeout_s,
+                    is_wanted=is_wanted,
+                    resume_s=self._reach_timeout_s,
+                )
+            except DeadlineExceeded as error:
+                if is_wanted() and not (_may_live(error) and time.monotonic() < until_s):
+                    raise TaskLost(str(error)) from error
+        raise self._gone_meanwhile(task, place)
+
     def _introduce(self, place: _Place, peer: Peer) -> Peer:
         """Keep a new connection after this task has introduced itself over it; then other threads may use it."""
-        told = None
-        while place.peer is not peer or told != self._life:
-            told = self._life
-            if told is not None:
+        sent = None
+        while place.peer is not peer or sent != self._introduction:
+            sent = self._introduction
+            if sent is not None:
                 try:
-                    peer.start(Introduce(told), on_reply=_ignore)
+                    peer.start(sent, on_reply=_ignore)
                 except TransportClosed as error:
                     raise TaskLost(f"the connection to {peer.name} at {place.address} has ended: {error}") from error
             place.peer = peer
         return peer
+
+
+def _is_same(place: _Place, other: _Place | None) -> bool:
+    return other is not None and (place.address, place.process) == (other.address, other.process)
+
+
+def _may_live(error: DeadlineExceeded) -> bool:
+    """Whether the last attempt got no answer, as from a paused process or over a cut network, rather than a refusal."""
+    refusals = ConnectionRefusedError, FileNotFoundError, TransportClosed
+    return error.__cause__ is not None and not isinstance(error.__cause__, refusals)
 
 
 def _ignore(reply: object) -> None:

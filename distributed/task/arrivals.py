@@ -39,6 +39,10 @@ class HasThreads(Protocol):
     threads: Executor
     requests: RequestQueues
 
+    def refuse_departed(self, peer: Peer) -> None:
+        """Raise TaskLost if the sender has left since its request came."""
+        ...
+
 
 #: The reply of a handler, with or without a payload. None is Ok where the message declares that reply; otherwise the
 #: handler answers later, by the responder.
@@ -77,6 +81,7 @@ class RequestTable(HandlerTable[Task, RequestArrival, None]):
 def answer(method: Method[Task, Taken], task: Task, message: Taken, arrival: RequestArrival) -> None:
     """Answer a request with the result or the error of `method`."""
     try:
+        task.refuse_departed(arrival.peer)
         found = method(task, message, arrival)
     except Exception as error:
         arrival.responder.fail(error)

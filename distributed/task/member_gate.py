@@ -1,7 +1,8 @@
 """Admission of connections to a task: only members of the newest roster that the task has may use it.
 
 Why: any process that knows a task's address can send to it. A process that never joined, or that the coordinator
-declared dead, would change variables that others still use.
+declared dead, would change variables that others still use. A task may learn of a death later than others do: if it
+handled their writes before, a late write of the dead task could replace them.
 
 Invariants:
 
@@ -9,6 +10,7 @@ Invariants:
   `Introduce` has named its life, while the roster lists that life of the connection's task as live;
 - messages of a life that is newer than the roster are held, in order, until the roster lists that life or a later one,
   or the connection ends: messages of a task that has just joined may overtake the roster;
+- so are messages of a sender that knows of a death in a later roster, until this task has that roster;
 - each message of a connection that is no member's is delivered, refused or, with its connection, dropped.
 """
 
@@ -16,16 +18,19 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages.connection import Introduce
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import TaskLost
 
 LOGGER = logging.getLogger("dflow")
-#: Limit of messages held for one connection; further ones are refused.
+#: Limit of messages held for a connection whose life the roster does not list; further ones are refused.
 MOST_HELD = 256
 
 
@@ -48,7 +53,11 @@ class MemberGate:
         # Re-entrant: delivering a message may end its connection.
         self._lock = threading.RLock()
         self._newest: dict[str, TaskInfo] = {}
-        self._lives: dict[Peer, int] = {}
+        self._version = 0
+        #: The version of the roster with the newest death that this task knows of.
+        self._death_known_at = 0
+        #: Kept for closed connections too, while requests that came over them wait for a thread.
+        self._introduced: weakref.WeakKeyDictionary[Peer, Introduce] = weakref.WeakKeyDictionary()
         self._held: dict[Peer, list[Arrived]] = {}
         #: The connections whose messages need not pass `take`.
         self.members: frozenset[Peer] = frozenset()
@@ -58,11 +67,11 @@ class MemberGate:
         with self._lock:
             self.members |= {peer}
 
-    def introduced(self, peer: Peer, life: int) -> None:
-        """Record the life that a connection belongs to."""
+    def introduced(self, peer: Peer, introduction: Introduce) -> None:
+        """Record the life that a connection belongs to, and the roster that its messages need."""
         with self._lock:
             self.members -= {peer}
-            self._lives[peer] = life
+            self._introduced[peer] = introduction
             self._held.setdefault(peer, [])
             self._decide(peer)
 
@@ -70,7 +79,6 @@ class MemberGate:
         """Forget a connection that has ended."""
         with self._lock:
             self.members -= {peer}
-            self._lives.pop(peer, None)
             self._held.pop(peer, None)
 
     def take(self, peer: Peer, message: Arrived) -> None:
@@ -78,20 +86,40 @@ class MemberGate:
         with self._lock:
             if peer in self.members:
                 message.deliver()
-            elif (why := self._refusal(peer)) or len(self._held[peer]) >= MOST_HELD:
+            elif (why := self._refusal(peer)) or (len(self._held[peer]) >= MOST_HELD and not self._is_listed(peer)):
                 message.refuse(self._error(why or "too many messages came before the news that it has joined"))
             else:
                 self._held[peer].append(message)
+
+    def refuse_departed(self, peer: Peer) -> None:
+        """Raise TaskLost if the life of a connection is over, which was a member's when its message came."""
+        with self._lock:
+            why = self._refusal(peer) if peer in self._introduced else ""
+        if why:
+            raise self._error(why)
 
     def roster_changed(self, roster: Roster) -> None:
         """Apply a roster: connections of lives that it does not list as live are no longer members."""
         # Of several lives of a task, the newest.
         newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
         with self._lock:
-            self._newest = newest
-            for peer in [peer for peer in self.members if peer in self._lives and not self._is_live(peer)]:
+            if not self._newest or any(map(self._has_died, newest.values())):
+                self._death_known_at = roster.version
+            self._newest, self._version = newest, roster.version
+            for peer in [peer for peer in self.members if peer in self._introduced and not self._is_live(peer)]:
                 self.members -= {peer}
                 self._held[peer] = []
+
+    def _has_died(self, info: TaskInfo) -> bool:
+        """Whether the last roster listed a life as live that has died by `info`, the newest of its task."""
+        before = self._newest.get(info.task)
+        if before is None or before.left_at_s is not None:
+            return False
+        return before.life != info.life or (info.left_at_s is not None and info.left not in NORMAL_ENDS)
+
+    def introduction(self, own: TaskInfo) -> Introduce:
+        """Return the message with which this task introduces itself; `own` is its entry in the roster."""
+        return Introduce(own.life, own.incarnation, self._death_known_at)
 
     def admit(self) -> None:
         """Deliver or refuse the held messages, by the newest roster."""
@@ -113,18 +141,27 @@ class MemberGate:
             self.members |= {peer}
 
     def _is_live(self, peer: Peer) -> bool:
-        info = self._newest.get(peer.name)
-        return info is not None and info.life == self._lives[peer] and info.left_at_s is None
+        return self._is_listed(peer) and self._introduced[peer].roster <= self._version
+
+    def _is_listed(self, peer: Peer) -> bool:
+        info, sent = self._newest.get(peer.name), self._introduced[peer]
+        if info is None or (info.life, info.incarnation) != (sent.life, sent.incarnation):
+            return False
+        return info.left_at_s is None
 
     def _refusal(self, peer: Peer) -> str:
         """Why messages of a connection are refused; empty for a member, and while a later roster may list its life."""
-        life, info, task = self._lives.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
-        if life is None:
+        sent, info, task = self._introduced.get(peer), self._newest.get(peer.name), short_task_name(peer.name)
+        if sent is None:
             return f"{task} has not joined it; join by dflow.connect()"
-        if info is None or info.life < life or self._is_live(peer):
+        if info is None or info.life < sent.life:
             return ""
-        if info.life > life:
+        if info.life > sent.life:
             return f"{task} has started again, and this is its earlier process; end it"
+        if info.incarnation != sent.incarnation:
+            return f"{task} is another process than the one that joined; end it"
+        if info.left_at_s is None:
+            return ""
         return f"{task} left at {info.left_at_s:.1f} s: {info.left}; join again by dflow.connect()"
 
     def _error(self, why: str) -> TaskLost:

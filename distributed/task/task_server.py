@@ -88,11 +88,7 @@ from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.execute import Fetches
-from dflow.lowering.steps.recorder import (
-    CONNECTION_LOST,
-    ROSTER_CHANGED,
-    Recorder,
-)
+from dflow.lowering.steps.recorder import CONNECTION_LOST, ROSTER_CHANGED, Recorder
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost
@@ -103,12 +99,15 @@ class TaskSettings:
     """Timeouts and limits of a task.
 
     `wait_timeout_s`     longest wait of a receive for its value, in s
-    `connect_timeout_s`  longest attempt to connect to another task, in s
+    `connect_timeout_s`  longest attempt to connect to another task whose process has ended, in s
+    `reach_timeout_s`    longest wait for another task that may be paused or cut off: to resume a broken connection, or
+                         to be answered by it; ends earlier when the task leaves, in s
     `window_bytes`       bytes that other tasks may push before they are taken; they keep and offer what exceeds them
     """
 
     wait_timeout_s: float = 600.0
     connect_timeout_s: float = 10.0
+    reach_timeout_s: float = 600.0
     window_bytes: int = WINDOW_BYTES
 
 
@@ -169,12 +168,14 @@ class TaskServer:
         self.step_counts = StepCounts()
         self.observer = TaskObserver(self.recorder, self.state, self.usage)
         self._gate = MemberGate(name)
+        self.refuse_departed = self._gate.refuse_departed
         #: Connections to the other tasks.
         self.peers = Peers(
             transport,
             name=name,
             handler=self,
             connect_timeout_s=settings.connect_timeout_s,
+            reach_timeout_s=settings.reach_timeout_s,
             note=self.recorder.note,
             on_opened=self._gate.opened,
             submit=self.threads.submit,
@@ -206,7 +207,7 @@ class TaskServer:
             ask=lambda task, message, on_reply: self.peer(task).start(message, on_reply=on_reply),
         )
         self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
-        self._listener = transport.listen(address, name=name, handler=self)
+        self._listener = transport.listen(address, name=name, handler=self, resume_s=settings.reach_timeout_s)
 
     @property
     def address(self) -> str:
@@ -307,9 +308,10 @@ class TaskServer:
                 self.task_left(task, info.left or "no reason given")
         # Only after their cancelled steps were answered, over connections that end here.
         left = {task: info.left or "no reason given" for task, info in gone.items()}
-        self.peers.set_addresses({task: info.address for task, info in live.items()}, left)
+        processes = {task: info.process for task, info in live.items()}
+        self.peers.set_addresses({task: info.address for task, info in live.items()}, left, processes)
         if self.name in live:
-            self.peers.set_life(live[self.name].life)
+            self.peers.introduce(self._gate.introduction(live[self.name]))
         for task, info in live.items():
             if task in before and before[task].life != info.life:
                 self.task_left(task, "it was started again")
@@ -391,7 +393,7 @@ class TaskServer:
 
     @REQUESTS.handles(Introduce)
     def _introduce(self, message: Introduce, arrival: RequestArrival) -> None:
-        self._gate.introduced(arrival.peer, message.life)
+        self._gate.introduced(arrival.peer, message)
         arrival.responder.reply(Ok())
 
     @REQUESTS.handles(RunPlan)

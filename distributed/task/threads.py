@@ -17,8 +17,8 @@ The work of a task that may block, with its longest duration, and its thread:
 - Items that use a variable which a program has, until that is dispatched: a thread for each item.
 - The first run of a plan with programs: JAX compiles one again if its variables lie elsewhere than expected, such as on
   several devices. A thread for each item. Other programs that use these variables wait meanwhile.
-- Connecting a task that is dead: `connect_timeout_s`. A thread for each task that plans send to, and for each step and
-  request of a `StepAggregator`.
+- Connecting a task that is dead: `connect_timeout_s`, or `reach_timeout_s` if it may be paused. A thread for each task
+  that plans send to, and for each step and request of a `StepAggregator`.
 - Answering a task that does not read: until it has taken no byte for 60 s (`Limits.stall_timeout_s`). The thread of the
   work that is answered; reader threads never wait for room to send.
 - Waiting until values that a plan sends are computed. The plan's thread; a reader thread first hands over its other

@@ -14,7 +14,7 @@ Invariants of all transports:
   `ALIGNMENT_BYTES`.
 - The sender must not change a payload after sending it, or with `on_released`, not before that is called.
 - The other side handles each sent message once, in order, or the connection ends. A socket that breaks is replaced if
-  both processes live and reach each other within `Limits.resume_s`.
+  both processes live and reach each other within `Limits.resume_s`, or the time that its owner gave.
 """
 
 from __future__ import annotations
@@ -358,9 +358,10 @@ class Listener(Protocol):
 class Transport(Protocol):
     """Connects tasks: it listens at addresses, and dials them."""
 
-    def listen(self, address: str, *, name: str, handler: Handler) -> Listener:
+    def listen(self, address: str, *, name: str, handler: Handler, resume_s: float | None = None) -> Listener:
         """Accept connections at `address` as `name`.
 
+        `resume_s`  time to resume a broken connection, in place of that of the transport's limits
         raises  SecurityError if the address may not be used; OSError if it is taken
         """
         ...
@@ -374,10 +375,12 @@ class Transport(Protocol):
         who: str,
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
+        resume_s: float | None = None,
     ) -> Peer:
         """Connect as `name`, retrying until the deadline; errors call the other side `who`.
 
         `is_wanted`  called between attempts; when it returns False, raise the last attempt's error without a retry
+        `resume_s`   see `listen`
         raises       SecurityError if the address may not be used; WireError if the other side speaks another protocol;
                      DeadlineExceeded naming `who`, the address and the time
         """

@@ -2,12 +2,13 @@
 
 Invariants: a session is resumed only with the process that began it. It is abandoned after `Limits.resume_s`, when
 nothing listens at its address, or when the other side does not know it any more. A session whose streams break
-`_MOST_IN_A_ROW` times without a frame received in between, for longer than `Limits.resume_s`, is abandoned too.
+`_MOST_IN_A_ROW` times without a frame received in between, for longer than `_STUCK_S`, is abandoned too.
 """
 
 from __future__ import annotations
 
 import secrets
+import time
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.bind_and_dial import dial
 from dflow.distributed.transport.connection import Connection
 from dflow.distributed.transport.handshake import check_version, hear_hello, say_hello
-from dflow.distributed.transport.link import Limits
+from dflow.distributed.transport.link import LOGGER, Limits
 from dflow.distributed.transport.process_identity import process_identity
 from dflow.distributed.transport.reactor import Reactor
 from dflow.distributed.transport.security.policy import SecurityPolicy
@@ -28,9 +29,12 @@ from dflow.tracing.errors import DflowError, SecurityError, WireError
 
 FIRST_RETRY_S = 0.02
 LONGEST_RETRY_S = 0.5
+#: Time after which a connection that is still broken is logged.
+_LOGGED_AFTER_S = 3.0
 #: Time limit of one attempt, since a host may not answer at all.
 _DIAL_S = 3.0
 _MOST_IN_A_ROW = 20
+_STUCK_S = 5.0
 
 
 class _Greeted(NamedTuple):
@@ -68,10 +72,10 @@ class Dialler:
         """Dial until the connection is resumed; see `connection.Recover`."""
         deadline = Deadline.after(self._limits.resume_s)
         if self._in_a_row == 0:
-            self._stuck_by = deadline
+            self._stuck_by = Deadline.after(min(self._limits.resume_s, _STUCK_S))
         if self._in_a_row >= _MOST_IN_A_ROW and self._stuck_by.has_passed:
             return f"{reason}; the connection broke {self._in_a_row} times in a row"
-        retry_s = FIRST_RETRY_S
+        retry_s, began_s, is_logged, name = FIRST_RETRY_S, time.monotonic(), False, self._first.answer.name
         while not connection.is_closed:
             try:
                 stream, answer = self._dial_again(connection.session.received, deadline.left_s)
@@ -82,12 +86,19 @@ class Dialler:
             except (OSError, DflowError) as error:
                 if deadline.left_s <= retry_s:
                     return f"{reason}, and it could not be reached again within {deadline.timeout_s:g} s: {error}"
+                broken_s = time.monotonic() - began_s
+                if broken_s >= _LOGGED_AFTER_S and not is_logged:
+                    more = f"it is tried for another {deadline.left_s:.0f} s, and steps wait"
+                    LOGGER.warning("no connection to %s for %.1f s: %s; %s", name, broken_s, error, more)
+                    is_logged = True
                 connection.is_over(broken, retry_s)
                 retry_s = min(2 * retry_s, LONGEST_RETRY_S)
             else:
                 received = (connection.session.received, answer.received)
                 self._in_a_row = self._in_a_row + 1 if received == self._received else 0
                 self._received = received
+                if is_logged:
+                    LOGGER.warning("the connection to %s is back after %.1f s", name, time.monotonic() - began_s)
                 return connection.resume(stream, answer.received)
         return "closed by this side"
 

@@ -37,7 +37,7 @@ class MemoryNetwork:
         self._listeners: dict[str, MemoryListener] = {}
         self._last_free = 0
 
-    def listen(self, address: str, *, name: str, handler: Handler) -> MemoryListener:
+    def listen(self, address: str, *, name: str, handler: Handler, resume_s: float | None = None) -> MemoryListener:
         """Accept connections at `address`; raises OSError if another listener has it."""
         with self._changed:
             if not address:
@@ -59,6 +59,7 @@ class MemoryNetwork:
         who: str,
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
+        resume_s: float | None = None,
     ) -> Peer:
         """Connect to the listener at `address`, waiting for it to appear; see `base.Transport.connect`."""
         deadline = time.monotonic() + timeout_s

@@ -7,6 +7,7 @@ malformed, oversized or late ends only its own connection, with a logged reason.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
@@ -32,7 +33,7 @@ class SocketTransport:
         self._security = security or SameMachine()
         self._reactor = Reactor(self._limits.stall_timeout_s)
 
-    def listen(self, address: str, *, name: str, handler: Handler) -> SocketListener:
+    def listen(self, address: str, *, name: str, handler: Handler, resume_s: float | None = None) -> SocketListener:
         """Accept connections at `address`; see `base.Transport.listen`."""
         ways = parse_endpoints(address)
         places = [ways.main] if ways.near is None else [ways.main, ways.near]
@@ -41,7 +42,7 @@ class SocketTransport:
         with contextlib.ExitStack() as opened:
             bounds = [opened.enter_context(contextlib.closing(bind(place))) for place in places]
             opened.pop_all()
-        return SocketListener(bounds, name, handler, self._limits, self._security, self._reactor)
+        return SocketListener(bounds, name, handler, self._limits_with(resume_s), self._security, self._reactor)
 
     def connect(
         self,
@@ -52,15 +53,16 @@ class SocketTransport:
         who: str,
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
+        resume_s: float | None = None,
     ) -> Peer:
         """Connect to `address`, retrying while nothing answers there; see `base.Transport.connect`."""
-        places = _ways_from_here(parse_endpoints(address))
+        places, limits = _ways_from_here(parse_endpoints(address)), self._limits_with(resume_s)
         for place in places:
             self._security.check_address(place, listens=False)
         deadline, retry_s = Deadline.after(timeout_s), FIRST_RETRY_S
         while True:
             try:
-                return self._connect_once(places, name, handler, deadline.left_s)
+                return self._connect_once(places, name, handler, limits, deadline.left_s)
             except (WireError, SecurityError) as error:
                 raise type(error)(f"cannot connect to {who} at {address}: {error}") from error
             except (OSError, TransportClosed, DeadlineExceeded) as error:
@@ -72,9 +74,14 @@ class SocketTransport:
             time.sleep(retry_s)
             retry_s = min(2 * retry_s, LONGEST_RETRY_S)
 
-    def _connect_once(self, places: Sequence[Address], name: str, handler: Handler, timeout_s: float) -> Peer:
+    def _limits_with(self, resume_s: float | None) -> Limits:
+        return self._limits if resume_s is None else dataclasses.replace(self._limits, resume_s=resume_s)
+
+    def _connect_once(
+        self, places: Sequence[Address], name: str, handler: Handler, limits: Limits, timeout_s: float
+    ) -> Peer:
         """Connect by the first address at which the other side listens; errors are those of the last address."""
-        diallers = [Dialler(place, name, self._limits, self._security, self._reactor) for place in places]
+        diallers = [Dialler(place, name, limits, self._security, self._reactor) for place in places]
         for dialler in diallers[:-1]:
             with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
                 return dialler.connect(handler, timeout_s)

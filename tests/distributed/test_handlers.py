@@ -9,12 +9,12 @@ from dflow.distributed.task import task_server
 from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request
-from dflow.distributed.wire.messages.roster import Roster, RosterChange
+from dflow.distributed.wire.messages.roster import Announcement, Roster, RosterChange
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import InternalError
 
 #: Handled by the coordinator's client, in `CoordinatorSession`.
-OF_CLIENTS = {RosterChange}
+OF_CLIENTS = {Announcement, RosterChange}
 
 
 def of(kind: type[Message]) -> set[type[Message]]:

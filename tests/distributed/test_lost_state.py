@@ -28,7 +28,7 @@ from tests.distributed.waiting import until
 
 SOON = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=30.0)
 #: Long enough for a live task to reconnect to a coordinator.
-AT_ONCE = CoordinatorSettings(heartbeat_timeout_s=3.0, rejoin_s=0.2)
+AT_ONCE = CoordinatorSettings(heartbeat_timeout_s=3.0, rejoin_s=0.2, holder_timeout_s=3.0)
 LOST = r"lost: ps:0 left at .* s: .*, and ps:0 has been started again without (it|them)"
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     role, address = sys.argv[1:]
     server: TaskServer | Coordinator
     if role == "task":
-        settings = TaskSettings(wait_timeout_s=2.0, connect_timeout_s=1.0)
+        settings = TaskSettings(wait_timeout_s=2.0, connect_timeout_s=1.0, reach_timeout_s=0.0)
         server = TaskServer(TASK, SocketTransport(LIMITS), address=address, settings=settings)
         server.roster_changed(Roster(tuple(TaskInfo(worker, "127.0.0.1:1", 0.0) for worker in WORKERS), ()))
     else:

@@ -8,6 +8,8 @@ By the names that a report gives them:
                      died, left or saw the attempt fail. Such a step that was applied is listed by `repeated`;
 - `waits end`        every wait ends by its deadline;
 - `one of a name`    a roster lists at most one live task of each name;
+- `holder kept`      no task learns that a holder has left, unless its process has ended, or the coordinator has heard
+                     nothing from it for `HOLDER_S`;
 - `rosters in order` a process never gets an older roster after a newer one;
 - `one view`         all tasks that pass a barrier together get the same list of members, which contains them, and all
                      of these have arrived;
@@ -35,6 +37,8 @@ from dflow.tracing.devices.task_name import task_name
 #: Reports on one invariant: whether it holds, its name, and the description of the violation.
 Require = Callable[[bool, str, str], None]
 
+#: The coordinator's `holder_timeout_s`, which some outages exceed.
+HOLDER_S = 18.0
 #: Most time that a wait may last beyond its deadline: a process may be slow, or hang.
 SLACK_S = 45.0
 
@@ -80,6 +84,10 @@ class Checks:
         self._given_up: set[tuple[str, float]] = set()
         self._done: set[int] = set()
         self._rosters: dict[str, Roster] = {}
+        self._holders: set[str] = set()
+        self._dead: set[str] = set()
+        #: By process, the times of its signs of life at the coordinator.
+        self._heard_at_s: dict[str, list[float]] = {}
         self._office: str | None = None
         self._arrived: set[str] = set()
         self._barriers: dict[int, BarrierPassed] = {}
@@ -111,7 +119,8 @@ class Checks:
         attempt.ended = attempt.ended or f"{attempt.worker} saw it fail ({why})"
 
     def died(self, process: str, why: str) -> None:
-        """A worker's process has ended."""
+        """A process has ended."""
+        self._dead.add(process)
         for attempt in self._attempts:
             if attempt.worker == process and not attempt.reported:
                 attempt.ended = attempt.ended or f"{process} {why}"
@@ -175,6 +184,21 @@ class Checks:
 
     # Membership.
 
+    def holds(self, process: str) -> None:
+        """The coordinator has placed a variable on a process."""
+        self._holders.add(process)
+
+    def lives(self, process: str, now_s: float) -> None:
+        """The coordinator receives a sign of life of a process."""
+        self._heard_at_s.setdefault(process, []).append(now_s)
+
+    def _check_holder(self, who: str, info: TaskInfo) -> None:
+        if info.left_at_s is None or info.process not in self._holders - self._dead:
+            return
+        silent_s = info.left_at_s - max(at_s for at_s in self._heard_at_s[info.process] if at_s <= info.left_at_s)
+        text = f"{who} learns that {info.process} left ({info.left}), which was silent for {silent_s:.2f} s"
+        self.require(silent_s >= HOLDER_S, "holder kept", text)
+
     def roster(self, who: str, roster: Roster) -> None:
         """A process receives a roster: it must list each live task once, and be no older than the roster before."""
         live = [info.task for info in roster.tasks if info.left_at_s is None]
@@ -190,6 +214,8 @@ class Checks:
                     old.left_at_s is None and (old.task, old.joined_at_s) == (new.task, new.joined_at_s)
                 )
                 self.require(is_later, "rosters in order", f"{who} is told {new} after {old}")
+        for info in roster.tasks if before is None else set(roster.tasks) - set(before.tasks):
+            self._check_holder(who, info)
         self._rosters[who] = roster
 
     def elected(self, worker: str) -> None:

@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.roster import Roster
+from dflow.distributed.wire.messages.placement import Placed
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues.timers import timers_started_by
-from tests.simulation.checks import Checks, Repeated, name_of
+from tests.simulation.checks import HOLDER_S, Checks, Repeated, name_of
 from tests.simulation.events import EventQueue, PendingEvent
 from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
 from tests.simulation.link import Connections, SimulatedTransport
@@ -225,6 +227,8 @@ class _ScheduleRun:
                 self.checks.claimed(name_of(str(process)), range(first, first + count), live)
             case Claimed() if self._wants_more.get(process):
                 self.checks.told_complete(str(process), self._coordinator.status().steps_done)
+            case Placed():
+                self.checks.holds(message.process)
             case BarrierPassed():
                 self.checks.passed(name_of(str(process)), message)
             case Elected(True):
@@ -242,6 +246,8 @@ class _ScheduleRun:
             self._wants_more[process] = message.more
         elif isinstance(message, AwaitBarrier):
             self.checks.arrives(message.task)
+        elif isinstance(message, Heartbeat | Join):
+            self.checks.lives(str(process), self.events.now_s)
 
     def _heard(self, process: Process, message: Message) -> None:
         """After the coordinator has handled a claim, check by how many steps the run has progressed."""
@@ -262,6 +268,7 @@ class _ScheduleRun:
             ADDRESS,
             {"ps": self._schedule.ps, "worker": self._schedule.workers},
             store=self._store,
+            settings=CoordinatorSettings(holder_timeout_s=HOLDER_S),
             tick_s=None,
             clock=lambda: self.events.now_s,
             wall_clock=lambda: self.events.now_s,

@@ -7,7 +7,7 @@ A stream carries packets in order. It breaks when the faults of the schedule say
 through for `GIVE_UP_S`. Packets in flight may then be lost. The other end is notified if the network lets that through,
 and otherwise finds out when it sends. The end that dialled dials again and states the number of the last frame that it
 received; the other end answers with its own number, and both resend the missing frames. The connection ends if that
-does not succeed within `Limits.resume_s`.
+does not succeed within `Limits.resume_s`, or the longer time that tasks give.
 
 Between tasks, notifications (values and cancellations) may arrive twice or out of order where the faults say so, as the
 protocol allows. Such frames do not belong to the session. They are delivered only after the first frame of the session,
@@ -63,7 +63,7 @@ class _Packet(NamedTuple):
 class SimulatedLink:
     """One end of a connection; see `link.FrameLink`. If `dials`, this end dials a new stream when one breaks."""
 
-    def __init__(self, network: Network, near: Process, far: Process, *, dials: bool) -> None:
+    def __init__(self, network: Network, near: Process, far: Process, resume_s: float, *, dials: bool) -> None:
         self.peer: Peer | None = None
         self.other: SimulatedLink
         self.is_closed = False
@@ -74,6 +74,7 @@ class SimulatedLink:
         self._network = network
         self._far = far
         self._dials = dials
+        self._resume_s = resume_s
         self._session: Session[_Said] = Session(ack_frames=ACK_FRAMES)
         #: The numbers of the current stream and of the newest one dialled.
         self._stream = self._dialled = 0
@@ -242,23 +243,24 @@ class SimulatedLink:
         if self.is_closed or stream != self._stream or self._resume_by_s is not None:
             return
         self._is_up = False
-        self._resume_by_s = self._network.events.now_s + LIMITS.resume_s
+        self._resume_by_s = self._network.events.now_s + self._resume_s
         self._tell_other(partial(self.other._broke, stream, "the other side has left the stream"))
         if self._dials:
             self._dial(stream, reason)
         else:
-            self.near.after(LIMITS.resume_s, partial(self._too_late, stream, reason))
+            # Routine: tasks wait for each other longer than the simulation runs on.
+            self.near.after(self._resume_s, partial(self._too_late, stream, reason), is_routine=True)
 
     def _too_late(self, stream: int, reason: str) -> None:
         if stream == self._stream:
-            self._close(f"{reason}, and the other side did not come back within {LIMITS.resume_s:g} s")
+            self._close(f"{reason}, and the other side did not come back within {self._resume_s:g} s")
 
     def _dial(self, stream: int, reason: str) -> None:
         """Dial a new stream every `RETRY_S` until one is answered or the deadline has passed."""
         if self.is_closed or self._resume_by_s is None or stream != self._stream:
             return
         if self._network.events.now_s >= self._resume_by_s:
-            self._close(f"{reason}, and it could not be reached again within {LIMITS.resume_s:g} s")
+            self._close(f"{reason}, and it could not be reached again within {self._resume_s:g} s")
             return
         self._dialled += 1
         offered = partial(self.other._offered, self._dialled, self._session.received)
@@ -316,7 +318,7 @@ class SimulatedTransport:
         self._process = process
         self._connections = connections
 
-    def listen(self, address: str, *, name: str, handler: Handler) -> SimulatedListener:
+    def listen(self, address: str, *, name: str, handler: Handler, resume_s: float | None = None) -> SimulatedListener:
         """Accept connections; an empty `address` is replaced by one that only this life of the process has."""
         process = self._process
         address = address or f"{process.host}#{process.life}.{len(process.listeners)}"
@@ -331,6 +333,7 @@ class SimulatedTransport:
         who: str,
         timeout_s: float,
         is_wanted: Callable[[], bool] = lambda: True,
+        resume_s: float | None = None,
     ) -> Peer:
         """Connect now, without retries, which the caller makes.
 
@@ -342,10 +345,9 @@ class SimulatedTransport:
         listener = None if target is None else target.listeners.get(address)
         if target is None or listener is None:
             raise DeadlineExceeded(f"{who} at {address} could not be reached from {source}")
-        ours, theirs = (
-            SimulatedLink(network, source, target, dials=True),
-            SimulatedLink(network, target, source, dials=False),
-        )
+        resumes_s = LIMITS.resume_s if resume_s is None else resume_s
+        ours = SimulatedLink(network, source, target, resumes_s, dials=True)
+        theirs = SimulatedLink(network, target, source, resumes_s, dials=False)
         ours.other, theirs.other = theirs, ours
         ours.peer = Peer(ours, local=name, remote=listener.name, handler=handler, limits=LIMITS)
         theirs.peer = Peer(theirs, local=listener.name, remote=name, handler=listener.handler, limits=LIMITS)

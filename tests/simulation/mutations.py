@@ -15,7 +15,14 @@ import msgspec
 import pytest
 
 from dflow.distributed.client import coordinator_session, session_driver
-from dflow.distributed.coordinator import barriers, coordinator_state, elections, membership, step_ledger
+from dflow.distributed.coordinator import (
+    barriers,
+    coordinator_state,
+    elections,
+    membership,
+    step_ledger,
+    variable_directory,
+)
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
 from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
 from dflow.distributed.strategies import async_
@@ -270,6 +277,10 @@ def _without_number(original: Any) -> Any:
     return lambda runs, step, of=None: original(runs, step)
 
 
+def _without_roster(original: Any) -> Any:
+    return lambda gate, own: msgspec.structs.replace(original(gate, own), roster=0)
+
+
 def _a_failed_step_as_done(original: Any) -> Any:
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         worker = strategy._cluster
@@ -294,6 +305,12 @@ _APART = "cut=ps:0/ps:1@0.6+14"
 
 #: Workers die, and come back when the rounds should be over.
 _DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"
+
+#: The first elected worker hangs and is declared dead; it writes after its successor, before the ps tasks know.
+_LATE_NEWS = (
+    "hang=worker:1@0+9.8,hang=worker:2@0+9.8,hang=worker:0@2.5+10.6,"
+    "cut=ps:0/coordinator@10.5+3.5,cut=ps:1/coordinator@10.5+3.5"
+)
 
 #: Connections go over one stream after the other.
 _BREAKS = "breaks=0.15"
@@ -323,6 +340,13 @@ MUTATIONS = (
     Mutation("offices do not outlive the coordinator", elections.Elections, "_set", _set_for_now, "one in office"),
     Mutation("a run is called complete too early", _RUN, "answer_waiting", _say_complete_too_early, "none lost"),
     Mutation("a task's old life stays", _MEMBERS, "_release", _keep_the_old_life, "one of a name"),
+    Mutation(
+        "a holder is given no more time than others",
+        variable_directory.VariableDirectory,
+        "holds_state",
+        _giving(False),
+        "holder kept",
+    ),
     Mutation("silence is not noticed", _MEMBERS, "tick", _doing_nothing, "none lost"),
     Mutation(
         "who is given up is not disconnected",
@@ -371,6 +395,15 @@ MUTATIONS = (
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),
     Mutation("no process is recorded", membership.Membership, "process", _giving(""), "one life", program=VARIABLES),
+    Mutation(
+        "a write may come before the news of the death that led to it",
+        member_gate.MemberGate,
+        "introduction",
+        _without_roster,
+        "one writes",
+        _LATE_NEWS,
+        VARIABLES,
+    ),
     Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
 )
 

@@ -26,6 +26,7 @@ from dflow.distributed.strategies.strategy import StrategyCluster
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
+from dflow.distributed.wire.messages.placement import PlaceVariable, Unplace
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
@@ -33,7 +34,7 @@ from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import DeadlineExceeded, DflowError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost
 from tests.simulation.checks import Attempt, Checks, name_of
 from tests.simulation.tasks import Member, SimulatedTasks, programs
 
@@ -123,11 +124,22 @@ class StepsWorker(TrainingWorker):
         member = self._member
         if member.ask_coordinator(ElectOnce("first value", member.name)).elected:
             member.say("makes the first value")
+        for host in self._ps:
+            self._place_on(host)
         self._await_others()
         strategy = Async(cast(StrategyCluster, self), prefetch=int(member.name.rpartition(":")[2]))
         for _ in strategy.run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
             pass
         self.is_complete = True
+
+    def _place_on(self, host: str) -> None:
+        """Place a variable on a ps task; one that was lost with an earlier process is abandoned first."""
+        name = f"variable of {host}"
+        try:
+            self._member.ask_coordinator(PlaceVariable(name, "int32", (), 4, "ps", on=name_of(host)))
+        except TaskLost:
+            self._member.ask_coordinator(Unplace(name))
+            raise
 
     def _await_others(self) -> None:
         """Begin with the others, or alone if they do not arrive in time: they may have begun already."""

@@ -10,6 +10,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.effort import examples
+from tests.simulation import steps_program, tasks
+from tests.simulation.checks import HOLDER_S
 from tests.simulation.fault_schedule import FaultSchedule, simulate
 from tests.simulation.faults import (
     COORDINATOR,
@@ -153,6 +155,44 @@ def test_steps_go_on_while_the_coordinator_is_down() -> None:
     applied = [float(line.split()[0]) for line in log if "ps:0" in line and "applies step" in line]
     assert len(applied) == 20
     assert len([at_s for at_s in applied if 1.0 < at_s < 10.0]) >= 3
+
+
+@settings(max_examples=examples(30), phases=set(Phase) - {Phase.explain})
+@given(
+    seed=st.integers(0, 1000),
+    outages=st.lists(
+        st.tuples(
+            st.sampled_from(["hang=ps:0", "cut=ps:0/coordinator", "cut=ps:0/worker:0", "cut=ps:0/ps:1"]),
+            st.floats(0.5, 3.0),
+            # Longer than a worker may be silent; a heartbeat may have been sent 3 s before.
+            st.floats(10.5, HOLDER_S - 6.0),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_no_step_fails_while_a_holder_is_paused_or_cut_off_for_less_than_its_timeout(
+    seed: int, outages: list[tuple[str, float, float]]
+) -> None:
+    text = ",".join(f"{fault}@{at_s}+{for_s}" for fault, at_s, for_s in outages)
+    log: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps_program, "STEP_S", 90.0)
+        patch.setattr(tasks, "WAIT_S", 90.0)
+        ended = simulate(FaultSchedule(seed, workers=2, steps=8, faults=parse_faults(text)), log.append)
+    assert not ended.broken, str(ended)
+    assert not ended.repeated, str(ended)
+    failures = [line for line in log if "failed" in line]
+    assert not failures, (str(ended), failures)
+
+
+def test_the_absence_of_a_holder_and_its_return_are_announced_to_all() -> None:
+    log: list[str] = []
+    ended = simulate(FaultSchedule(0, workers=2, faults=parse_faults("hang=ps:0@1+14")), log.append)
+    assert not ended.broken, str(ended)
+    for text in ("ps:0 is away since", "ps:0 is back after"):
+        hosts = [line.split()[1] for line in log if text in line]
+        assert sorted(hosts) == ["coordinator", "ps:1", "worker:0", "worker:1"]
 
 
 def test_a_step_that_may_have_been_applied_is_shown_with_the_reason() -> None:

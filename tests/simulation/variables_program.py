@@ -1,6 +1,7 @@
 """The schedule's program on variables of ps tasks: workers place, create, write and read them, as `ClusterHome` does.
 
-A worker asks the coordinator for a variable's task, or uses an earlier answer, which may be out of date.
+A worker asks the coordinator for a variable's task, or uses an earlier answer, which may be out of date. One more
+variable is written only by the worker that the coordinator has elected, which may be declared dead before it writes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from dflow.distributed.wire.codec import decode_array, encode_array
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import ArrayInfo
+from dflow.distributed.wire.messages.coordination import ElectOnce
 from dflow.distributed.wire.messages.message import Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.variables import (
@@ -29,6 +31,8 @@ from tests.simulation.checks import Require
 from tests.simulation.tasks import Member, SimulatedTasks
 
 NAMES = ("a", "b", "c")
+#: The variable of the elected worker.
+OWNED = "owned"
 PAUSE_S = 1.5
 ANSWER_S = 8.0
 _INITIAL = np.zeros((), np.int32)
@@ -47,12 +51,14 @@ class VariableChecks:
     """The invariants of variables; `require` records a violation.
 
     - `one life`   one process answers for a variable, so no other has created it again;
-    - `none lost`  a read gives a number that was written, or the initial value unless a write was answered before.
+    - `none lost`  a read gives a number that was written, or the initial value unless a write was answered before;
+    - `one writes` an elected worker reads the number that it wrote last: no worker that was elected before it has
+                   written since.
     """
 
     def __init__(self, require: Require) -> None:
         self._require = require
-        self._seen = {name: _SeenVariable() for name in NAMES}
+        self._seen = {name: _SeenVariable() for name in (*NAMES, OWNED)}
         self._numbers = 0
 
     def writes(self, name: str) -> int:
@@ -74,6 +80,11 @@ class VariableChecks:
         text = f"{name!r} is read as {number}"
         self._require(number in self._seen[name].written or not number, "none lost", f"{text}, which no worker wrote")
         self._require(number > 0 or not was_written, "none lost", f"{text}, the initial value, after a write")
+
+    def read_own(self, worker: str, number: int, wrote: int) -> None:
+        """An elected worker has read a number after the answer to its write."""
+        text = f"{worker} is elected and wrote {wrote} to {OWNED!r}, and reads {number}"
+        self._require(number == wrote, "one writes", text)
 
     def answered(self, name: str, process: str) -> None:
         """A process has created, written or read the variable."""
@@ -97,12 +108,29 @@ class VariablesWorker:
         for _ in range(self._ops):
             try:
                 self._member.sleep(PAUSE_S * self._random.random())
-                self._use(self._random.choice(NAMES))
+                if self._random.random() < 0.2:
+                    self._use_owned()
+                else:
+                    self._use(self._random.choice(NAMES))
             except DflowError as error:
                 self._member.failed(error)
         self.is_complete = True
 
-    def _use(self, name: str) -> None:
+    def _use_owned(self) -> None:
+        """Write the variable of the elected worker, if it is this one, and read it again."""
+        if not self._member.ask_coordinator(ElectOnce("owner", self._member.name)).elected:
+            return
+        self._find(OWNED)
+        self._member.sleep(PAUSE_S * self._random.random())
+        number = self._checks.writes(OWNED)
+        self._ask(OWNED, WriteVariable(OWNED, "int32", ()), encode_array(np.asarray(number, np.int32)))
+        self._member.say(f"is elected and wrote {number}")
+        self._member.sleep(PAUSE_S * self._random.random())
+        answer = self._ask(OWNED, ReadVariables((OWNED,)))
+        self._checks.read_own(str(self._member.process), int(decode_array("int32", (), answer.payload)), number)
+
+    def _find(self, name: str) -> None:
+        """Find the task of a variable, and create it there unless it exists."""
         if name not in self._placed or self._random.random() < 0.3:
             request = PlaceVariable(name, "int32", (), 4, "ps")
             placed = self._placed[name] = self._member.ask_coordinator(request)
@@ -110,6 +138,9 @@ class VariablesWorker:
             message = CreateVariables((variable,), (ArrayInfo("int32", ()),))
             self._ask(name, message, encode_array(_INITIAL))
             self._member.say(f"has created or found {name!r}")
+
+    def _use(self, name: str) -> None:
+        self._find(name)
         if self._random.random() < 0.5:
             number = self._checks.writes(name)
             self._ask(name, WriteVariable(name, "int32", ()), encode_array(np.asarray(number, np.int32)))

@@ -57,8 +57,16 @@ class Packed(Message, frozen=True):
 
 
 class Introduce(Request[Ok], frozen=True):
-    """The sender's life number in the roster: the first message over a connection to a task."""
+    """The sender's life in the roster: the first message over a connection to a task, and again after a change.
+
+    `life`         number of its life
+    `incarnation`  id of that life, which no coordinator gives again
+    `roster`       version of the roster that the receiver must have before it handles the sender's later messages: the
+                   sender knows by it that another task has died
+    """
 
     is_open = True
 
     life: int
+    incarnation: str = ""
+    roster: int = 0

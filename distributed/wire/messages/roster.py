@@ -138,6 +138,12 @@ class Heartbeat(Notice, frozen=True):
     wakeups: int = 0
 
 
+class Announcement(Notice, frozen=True):
+    """The coordinator's text about a task that is away or back, for the log of each task."""
+
+    text: str
+
+
 class Leave(Request[Ok], Notice, frozen=True):
     """A task leaves the cluster voluntarily."""
 

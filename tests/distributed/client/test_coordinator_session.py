@@ -20,7 +20,7 @@ from dflow.distributed.client.coordinator_session import (
 )
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
-from dflow.distributed.wire.messages.roster import Join, Leave, Roster, RosterChange, TaskInfo
+from dflow.distributed.wire.messages.roster import Announcement, Join, Leave, Roster, RosterChange, TaskInfo
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.distributed.wire.messages.status import GetStatus
 
@@ -259,6 +259,10 @@ def test_a_change_of_the_roster_is_applied_once_and_an_older_roster_is_not_shown
     gone = TaskInfo(WORKER0, "h:0", 0.0, 2.0, "finished", "life")
     [shown] = made.heard(0.0, 1, RosterChange(1, 4, (gone, second), epoch=1))
     assert shown == ShowRoster(Roster((gone, second), (), 4, "blue", 1))
+
+
+def test_an_announcement_of_the_coordinator_is_logged() -> None:
+    assert joined().heard(1.0, 1, Announcement("ps:0 is away")) == [Warn("ps:0 is away")]
 
 
 def test_a_gap_in_the_changes_is_closed_by_coming_back() -> None:

@@ -23,7 +23,15 @@ from dflow.distributed.wire.messages.coordination import Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
-from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster, RosterChange
+from dflow.distributed.wire.messages.roster import (
+    Announcement,
+    EdgeTraffic,
+    Heartbeat,
+    Join,
+    Leave,
+    Roster,
+    RosterChange,
+)
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, PartCosts, Report, Status
 from dflow.distributed.wire.messages.variables import ReadVariables
@@ -353,3 +361,31 @@ def test_a_task_that_makes_no_progress_has_all_write_down_their_last_events() ->
     (told,) = (c.message for c in commands if isinstance(c, Broadcast) and isinstance(c.message, DumpEvents))
     assert told.why.startswith("worker:0 is alive and has ended no step for 30.0 s")
     assert dumps(state.handle(Ticked(32.0))) == []
+
+
+def test_a_task_that_holds_a_variable_is_away_where_another_has_left() -> None:
+    state = cluster()
+    state.handle(Asked(0.0, 12, 2, Join(PS0, "h:2", "p")))
+    state.handle(Asked(0.0, 13, 3, Join("/job:ps/task:1", "h:3", "q")))
+    state.handle(Asked(0.0, 10, 4, PlaceVariable("w", "float32", (), 4, "ps")))
+    for tick in range(1, 41):
+        state.handle(Ticked(tick / 2))
+    found = status(state)
+    assert [(info.task, info.left_at_s) for info in found.tasks] == [
+        (WORKER0, 10.0),
+        (WORKER1, 10.0),
+        (PS0, None),
+        ("/job:ps/task:1", 10.0),
+    ]
+    assert found.away == (PS0,)
+    back = state.handle(Told(21.0, 12, Heartbeat(PS0)))
+    assert back == [Log("ps:0 is back after 21.0 s"), Broadcast((), Announcement("ps:0 is back after 21.0 s"))]
+
+
+def test_a_task_hears_of_a_death_before_it_gets_the_steps_of_the_dead() -> None:
+    state = cluster()
+    state.handle(Asked(1.0, 10, 2, ClaimSteps("run", WORKER0, 1, number=1)))
+    assert not replies(state.handle(Asked(1.0, 11, 3, ClaimSteps("run", WORKER1, 1, number=1))))
+    commands = state.handle(Told(2.0, 10, Leave(WORKER0, "killed")))
+    found = [command for command in commands if isinstance(command, (SendReply, Broadcast))]
+    assert [type(command.message) for command in found] == [RosterChange, Claimed]

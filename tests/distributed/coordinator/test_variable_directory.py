@@ -181,3 +181,19 @@ def test_what_is_placed_on_a_task_before_it_joins_is_held_by_its_first_process()
     members.run(0, "b")
     directory.joined(TASKS[0])
     assert isinstance(directory.place(ask("w")), Failure)
+
+
+def test_a_task_holds_state_while_the_process_lives_on_which_it_was_placed() -> None:
+    members = Members(ps0="first")
+    directory = VariableDirectory(members, DurableRecords())
+    assert not directory.holds_state(TASKS[0])
+    directory.place(ask("w"))
+    assert directory.holds_state(TASKS[0])
+    assert not directory.holds_state(TASKS[1])
+    members.kill(0)
+    members.run(0, "second")
+    directory.joined(TASKS[0])
+    assert not directory.holds_state(TASKS[0]), "the new process has none of it"
+    directory.give_up("w")
+    directory.place(ask("w"))
+    assert directory.holds_state(TASKS[0])

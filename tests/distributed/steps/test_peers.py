@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,9 +11,11 @@ import pytest
 
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
-from dflow.distributed.transport.base import Peer, Transport
+from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.distributed.wire.messages.connection import Introduce, Ok
+from dflow.distributed.wire.messages.message import Message
 from dflow.lowering.values.computed import before_waiting
 from dflow.tracing.errors import DeadlineExceeded, TaskLost
 from tests.distributed.transports import DEADLINE_S, Recorder
@@ -95,6 +98,66 @@ def test_a_task_that_cannot_be_reached_for_all_the_time_there_is_counts_as_lost(
     peers.set_addresses({PS0: "memory:1"})
     with pytest.raises(TaskLost, match=f"{PS0} at memory:1 could not be reached within 0.01 s: nothing listens there"):
         peers.get(PS0)
+
+
+def test_a_task_that_listens_and_does_not_answer_is_dialled_until_it_has_left() -> None:
+    attempts = list[str]()
+
+    class Counting(SocketTransport):
+        def connect(self, address: str, **settings: Any) -> Peer:
+            attempts.append(address)
+            if len(attempts) == 3:
+                peers.set_addresses({}, {PS0: "no heartbeat"})
+            return super().connect(address, **settings)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        peers = Peers(
+            Counting(),
+            name="/job:worker/task:0",
+            handler=Recorder(),
+            connect_timeout_s=0.05,
+            reach_timeout_s=DEADLINE_S,
+        )
+        peers.set_addresses({PS0: f"127.0.0.1:{silent.getsockname()[1]}"})
+        with pytest.raises(TaskLost, match="has left or moved while a connection to it was made: no heartbeat"):
+            peers.get(PS0)
+    assert len(attempts) == 3
+
+
+def test_another_process_at_the_same_address_gets_another_connection() -> None:
+    network, server = MemoryNetwork(), Recorder()
+    listener = network.listen("", name=PS0, handler=server)
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: listener.address}, {}, {PS0: "first"})
+    first = peers.get(PS0)
+    peers.set_addresses({PS0: listener.address}, {}, {PS0: "first"})
+    assert peers.get(PS0) is first
+    peers.set_addresses({PS0: listener.address}, {}, {PS0: "second"})
+    assert first.closed == "the task has left or moved"
+    assert peers.get(PS0) is not first
+    peers.close()
+    listener.close()
+
+
+def test_a_task_introduces_itself_over_a_connection_that_it_takes_over() -> None:
+    network, found = MemoryNetwork(), SimpleQueue[Message]()
+
+    def answer(peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
+        found.put(message)
+        responder.reply(Ok())
+
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "nowhere"})
+    peers.introduce(Introduce(4, "process", 7))
+    accepted = SimpleQueue[Peer]()
+    listener = network.listen("", name="/job:worker/task:0", handler=Recorder(lambda peer, *rest: accepted.put(peer)))
+    network.connect(listener.address, name=PS0, handler=Recorder(answer), who="worker", timeout_s=1.0).start(Ok())  # type: ignore[arg-type]
+    peers.adopt(accepted.get(timeout=DEADLINE_S))
+    assert found.get(timeout=DEADLINE_S) == Introduce(4, "process", 7)
+    peers.introduce(Introduce(4, "process", 9))
+    assert found.get(timeout=DEADLINE_S) == Introduce(4, "process", 9)
+    peers.close()
+    listener.close()
 
 
 class Refusing:

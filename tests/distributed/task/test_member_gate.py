@@ -5,12 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import cast
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.distributed.task.member_gate import MOST_HELD, Arrived, MemberGate
 from dflow.distributed.transport.base import Peer
+from dflow.distributed.wire.messages.connection import Introduce
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.errors import TaskLost
 from tests.effort import examples
@@ -59,7 +61,7 @@ EVENTS = st.lists(st.sampled_from(["send 0", "send 1", "send 2", "join", "leave"
 def test_each_message_is_delivered_in_order_exactly_while_its_life_is_live(events: list[str]) -> None:
     gate, connections = MemberGate("/job:ps/task:0"), [Connection() for _ in range(3)]
     for life, connection in enumerate(connections):
-        gate.introduced(cast(Peer, connection), life)
+        gate.introduced(cast(Peer, connection), Introduce(life))
     newest, live = -1, None
     expected: list[list[int]] = [[], [], []]
     waiting: list[list[int]] = [[], [], []]
@@ -87,7 +89,7 @@ def test_each_message_is_delivered_in_order_exactly_while_its_life_is_live(event
 
 def test_what_comes_before_the_news_is_bounded() -> None:
     gate, connection = MemberGate("/job:ps/task:0"), Connection()
-    gate.introduced(cast(Peer, connection), 7)
+    gate.introduced(cast(Peer, connection), Introduce(7))
     for _ in range(MOST_HELD + 1):
         connection.send(gate)
     assert connection.refused == [
@@ -95,9 +97,20 @@ def test_what_comes_before_the_news_is_bounded() -> None:
     ]
 
 
+def test_all_messages_of_a_member_are_held_until_the_roster_that_it_had() -> None:
+    gate, connection = MemberGate("/job:ps/task:0"), Connection()
+    show(gate, roster(0, 0))
+    gate.introduced(cast(Peer, connection), Introduce(0, roster=1))
+    for _ in range(2 * MOST_HELD):
+        connection.send(gate)
+    assert (connection.delivered, connection.refused) == ([], [])
+    show(gate, msgspec.structs.replace(roster(0, 0), version=1))
+    assert len(connection.delivered) == 2 * MOST_HELD
+
+
 def test_messages_of_a_connection_that_ends_before_the_news_are_dropped() -> None:
     gate, connection = MemberGate("/job:ps/task:0"), Connection()
-    gate.introduced(cast(Peer, connection), 0)
+    gate.introduced(cast(Peer, connection), Introduce(0))
     connection.send(gate)
     gate.closed(cast(Peer, connection))
     show(gate, roster(0, 0))
@@ -106,7 +119,7 @@ def test_messages_of_a_connection_that_ends_before_the_news_are_dropped() -> Non
 
 def test_a_message_that_fails_does_not_stop_those_behind_it(caplog: pytest.LogCaptureFixture) -> None:
     gate, connection = MemberGate("/job:ps/task:0"), Connection()
-    gate.introduced(cast(Peer, connection), 0)
+    gate.introduced(cast(Peer, connection), Introduce(0))
 
     def fail() -> None:
         raise ValueError("of this message")
@@ -119,3 +132,63 @@ def test_a_message_that_fails_does_not_stop_those_behind_it(caplog: pytest.LogCa
     show(gate, roster(0, 0))
     assert connection.delivered == [1]
     assert "a message of /job:worker/task:0 failed" in caplog.text
+
+
+KNOWING = st.lists(st.sampled_from(["send", "know", "roster"]), max_size=40)
+
+
+@settings(max_examples=examples(200))
+@given(KNOWING)
+def test_a_message_waits_for_the_roster_that_its_sender_had(events: list[str]) -> None:
+    gate, connection = MemberGate("/job:ps/task:0"), Connection()
+    show(gate, roster(0, 0))
+    gate.introduced(cast(Peer, connection), Introduce(0))
+    sender_has = task_has = 0
+    needs: list[int] = []
+    for event in events:
+        if event == "send":
+            needs.append(sender_has)
+            connection.send(gate)
+        elif event == "know":
+            sender_has += 1
+            gate.introduced(cast(Peer, connection), Introduce(0, roster=sender_has))
+        else:
+            task_has += 1
+            show(gate, msgspec.structs.replace(roster(0, 0), version=task_has))
+        assert len(connection.delivered) <= sum(need <= task_has for need in needs)
+        if sender_has <= task_has:
+            assert len(connection.delivered) == len(needs)
+    assert connection.delivered == sorted(connection.delivered)
+    assert connection.refused == []
+
+
+def test_another_process_with_the_life_of_a_member_is_refused() -> None:
+    """The coordinator was restarted from an older file and gave a number of a life again."""
+    gate, connection = MemberGate("/job:ps/task:0"), Connection()
+    show(gate, Roster((TaskInfo(WORKER, "", 0.0, incarnation="one", life=3),), ()))
+    gate.introduced(cast(Peer, connection), Introduce(3, "other"))
+    connection.send(gate)
+    assert connection.delivered == []
+    assert connection.refused == [
+        "ps:0 serves only members of its cluster: worker:0 is another process than the one that joined; end it"
+    ]
+
+
+def test_a_task_introduces_itself_by_the_roster_with_the_newest_death() -> None:
+    gate, own = MemberGate("/job:ps/task:0"), TaskInfo("/job:ps/task:0", "", 0.0, incarnation="p", life=9)
+    one = TaskInfo(WORKER, "", 0.0, life=0)
+    two = TaskInfo("/job:worker/task:1", "", 0.0, life=1)
+    rosters = {
+        4: (one,),
+        5: (one, two),
+        6: (one, msgspec.structs.replace(two, left_at_s=1.0, left="finished")),
+        7: (msgspec.structs.replace(one, left_at_s=1.0, left="no heartbeat"),),
+        8: (msgspec.structs.replace(one, life=2),),
+        9: (msgspec.structs.replace(one, life=3),),
+    }
+    found = []
+    for version, tasks in rosters.items():
+        show(gate, Roster((own, *tasks), (), version))
+        assert gate.introduction(own) == Introduce(9, "p", gate.introduction(own).roster)
+        found.append(gate.introduction(own).roster)
+    assert found == [4, 4, 4, 7, 7, 9]

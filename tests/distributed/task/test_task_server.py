@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import pytest
 
 from dflow.distributed.task import task_server
 from dflow.distributed.task.arrivals import Arrival
+from dflow.distributed.task.request_queues import MOST_OF_A_TASK
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.messages.connection import Introduce, Ok
@@ -36,6 +40,7 @@ from tests.distributed.task.served_tasks import (
     CLIENT,
     CLIENTS,
     ONES,
+    OTHER,
     PS,
     WORKER,
     Cluster,
@@ -184,6 +189,58 @@ def test_a_worker_that_was_given_up_writes_nothing_more(cluster: Cluster) -> Non
         with pytest.raises(errors.TaskLost, match=expected):
             peer.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
     assert read(cluster) == [5, 5, 5]
+
+
+def test_a_write_by_a_worker_that_knows_of_a_departure_waits_until_its_task_knows_too(cluster: Cluster) -> None:
+    create(cluster)
+    zombie = cluster.reach_ps(OTHER)
+    newer = msgspec.structs.replace(roster(cluster.ps, cluster.worker, left={OTHER: "no heartbeat"}), version=2)
+    cluster.worker.roster_changed(newer)
+    write = cluster.worker.peer(PS).start(WriteVariable("w", "float32", (3,)), encode_array(2 * ONES))
+    assert zombie.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
+    cluster.ps.roster_changed(newer)
+    assert write.wait(DEADLINE_S).message == Ok()
+    with pytest.raises(errors.TaskLost, match=r"worker:1 left at 1\.0 s: no heartbeat"):
+        zombie.call(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES), timeout_s=DEADLINE_S)
+    assert read(cluster) == [2, 2, 2]
+
+
+def test_a_connection_to_an_earlier_process_of_a_task_is_not_used_for_the_next(cluster: Cluster) -> None:
+    before = cluster.worker.peer(PS)
+    known = roster(*cluster.tasks.values())
+    cluster.worker.roster_changed(known)
+    assert cluster.worker.peer(PS) is before
+    restarted = tuple(
+        msgspec.structs.replace(info, incarnation="next", life=9) if info.task == PS else info for info in known.tasks
+    )
+    cluster.worker.roster_changed(Roster(restarted, (), 2))
+    assert before.closed
+    assert cluster.worker.peer(PS) is not before
+
+
+def test_queued_requests_of_a_worker_that_has_left_are_refused(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create(cluster)
+    zombie, began, may_end = cluster.reach_ps(WORKER), threading.Semaphore(0), threading.Event()
+
+    def views(keys: object) -> list[Any]:
+        began.release()
+        assert may_end.wait(DEADLINE_S)
+        return [ONES]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cluster.ps.store, "views", views)
+        reads = [zombie.start(ReadVariables(("w",))) for _ in range(MOST_OF_A_TASK)]
+        write = zombie.start(WriteVariable("w", "float32", (3,)), encode_array(7 * ONES))
+        for _ in reads:
+            assert began.acquire(timeout=DEADLINE_S)
+        zombie.call(GetTaskState(), timeout_s=DEADLINE_S)  # so the write has come
+        cluster.ps.roster_changed(roster(cluster.ps, cluster.other, left={WORKER: "no heartbeat"}))
+        may_end.set()
+        with pytest.raises(errors.TaskLost, match=r"ps:0 serves only members .* worker:0 left at 1\.0 s: no heartbeat"):
+            write.wait(DEADLINE_S)
+    assert read(cluster) == [1, 1, 1]
 
 
 def test_a_worker_whose_successor_has_joined_writes_nothing_more(cluster: Cluster) -> None:
