@@ -9,12 +9,13 @@ from dflow.distributed.task import task_server
 from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request
+from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Announcement, Roster, RosterChange
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import InternalError
 
-#: Handled by the coordinator's client, in `CoordinatorSession`.
-OF_CLIENTS = {Announcement, RosterChange}
+#: Handled by the coordinator's client.
+OF_CLIENTS = {Announcement, HoldSteps, RosterChange}
 
 
 def of(kind: type[Message]) -> set[type[Message]]:
