@@ -42,7 +42,9 @@ def add_commands(parser: argparse.ArgumentParser, dest: str, commands: Iterable[
             own.set_defaults(run=command.run)
 
 
-def add_seconds(parser: argparse.ArgumentParser, option: str, default: float, text: str) -> None:
+def add_seconds(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, option: str, default: float, text: str
+) -> None:
     """Add an option for a time in s."""
     help = f"{text} (default: {default:g})"
     parser.add_argument(option, type=float, default=float(default), metavar="SECONDS", help=help)

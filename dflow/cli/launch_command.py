@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dflow.cli.certs import FILES_OF_CERTIFICATE
 from dflow.cli.cluster_options import add_security
-from dflow.cli.command import Command, at_least_one, checked, count, job_count
+from dflow.cli.command import Command, add_seconds, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
@@ -47,6 +47,14 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script and of the "
         "coordinator, which goes on where it was. A stock task, ps=POLICY, comes back empty. Repeatable",
     )
+    faults.add_argument(
+        "--snapshots",
+        type=Path,
+        metavar="DIR",
+        help="where stock tasks keep snapshots of their state: one that is started again (--restart ps=on-failure) "
+        "returns to the newest one, all others with it, and training goes on from there",
+    )
+    add_seconds(faults, "--snapshot-every", 60, "time between two snapshots")
     add_backends(parser)
     parser.add_argument(
         "--env",
@@ -131,6 +139,8 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         stock={"ps": options.ps, **dict(options.stock)},
         jobs=jobs,
         restarts=restarts | {job: policy for job, policy in options.restarts if job},
+        snapshots="" if options.snapshots is None else str(options.snapshots.resolve()),
+        snapshot_every_s=options.snapshot_every,
         environment=(*_proofs(options), *options.environment),
     )
 

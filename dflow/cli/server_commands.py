@@ -41,6 +41,13 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
         metavar="HOST[:PORT]",
         help="where to listen (default: what the cluster file says, else the address that leads to the coordinator)",
     )
+    parser.add_argument(
+        "--snapshots",
+        type=Path,
+        metavar="DIR",
+        help="where its parts of snapshots are kept; started again with the same folder, it returns to the newest one "
+        "(default: none are made)",
+    )
     add_seconds(parser, "--coordinator-timeout", 600, "end when the coordinator has been unreachable for this time")
     add_coordinator_address(parser)
     add_security(parser)
@@ -69,6 +76,12 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
         "--holder-timeout",
         60,
         "declare a task that holds variables or queues dead after this time without a heartbeat; until then steps wait",
+    )
+    add_seconds(
+        parser,
+        "--snapshot-every",
+        0,
+        "have the tasks save their state in this interval, so that one that is started again returns to it; 0: never",
     )
     add_seconds(parser, "--stall-timeout", 60, "report a busy task that has ended no step for this time as stalled")
     parser.add_argument(
@@ -100,7 +113,16 @@ def _be_task(options: argparse.Namespace) -> int:
     task, give_up_s = task_name(options.job, index), options.coordinator_timeout
     transport, metrics = transport_of(options), metrics_place_of(options)
     with _told_who_listens(address):
-        return serve_task(stop, transport, task, coordinator, address, give_up_s=give_up_s, metrics=metrics)
+        return serve_task(
+            stop,
+            transport,
+            task,
+            coordinator,
+            address,
+            give_up_s=give_up_s,
+            metrics=metrics,
+            snapshots=options.snapshots,
+        )
 
 
 def _be_coordinator(options: argparse.Namespace) -> int:
@@ -116,6 +138,7 @@ def _be_coordinator(options: argparse.Namespace) -> int:
         heartbeat_timeout_s=options.heartbeat_timeout,
         holder_timeout_s=options.holder_timeout,
         stall_timeout_s=options.stall_timeout,
+        snapshot_every_s=options.snapshot_every,
     )
     file = cluster_file_of(options)
     jobs = dict(options.jobs) or (file.counts if file else {})

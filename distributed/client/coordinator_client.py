@@ -20,6 +20,7 @@ from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator.progress_watch import describe_task
+from dflow.distributed.coordinator.recovery import RETURN_S
 from dflow.distributed.coordinator.traffic_totals import largest
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
@@ -29,6 +30,7 @@ from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
 from dflow.distributed.wire.messages.rounds import ClaimSteps
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.tracing.devices.task_name import short_task_name
@@ -249,6 +251,8 @@ def _timeout_s(message: Message) -> float:
             return CLAIM_S
         case AwaitBarrier():
             return message.timeout_s + BARRIER_GRACE_S
+        case AwaitRecovery():
+            return RETURN_S + BARRIER_GRACE_S
         case _:
             return ANSWER_S
 

@@ -17,11 +17,11 @@ import itertools
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from dflow.distributed.client.coordinator_session import (
     CoordinatorSession,
@@ -41,8 +41,7 @@ from dflow.distributed.transport.link import on_reader_thread
 from dflow.distributed.wire.failures import error_of, failure_of
 from dflow.distributed.wire.large_message import unpack
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.message import Answer, Message, Request
-from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Roster, RosterChange
 from dflow.lowering.queues.timers import Clock, Stoppable
@@ -51,6 +50,8 @@ from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError, TransportClosed, WireError
 
 LOGGER = logging.getLogger("dflow")
+
+Told = TypeVar("Told", bound=Notice)
 
 
 class SessionDriver:
@@ -87,8 +88,8 @@ class SessionDriver:
         self._roster = Roster((), ())
         self._on_roster: list[Callable[[Roster], None]] = []
         self._on_lost: list[Callable[[str], None]] = []
-        self._on_dump: list[Callable[[str], None]] = []
-        self._on_hold: list[Callable[[int], None]] = []
+        #: By kind of notice, the functions to call with it.
+        self._on_notice: defaultdict[type[Message], list[Callable[[Any], object]]] = defaultdict(list)
         self._beat = beat
         self._is_beating = False
         self._todo: deque[SessionCommand] = deque()
@@ -175,16 +176,13 @@ class SessionDriver:
         if lost:
             callback(lost)
 
-    def call_on_dump(self, callback: Callable[[str], None]) -> None:
-        """Call back with the reason when this task must dump its newest events. The callback must not block."""
-        self._on_dump.append(callback)
+    def call_on(self, kind: type[Told], callback: Callable[[Told], object]) -> None:
+        """Call back with each notice of this kind; the callback must not block.
 
-    def call_on_hold(self, callback: Callable[[int], None]) -> None:
-        """Call back with the number of a pause of the shared steps when it begins, and with 0 when none is on.
-
-        The callback must not block. A task that joins again assumes that none is on, unless it is notified again.
+        A notice may be lost with a connection. A task that joins again gets a `HoldSteps` that says that no pause is
+        on; the notice of a pause that is on follows.
         """
-        self._on_hold.append(callback)
+        self._on_notice[kind].append(callback)
 
     def ask(self, message: Request[Answer], timeout_s: float) -> Answer:
         """Send the coordinator a request, and wait for its answer.
@@ -263,18 +261,15 @@ class SessionDriver:
     def link_heard(self, link: int, message: Message, payload: memoryview) -> None:
         """Handle a notification that came over the connection `link`."""
         message = _unpacked(message, payload)
-        if isinstance(message, DumpEvents):
-            for callback in self._on_dump:
-                callback(message.why)
-            return
-        if isinstance(message, HoldSteps):
-            self._hold(message.number)
-            return
-        self._handle(lambda at_s: self._session.heard(at_s, link, message))
+        if not self._call_back(message):
+            self._handle(lambda at_s: self._session.heard(at_s, link, message))
 
-    def _hold(self, number: int) -> None:
-        for callback in self._on_hold:
-            callback(number)
+    def _call_back(self, notice: Message) -> bool:
+        """Call the functions for notices of this kind; return whether there are any."""
+        callbacks = self._on_notice.get(type(notice), [])
+        for callback in callbacks:
+            callback(notice)
+        return bool(callbacks)
 
     def _handle(self, event: Callable[[float], list[SessionCommand]]) -> None:
         """Call a method of the session with the present time, and carry out its commands."""
@@ -341,7 +336,7 @@ class SessionDriver:
                 LOGGER.warning("%s: %s", short_task_name(self._name), text)
             case GaveUp(reason):
                 LOGGER.warning("%s: %s", short_task_name(self._name), reason)
-                self._hold(0)
+                self._call_back(HoldSteps(0))
                 with self._changed:
                     callbacks = [] if self.is_closed else list(self._on_lost)
                 for callback in callbacks:
@@ -363,7 +358,7 @@ class SessionDriver:
             return  # the link reports its end
         message = failure_of(reply) if isinstance(reply, BaseException) else _unpacked(*reply)
         if isinstance(message, (Roster, RosterChange)):
-            self._hold(0)  # it has joined, perhaps again: the notice of a pause that is on follows
+            self._call_back(HoldSteps(0))
         self._handle(lambda at_s: self._session.answered(at_s, link, ask, message))
 
     def _show(self, roster: Roster) -> None:

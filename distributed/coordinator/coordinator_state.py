@@ -38,6 +38,7 @@ from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
+from dflow.distributed.coordinator.recovery import Recovery
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.step_pauses import StepPauses
@@ -52,6 +53,7 @@ from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, Step
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery, StateCaptured, StateLoaded, StateWritten
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
@@ -69,6 +71,7 @@ class CoordinatorSettings:
     `rejoin_s`             a task without a connection for this time has left
     `holder_timeout_s`     a task that holds variables, queues or accumulators has left after this time without a
                            heartbeat; before, it is away, and steps wait for it
+    `snapshot_every_s`     time between two snapshots of the state of all tasks; 0 for none
     `stall_timeout_s`      a busy task that has ended no step for this time is stalled, despite its heartbeats
     """
 
@@ -76,6 +79,7 @@ class CoordinatorSettings:
     rejoin_s: float = 1.0
     holder_timeout_s: float = 60.0
     stall_timeout_s: float = 60.0
+    snapshot_every_s: float = 0.0
 
 
 class _Result(msgspec.Struct, frozen=True):
@@ -113,6 +117,9 @@ class CoordinatorState:
         self._traffic, self._costs = TrafficTotals(), CostTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
         self._pauses = StepPauses()
+        self._recovery = Recovery(
+            records, self._membership, self._directory, self._ledger, self._pauses, settings.snapshot_every_s
+        )
         self._barriers = Barriers(self._present, self._describe, records)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
@@ -122,16 +129,19 @@ class CoordinatorState:
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
-        commands = [*self._decide(event), *self._pause_steps(), *map(Log, self._ledger.take_news())]
+        commands = [*self._decide(event), *self._go_on(event.at_s), *map(Log, self._ledger.take_news())]
         if self._records.changed:
             self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
 
-    def _pause_steps(self) -> list[Command]:
-        """Begin or reach a pause that is due, and hold back claims while one is on."""
-        commands: list[Command] = [*self._pauses.go_on(self._membership.connections(), self._ledger.is_clear)]
+    def _go_on(self, at_s: float) -> list[Command]:
+        """Begin, reach and use the pauses that are due, and hold back claims while one is on."""
+        live, is_clear = self._membership.connections(), self._ledger.is_clear
+        commands: list[Command] = [*self._pauses.go_on(live, is_clear)]
+        commands += self._recovery.go_on(at_s)
+        commands += self._pauses.go_on(live, is_clear)
         if self._ledger.is_held != self._pauses.is_on:
             commands += self._ledger.hold(self._pauses.is_on)
         return commands
@@ -158,7 +168,12 @@ class CoordinatorState:
                 return []
             case Ticked(at_s):
                 followed = self._follow(self._membership.tick(at_s, self._directory.holds_state))
-                return [*followed, *self._barriers.tick(at_s), *self._tell_stalls(at_s)]
+                return [
+                    *followed,
+                    *self._barriers.tick(at_s),
+                    *self._tell_stalls(at_s),
+                    *self._recovery.tick(at_s),
+                ]
 
     def _asked(self, event: Asked) -> list[Command]:
         what = type(event.message).__name__
@@ -279,6 +294,10 @@ class CoordinatorState:
         self._records.put(_RESULT + report.name, _Result(report.value))
         return Ok()
 
+    @REQUESTS.handles(AwaitRecovery)
+    def _await_recovery(self, request: AwaitRecovery, event: Asked) -> list[Command]:
+        return self._recovery.await_recovery(event.ask)
+
     @REQUESTS.handles(PauseSteps)
     def _pause(self, request: PauseSteps, event: Asked) -> list[Command]:
         return [*self._pauses.ask(request.task, event.ask)]
@@ -308,7 +327,7 @@ class CoordinatorState:
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
         taken = [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
-        return [*taken, *self._pauses.joined(join.task, event.peer)]
+        return [*taken, *self._pauses.joined(join.task, event.peer), *self._recovery.joined(join.task)]
 
     def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
         """Refuse a task that has seen newer state than this coordinator has; log it once."""
@@ -332,6 +351,19 @@ class CoordinatorState:
         stall_s = self._watch.hear(life, event.at_s, heartbeat, is_busy)
         goes_on = [] if stall_s is None else [Log(f"{short_task_name(task)} goes on after {stall_s:.1f} s")]
         return [*back, *goes_on]
+
+    @NOTICES.handles(StateCaptured)
+    def _state_captured(self, report: StateCaptured, event: Told) -> list[Command]:
+        self._recovery.captured(report)
+        return []
+
+    @NOTICES.handles(StateWritten)
+    def _state_written(self, report: StateWritten, event: Told) -> list[Command]:
+        return self._recovery.written(report)
+
+    @NOTICES.handles(StateLoaded)
+    def _state_loaded(self, report: StateLoaded, event: Told) -> list[Command]:
+        return self._recovery.loaded(report)
 
     @NOTICES.handles(StepsHeld)
     def _steps_held(self, report: StepsHeld, event: Told) -> list[Command]:
@@ -374,5 +406,6 @@ class CoordinatorState:
             self._watch.leave(one.life)
             self._elections.leave(one.life, one.reason)
             commands += self._pauses.leave(one.task, self._membership.connections())
+            commands += self._recovery.left(one.task)
             commands += self._barriers.leave(one.task, f"{short_task_name(one.task)} has left: {one.reason}")
         return commands

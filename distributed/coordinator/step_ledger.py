@@ -48,6 +48,7 @@ class _Worker(msgspec.Struct, frozen=True):
     `takes_part`     whether the worker gets a share of the remaining steps
     `done`           number of the claimed steps that the worker has reported as done
     `step_s`         duration of its steps before that claim, in s; 0 if unknown
+    `is_void`        whether the runs have returned to an earlier state since that claim
     """
 
     task: str
@@ -58,6 +59,7 @@ class _Worker(msgspec.Struct, frozen=True):
     takes_part: bool = True
     done: int = 0
     step_s: float = 0.0
+    is_void: bool = False
 
     @property
     def held(self) -> range:
@@ -77,6 +79,17 @@ class _RunRecord(msgspec.Struct, frozen=True):
 class _WorkerRecord(msgspec.Struct, frozen=True):
     run: str
     worker: _Worker
+
+
+class LedgerCopy(msgspec.Struct, frozen=True):
+    """The runs at one moment between two steps, by name; claimed steps that are not reported are in the pool."""
+
+    runs: dict[str, _RunRecord]
+
+    @property
+    def steps_done(self) -> int:
+        """Number of steps done in these runs."""
+        return sum(run.done for run in self.runs.values())
 
 
 class StepLedger:
@@ -114,6 +127,15 @@ class StepLedger:
         for run in self._runs.values():
             self._announce_end(run)
         return replies
+
+    def copy(self) -> LedgerCopy:
+        """Return a copy of the runs, made while no worker runs a step."""
+        return LedgerCopy({name: run.record(is_copy=True) for name, run in self._runs.items()})
+
+    def return_to(self, copy: LedgerCopy) -> None:
+        """Return the runs to a copy; the claims made since are void, and workers that wait for steps still wait."""
+        for name, run in self._runs.items():
+            run.return_to(copy.runs.get(name, _RunRecord(run.total_steps, 0, ((0, run.total_steps),))))
 
     def hold(self, is_held: bool) -> list[SendReply]:
         """Hold back claims, or answer those that were held back."""
@@ -282,7 +304,7 @@ class _LedgerRun:
             return f"claim {claim.number} of {who} came after its claim {newest}"
         if not 0 <= claim.last < claim.number or (claim.done and claim.last > newest):
             return f"{who} reports claim {claim.last} in claim {claim.number}, and its newest is {newest}"
-        count = worker.count if worker is not None and claim.last == newest else None
+        count = worker.count if worker is not None and claim.last == newest and not worker.is_void else None
         if claim.done < 0 or (count is not None and claim.number > newest and claim.done > count):
             return f"{who} reports {claim.done} steps done of a claim of {count or 0}"
         return ""
@@ -290,7 +312,7 @@ class _LedgerRun:
     def is_repeated(self, claim: ClaimSteps) -> bool:
         """Whether this is the worker's newest claim, sent again."""
         worker = self.workers.get(claim.task)
-        return worker is not None and worker.number == claim.number
+        return worker is not None and worker.number == claim.number and not (worker.is_void and worker.answered)
 
     def repeat(self, task: str, ask: int, is_held: bool) -> list[SendReply]:
         """Answer as the first time, if not held back; a waiting request of the same claim is refused and replaced."""
@@ -381,9 +403,24 @@ class _LedgerRun:
         most = min(LARGEST_CLAIM, int(CLAIM_WORK_S / step_s)) if step_s > 0 else FIRST_CLAIM
         return self.pool.take(max(1, min(most, share)))
 
+    def record(self, *, is_copy: bool = False) -> _RunRecord:
+        """Return the run without its workers; with `is_copy`, the steps that they hold are in the pool."""
+        if not is_copy:
+            return _RunRecord(self.total_steps, self.done, _pairs(self.pool), _pairs(self.left_over))
+        held = (self.workers[task].held for task in self.holding)
+        return _RunRecord(self.total_steps, self.done, _pairs(IndexSet([*self.pool.ranges(), *held])))
+
+    def return_to(self, copy: _RunRecord) -> None:
+        """Return to a copy of the run."""
+        self.done, self.pool, self.left_over = copy.done, _index_set(copy.pool), IndexSet()
+        for task, worker in list(self.workers.items()):
+            is_waiting = task in self.waiting
+            void = _Worker(task, worker.number, answered=not is_waiting, takes_part=worker.takes_part, is_void=True)
+            self._save(msgspec.structs.replace(void, step_s=worker.step_s))
+        self._save()
+
     def _save(self, worker: _Worker | None = None) -> None:
-        record = _RunRecord(self.total_steps, self.done, _pairs(self.pool), _pairs(self.left_over))
-        self.records.put(_RUN + self.name, record)
+        self.records.put(_RUN + self.name, self.record())
         if worker is not None:
             self.note(worker)
             self.records.put(self._key(worker.task), _WorkerRecord(self.name, worker))

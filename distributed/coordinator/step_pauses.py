@@ -23,8 +23,11 @@ class StepPauses:
     """The pauses of one cluster. Nothing is durable: after a restart of the coordinator none is on."""
 
     def __init__(self) -> None:
-        #: The requests by task, in order of arrival; the first is that of the pause that is on.
-        self._requests: dict[str, int] = {}
+        #: The requests by task, in order of arrival; the first is that of the pause that is on. None for those of the
+        #: coordinator itself, which gives them names that no task has.
+        self._requests: dict[str, int | None] = {}
+        #: A request of the coordinator that does not wait until the steps of dead workers are done.
+        self._urgent = ""
         self._number = 0
         self._waits_for: set[str] = set()
         #: Whether a pause is on, has been reached, and has been broken.
@@ -35,11 +38,27 @@ class StepPauses:
         """The task of the pause that is on or comes next; empty if there is none."""
         return next(iter(self._requests), "")
 
-    def ask(self, task: str, ask: int) -> list[SendReply]:
-        """Handle a task's request for a pause, or the same one again. `go_on` must follow."""
+    @property
+    def reached(self) -> str:
+        """The task whose pause is reached; empty if none is."""
+        return self._first if self._is_reached else ""
+
+    def has_request(self, task: str) -> bool:
+        """Whether the task waits for a pause, or is in one."""
+        return task in self._requests
+
+    def ask(self, task: str, ask: int | None = None, *, is_urgent: bool = False) -> list[SendReply]:
+        """Handle a task's request for a pause, or the same one again. `go_on` must follow.
+
+        is_urgent  whether it comes before the other requests, and does not wait until what dead workers left is done
+        """
         self._requests[task] = ask
+        if is_urgent:
+            self._urgent = task
+            if not self.is_on:
+                self._requests = {task: ask, **self._requests}
         is_again = self._is_reached and task == self._first
-        return [SendReply(ask, StepsPaused(self._number))] if is_again else []
+        return [SendReply(ask, StepsPaused(self._number))] if is_again and ask is not None else []
 
     def go_on(self, live: Mapping[str, int | None], is_clear: bool) -> list[Broadcast | SendReply]:
         """Begin the next pause, or answer the request for the present one, if that is due.
@@ -48,6 +67,7 @@ class StepPauses:
         is_clear  whether no step of a dead worker may be applied on some tasks only
         """
         commands: list[Broadcast | SendReply] = []
+        is_clear = is_clear or self._first == self._urgent
         if self._requests and not self.is_on and is_clear:
             self._number += 1
             self.is_on, self._is_broken, self._waits_for = True, False, {*live}
@@ -56,7 +76,8 @@ class StepPauses:
             return self._end(live)
         if self.is_on and not self._is_reached and not self._waits_for:
             self._is_reached = True
-            commands.append(SendReply(self._requests[self._first], StepsPaused(self._number)))
+            if (ask := self._requests[self._first]) is not None:
+                commands.append(SendReply(ask, StepsPaused(self._number)))
         return commands
 
     def held(self, task: str, number: int) -> None:
@@ -69,7 +90,7 @@ class StepPauses:
     ) -> tuple[bool, list[Broadcast | SendReply]]:
         """End the pause of a task; return whether steps were paused until now. `go_on` must follow."""
         were_paused = self._is_reached and not self._is_broken and (task, number) == (self._first, self._number)
-        return were_paused, self._withdraw(task, live)
+        return were_paused, self.withdraw(task, live)
 
     def joined(self, task: str, peer: int) -> list[Broadcast | SendReply]:
         """Have a task that joins, or joins again, hold its steps while a pause is on."""
@@ -82,9 +103,10 @@ class StepPauses:
     def leave(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
         """Handle a task that has left. `go_on` must follow."""
         self._waits_for.discard(task)
-        return self._withdraw(task, live)
+        return self.withdraw(task, live)
 
-    def _withdraw(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+    def withdraw(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
+        """End the pause of a task, or withdraw its request for one. `go_on` must follow."""
         is_its_own = self.is_on and task == self._first
         self._requests.pop(task, None)
         return self._end(live) if is_its_own else []

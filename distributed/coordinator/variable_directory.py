@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
@@ -41,6 +41,8 @@ class VariableDirectory:
         self._records = records
         self._placements: dict[str, _Placement] = {}
         self._load_bytes: Counter[str] = Counter()
+        #: The answer of `lost`, until a placement or a process changes.
+        self._lost: tuple[str, ...] | None = None
         #: Names placed on a task that has not joined yet, by task.
         self._before_joining: defaultdict[str, list[str]] = defaultdict(list)
         known = [placement for _, placement in records.load(_PLACED, _Placement)]
@@ -87,24 +89,57 @@ class VariableDirectory:
         known = (placement.info for placement in self._placements.values())
         return any((info.task, info.process) == (task, process) for info in known)
 
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the placed variables, in order of placement."""
+        return tuple(name for name, placement in self._placements.items() if placement.info.kind == "variable")
+
+    def holders(self) -> tuple[str, ...]:
+        """Return the tasks on which variables are placed."""
+        infos = (placement.info for placement in self._placements.values())
+        return tuple(dict.fromkeys(info.task for info in infos if info.kind == "variable"))
+
+    def lost(self) -> tuple[str, ...]:
+        """Return the variables whose process has left, and whose task has joined as another process since."""
+        if self._lost is None:
+            found = [one.info for one in self._placements.values() if one.info.kind == "variable"]
+            now = {task: self._members.process(task) for task in {info.task for info in found}}
+            self._lost = tuple(
+                info.name for info in found if now[info.task] and info.process not in ("", now[info.task])
+            )
+        return self._lost
+
+    def restored(self, names: Iterable[str]) -> None:
+        """Note that the present processes of their tasks hold these variables."""
+        for name in names:
+            placement = self._placements.get(name)
+            if placement is not None:
+                self._bind(name, placement)
+        self._lost = None
+
+    def _bind(self, name: str, placement: _Placement) -> None:
+        """Place a name on the present process of its task."""
+        info = msgspec.structs.replace(placement.info, process=self._members.process(placement.info.task))
+        self._placements[name] = bound = msgspec.structs.replace(placement, info=info)
+        self._records.put(_PLACED + name, bound)
+
     def joined(self, task: str) -> None:
         """Note that a task has joined; its first process holds everything placed on the task before."""
+        self._lost = None
         for name in self._before_joining.pop(task, ()):
             placement = self._placements.get(name)
             if placement is not None and (placement.info.task, placement.info.process) == (task, ""):
-                info = msgspec.structs.replace(placement.info, process=self._members.process(task))
-                self._placements[name] = bound = msgspec.structs.replace(placement, info=info)
-                self._records.put(_PLACED + name, bound)
+                self._bind(name, placement)
 
     def give_up(self, name: str) -> None:
         """Free a name whose state no longer exists; does nothing if the name is free."""
         placement = self._placements.pop(name, None)
+        self._lost = None
         if placement is not None:
             self._load_bytes[placement.info.task] -= placement.info.size_bytes
             self._records.drop(_PLACED + name)
 
     def _add(self, placement: _Placement) -> None:
-        info = placement.info
+        info, self._lost = placement.info, None
         self._placements[info.name] = placement
         self._load_bytes[info.task] += info.size_bytes
         if not info.process:

@@ -57,6 +57,8 @@ class LaunchPlan:
     `jobs`         number of tasks of each job that runs the script; the two share no name
     `restarts`     the most restarts in a row of each task of a job, and of the coordinator; by default 0
     `environment`  variables for some or all of the tasks; later ones override earlier ones
+    `snapshots`    the folder where task servers keep snapshots of their state, at intervals of `snapshot_every_s`;
+                   empty for none
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
     raises         ConfigError when a name refers to no job, or to two
     """
@@ -68,6 +70,8 @@ class LaunchPlan:
     restarts: Mapping[str, int] = field(default_factory=dict)
     environment: tuple[Setting, ...] = ()
     state: str = ""
+    snapshots: str = ""
+    snapshot_every_s: float = 60.0
 
     def __post_init__(self) -> None:
         both = sorted({*self.stock} & {*self.jobs})
@@ -112,11 +116,13 @@ class LaunchPlan:
         said = {setting.name: setting.value for setting in self.environment if setting.applies_to(task)}
         if task == COORDINATOR:
             state = ("--state", self.state) if self.state else ()
-            return coordinator_program(self.counts, coordinator, state, said)
+            every = ("--snapshot-every", f"{self.snapshot_every_s:g}") if self.snapshots else ()
+            return coordinator_program(self.counts, coordinator, (*state, *every), said)
         job, index = split_task_name(task)
         role = {"DFLOW_COORDINATOR": coordinator, "DFLOW_JOB": job, "DFLOW_INDEX": str(index)}
         if job in self.stock:
-            return stock_program(task, (), {**said, **role})
+            snapshots = ("--snapshots", self.snapshots) if self.snapshots else ()
+            return stock_program(task, snapshots, {**said, **role})
         return TaskProgram(task, (self.script, *self.arguments), {**said, **role})
 
 

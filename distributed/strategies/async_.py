@@ -8,6 +8,7 @@ worker had claimed but not done.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,9 +22,11 @@ from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, StrategyCluster, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
-from dflow.tracing.errors import DflowError, StrategyError
+from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 
+#: Most failures in a row of a step, whose tasks were lost and came back.
+MOST_FAILURES = 3
 #: Least time between a worker's reports of the steps that it has done.
 REPORT_S = 0.25
 
@@ -68,20 +71,32 @@ class Async(Strategy):
         claim = ClaimSteps(run, task, steps)
         claimed = coordinator.ask(claim).steps
         reported_s = time.monotonic()
+        # The batch of the step that runs, and the number of failures of this step.
+        pending: list[Any] = []
+        failures = 0
         while claimed:
-            done = _ClaimWork(claimed.start)
+            done, epoch = _ClaimWork(claimed.start), self._cluster.epoch
             try:
                 for number, batch in zip(claimed, batches, strict=False):
-                    started = time.perf_counter()
+                    started, pending = time.perf_counter(), [batch]
                     with guard.step():
                         with shared_step(range(number, claimed.stop)):
                             outcome = step(*arguments_of(batch))
                         done.note(time.perf_counter() - started, outcome)
+                        pending, failures = [], 0
                     if time.monotonic() - reported_s > REPORT_S:
                         coordinator.tell(StepsDone(run, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()
                     yield outcome
-            except BaseException:
+            except BaseException as error:
+                failures += 1
+                is_loss = pending and isinstance(error, TaskLost) and failures <= MOST_FAILURES
+                if is_loss and self._is_recovered():
+                    # Steps that were done since the snapshot to which all tasks returned are done again.
+                    count = done.count if self._cluster.epoch == epoch else 0
+                    batches = itertools.chain(pending, batches)
+                    claimed = coordinator.ask(replace(claim, done=count)).steps
+                    continue
                 # The loop was left, or a step or a batch failed: return the steps not done here to other workers.
                 found = None
                 with contextlib.suppress(Exception):  # reading a loss of a failed step raises
@@ -93,6 +108,14 @@ class Async(Strategy):
             is_whole = done.count == len(claimed)
             news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
             claimed = coordinator.ask(news).steps
+
+    def _is_recovered(self) -> bool:
+        """Wait until no state of tasks is lost; return whether that is so, and the step can be tried again."""
+        try:
+            self._cluster.await_recovery()
+        except DflowError:  # the step's own error says more
+            return False
+        return True
 
 
 @dataclass

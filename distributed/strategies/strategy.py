@@ -30,6 +30,15 @@ class StrategyCluster(Protocol):
     #: Assigns steps to workers, and collects their progress.
     coordinator: CoordinatorClient
 
+    @property
+    def epoch(self) -> int:
+        """Number of times that all tasks have returned to a snapshot, after which steps are done again."""
+        ...
+
+    def await_recovery(self) -> None:
+        """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
+        ...
+
     def shared_steps(
         self, run: str, prefetch: int
     ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:

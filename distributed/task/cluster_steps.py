@@ -61,6 +61,8 @@ class ClusterSteps:
         #: The plans of functions that were garbage-collected. A finalizer runs on any thread, between any two
         #: instructions, so it must take no lock and send nothing. The next registration releases them.
         self._unused: deque[Mapping[str, int]] = deque()
+        #: Number of times that all tasks have returned to a snapshot: a task that was started again has no plans.
+        self.epoch = 0
         #: The training loops whose steps begin ahead.
         self._loops: list[StepsAhead] = []
 
@@ -74,6 +76,11 @@ class ClusterSteps:
         finally:
             self._loops.remove(loop)
             loop.cancel("the loop ended")
+
+    def restored(self, epoch: int) -> None:
+        """Note that all tasks have returned to a snapshot for the `epoch`-th time; plans are registered again."""
+        self.epoch = epoch
+        self.state_changed()
 
     def state_changed(self) -> None:
         """Note that this process has changed state, or has waited for others that may have."""
@@ -119,9 +126,15 @@ class ClusterSteps:
             compiling.shutdown(wait=False)
         first, last = list(step.traced.constants), step.literals
         plans = {task: part.plan for task, part in step.plans.items()}
-        registered = RegisteredStep(handles, released_at_call(plans, self._task))
+        registered, epoch = RegisteredStep(handles, released_at_call(plans, self._task)), self.epoch
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
+            nonlocal registered, epoch
+            if epoch != self.epoch:
+                epoch = self.epoch
+                # Equal plans have equal handles, except on tasks that were started again.
+                handles.update(self._registered(others))
+                registered = RegisteredStep(dict(handles), registered.released_at_call)
             return self.run(registered, [*first, *map(as_argument, leaves), *last])
 
         weakref.finalize(run, self._unused.append, handles).atexit = False

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_time
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
+from dflow.distributed.task.task_snapshots import TaskSnapshots
 from dflow.distributed.transport.base import Transport
-from dflow.distributed.wire.messages.pauses import StepsHeld
+from dflow.distributed.wire.messages.observing import DumpEvents
+from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
+from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, SnapshotCommitted
 from dflow.lowering.state.store import Store
 
 
@@ -23,12 +27,14 @@ def joined_server(
     *,
     store: Store | None = None,
     settings: TaskSettings | None = None,
+    snapshot_folder: Path | None = None,
 ) -> TaskServer:
     """Start the server of `task`, listening at `address`, and join by `client`, which is closed after an error.
 
-    `flights`  writes the events of the task to a file when something is stuck here or elsewhere
+    `flights`          writes the events of the task to a file when something is stuck here or elsewhere
+    `snapshot_folder`  folder for the task's parts of snapshots; None where it holds no state of others
     """
-    client.session.call_on_dump(flights.dump_soon)
+    client.session.call_on(DumpEvents, lambda notice: flights.dump_soon(notice.why))
     with ExitStack() as undo:
         undo.callback(client.close, "could not join")
         server = TaskServer(
@@ -44,7 +50,10 @@ def joined_server(
         )
         undo.callback(server.close)
         server.channel.count_from(server.starter.first)
-        client.session.call_on_hold(partial(_hold_steps, client, server))
+        client.session.call_on(HoldSteps, partial(_hold_steps, client, server))
+        snapshots = TaskSnapshots(task, server.store, server.runs, snapshot_folder, client.tell)
+        for kind in (CaptureState, LoadState, SnapshotCommitted):
+            client.session.call_on(kind, lambda notice: server.threads.submit(snapshots.handle, notice))
         client.session.call_on_roster(server.roster_changed)
         client.join(
             task,
@@ -58,9 +67,9 @@ def joined_server(
     return server
 
 
-def _hold_steps(client: CoordinatorClient, server: TaskServer, number: int) -> None:
-    """Hold back the shared steps of this task in the pause `number`, or let them begin if that is 0."""
-    if number:
-        server.gate.close(lambda: client.tell(StepsHeld(server.name, number)))
+def _hold_steps(client: CoordinatorClient, server: TaskServer, notice: HoldSteps) -> None:
+    """Hold back the shared steps of this task in a pause, or let them begin if none is on."""
+    if notice.number:
+        server.gate.close(lambda: client.tell(StepsHeld(server.name, notice.number)))
     else:
         server.gate.open()

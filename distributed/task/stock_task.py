@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -42,6 +43,7 @@ class StockTask:
     """The task `task` of the cluster whose coordinator is at `coordinator`, listening at `address`.
 
     `give_up_s`  longest attempt to reach a lost coordinator, in s
+    `snapshots`  folder for its parts of snapshots; None for none
     raises       DeadlineExceeded when the coordinator does not answer; RemoteError when a live task has the name
     """
 
@@ -53,11 +55,12 @@ class StockTask:
         address: str = LOCAL_ADDRESS,
         *,
         give_up_s: float = SessionSettings.give_up_s,
+        snapshots: Path | None = None,
     ) -> None:
         settings = SessionSettings(give_up_s=give_up_s, rejoins_anew=True)
         self.client = CoordinatorClient(transport, coordinator, name=task, settings=settings)
         self.flights = FlightRecorder(task, Recorder(), run_folder(os.environ))
-        self.server = joined_server(self.client, transport, task, address, self.flights)
+        self.server = joined_server(self.client, transport, task, address, self.flights, snapshot_folder=snapshots)
 
     def close(self) -> None:
         """Leave the cluster and cancel running parts; waits only briefly for a coordinator that is stopping too."""
@@ -74,12 +77,13 @@ def serve_task(
     *,
     give_up_s: float = SessionSettings.give_up_s,
     metrics: str = "",
+    snapshots: Path | None = None,
 ) -> int:
     """Run a task server until `stop`, with metrics served at `metrics` unless empty; return the exit status.
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
-    stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s)
+    stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s, snapshots=snapshots)
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:
         print(f"dflow task {short_task_name(task)}: metrics are served at {endpoint.address}", flush=True)

@@ -39,6 +39,15 @@ class UsedState:
         with self._lock:
             self._placed.pop(name, None)
 
+    def restored(self) -> None:
+        """Note that the present processes of the tasks hold what was placed on them."""
+        processes = {info.task: info.process for info in self._roster().tasks if info.left_at_s is None}
+        with self._lock:
+            self._placed = {
+                name: Placed(placed.task, processes.get(placed.task, placed.process))
+                for name, placed in self._placed.items()
+            }
+
     def loss(self, tasks: Collection[str]) -> TaskLost | None:
         """Return the error for state that was lost with earlier processes of these tasks; None when none was."""
         live = {info.task: info for info in self._roster().tasks if info.left_at_s is None and info.task in tasks}

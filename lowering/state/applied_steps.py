@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
+
+import msgspec
 
 from dflow.lowering.values.index_set import IndexSet
 from dflow.tracing.errors import StrategyError
@@ -48,12 +50,41 @@ class _CallRecord:
     begun: dict[int, dict[str, int]] = field(default_factory=dict)
 
 
+class AppliedCall(msgspec.Struct, frozen=True):
+    """The record of one call of a run, to be written: the ranges of `_CallRecord.whole`, and `begun`."""
+
+    run: str
+    call: int
+    whole: tuple[tuple[int, int], ...]
+    begun: dict[int, dict[str, int]]
+
+
 class AppliedSteps:
     """The record of one process; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_call: dict[tuple[str, int], _CallRecord] = {}
+
+    def copy(self) -> tuple[AppliedCall, ...]:
+        """Return a copy of the record, made while no step of a run changes state."""
+        with self._lock:
+            return tuple(
+                AppliedCall(
+                    *key,
+                    tuple((part.start, part.stop) for part in record.whole.ranges()),
+                    {number: dict(counts) for number, counts in record.begun.items()},
+                )
+                for key, record in self._by_call.items()
+            )
+
+    def return_to(self, copy: Iterable[AppliedCall]) -> None:
+        """Return to a copy of the record. Attempts that have begun do not count any more."""
+        with self._lock:
+            self._by_call = {
+                (one.run, one.call): _CallRecord(IndexSet(range(*pair) for pair in one.whole), dict(one.begun))
+                for one in copy
+            }
 
     def attempt(self, step: StepOfRun) -> StepAttempt:
         """Return a new attempt at the part of a step."""

@@ -86,6 +86,16 @@ class Store:
             mine.ended.set()
         return True
 
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys of all values."""
+        with self.table.lock:
+            self.table.sweep()
+            return tuple(self.table.entries)
+
+    def type(self, key: str) -> ArrayType:
+        """Return the type of a value. Raises VariableError."""
+        return self.table.entry(key).type
+
     def __contains__(self, key: str) -> bool:
         return key in self.table.entries
 

@@ -11,11 +11,12 @@ from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Announcement, Roster, RosterChange
+from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import InternalError
 
 #: Handled by the coordinator's client.
-OF_CLIENTS = {Announcement, HoldSteps, RosterChange}
+OF_CLIENTS = {Announcement, CaptureState, HoldSteps, LoadState, RosterChange, SnapshotCommitted, StateRestored}
 
 
 def of(kind: type[Message]) -> set[type[Message]]:

@@ -28,6 +28,7 @@ from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.distributed.wire.messages.placement import PlaceVariable, Unplace
 from dflow.distributed.wire.messages.rounds import ClaimSteps
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.execute import Fetches
@@ -56,6 +57,7 @@ class TrainingWorker:
     def __init__(self, member: Member) -> None:
         self.task = member.name
         self.coordinator = self
+        self.epoch = 0
         self._member = member
 
     def shared_steps(
@@ -63,6 +65,10 @@ class TrainingWorker:
     ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:
         """Return a context that gives the context of each step."""
         return nullcontext(lambda steps: nullcontext())
+
+    def await_recovery(self) -> None:
+        """Wait until no state of tasks is lost."""
+        self._member.ask_coordinator(AwaitRecovery(self.task))
 
     def ask(self, message: Request[Answer]) -> Answer:
         """Ask the coordinator."""

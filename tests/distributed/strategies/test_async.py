@@ -21,7 +21,8 @@ from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
-from dflow.tracing.errors import RemoteError, StrategyError, TransportClosed
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery
+from dflow.tracing.errors import RemoteError, StrategyError, TaskLost, TransportClosed
 
 DEADLINE_S = 60.0
 
@@ -30,6 +31,7 @@ class Scripted:
     """A source of steps that gives fixed claims, and records the arguments of each request."""
 
     task = "/job:worker/task:0"
+    epoch = 0
 
     def __init__(self, *claims: range) -> None:
         self.coordinator = self
@@ -40,6 +42,10 @@ class Scripted:
     def shared_steps(self, run: str, prefetch: int) -> Any:
         """Refuse nothing, and begin no step ahead."""
         return nullcontext(lambda steps: nullcontext())
+
+    def await_recovery(self) -> None:
+        """Refuse: what is lost is lost."""
+        raise TaskLost("no snapshots are made")
 
     def leave(self, reason: str) -> None:
         """Record why the worker leaves."""
@@ -57,9 +63,14 @@ class Worker:
     """A worker that is nothing but a client of the coordinator."""
 
     coordinator: CoordinatorClient
+    epoch = 0
 
     def __post_init__(self) -> None:
         self.task = self.coordinator.task
+
+    def await_recovery(self) -> None:
+        """Ask the coordinator."""
+        self.coordinator.ask(AwaitRecovery(self.task))
 
     def shared_steps(self, run: str, prefetch: int) -> Any:
         """Refuse nothing, and begin no step ahead."""

@@ -1,0 +1,294 @@
+"""Snapshots of the state of all tasks, and the return of all tasks to the newest one when a task has lost its state.
+
+Why: a parameter task that is started again is empty. All tasks that hold state then return together to one moment, with
+the ledger of the runs' steps, and training goes on from there: steps done since are done again. A pure function of
+events; the tasks capture, write and load.
+
+Invariants:
+- a snapshot is committed when each task that holds state has written its part, captured in one pause of the steps; the
+  record of it has the ledger of that pause. An uncommitted snapshot is never loaded;
+- tasks return to a snapshot in a pause of the steps, which ends when all of them have loaded it, so that no step sees a
+  mixture;
+- a task returns only to a snapshot that has all of the state that was lost. Other lost state stays lost;
+- a request that waits for recovery is answered: when no state is lost, or with the reason why that cannot be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from enum import Enum
+
+import msgspec
+
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.membership import Membership
+from dflow.distributed.coordinator.step_ledger import LedgerCopy, StepLedger
+from dflow.distributed.coordinator.step_pauses import StepPauses
+from dflow.distributed.coordinator.variable_directory import VariableDirectory
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.snapshots import (
+    CaptureState,
+    LoadState,
+    Recovered,
+    SnapshotCommitted,
+    StateCaptured,
+    StateLoaded,
+    StateRestored,
+    StateWritten,
+)
+from dflow.tracing.devices.task_name import short_task_name
+
+#: Longest time in which all tasks capture their state, in s, while the steps are paused.
+CAPTURE_S = 60.0
+#: Longest wait for the process of a task that held state to be started again, in s.
+RETURN_S = 300.0
+#: In place of a task's name: the requests of this file for a pause.
+_SNAPSHOT, _RETURN = "a snapshot", "the return to a snapshot"
+
+
+class _Phase(Enum):
+    IDLE = "no snapshot is made"
+    PAUSING = "the steps are being paused"
+    CAPTURING = "the tasks capture their state"
+    WRITING = "the tasks write their parts"
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment."""
+
+    number: int
+    tasks: tuple[str, ...]
+    names: tuple[str, ...]
+    ledger: LedgerCopy
+
+
+class _Epoch(msgspec.Struct, frozen=True):
+    """Number of returns to a snapshot, and the number of the newest snapshot, committed or not."""
+
+    epoch: int = 0
+    number: int = 0
+
+
+class Recovery:
+    """The snapshots of one cluster, kept in `records`; the newest committed one is the last.
+
+    every_s  time between two snapshots; 0 for none
+    """
+
+    def __init__(
+        self,
+        records: DurableRecords,
+        members: Membership,
+        directory: VariableDirectory,
+        ledger: StepLedger,
+        pauses: StepPauses,
+        every_s: float,
+    ) -> None:
+        self._records, self._members, self._directory = records, members, directory
+        self._ledger, self._pauses, self._every_s = ledger, pauses, every_s
+        self._counted = records.load_one(_EPOCH, _Epoch())
+        self._committed = next((found for _, found in records.load(_SNAPSHOT_KEY, Snapshot)), None)
+        self._phase = _Phase.IDLE
+        self._waits_for: set[str] = set()
+        self._began_s = 0.0
+        #: Number of steps done, and names, when the newest snapshot was begun.
+        self._saved: tuple[int, Collection[str]] = (0, ())
+        #: Tasks that have yet to load the snapshot; None while none is loaded.
+        self._loading: set[str] | None = None
+        #: Why lost state cannot be restored; empty if it can, or if none is lost.
+        self._hopeless = ""
+        self._missing_since_s: float | None = None
+        #: Requests that wait for recovery.
+        self._asks: list[int] = []
+        #: The snapshot that the tasks capture or write.
+        self._making: Snapshot | None = None
+
+    @property
+    def _is_returning(self) -> bool:
+        return self._loading is not None or self._pauses.has_request(_RETURN)
+
+    # Events.
+
+    def tick(self, at_s: float) -> list[Command]:
+        """Begin a snapshot that is due; abandon one that takes too long to capture. `go_on` must follow."""
+        if self._phase is _Phase.CAPTURING and at_s - self._began_s > CAPTURE_S:
+            late = ", ".join(map(short_task_name, sorted(self._waits_for)))
+            return self._abandon(f"{late} did not capture its state within {CAPTURE_S:g} s")
+        is_due = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
+        if not is_due or not (names := self._directory.names()) or self._lost():
+            return []
+        # State that is new is saved at once: a task could not return to a snapshot without it.
+        has_new = names != self._saved[1]
+        if has_new or (at_s - self._began_s >= self._every_s and self._ledger.steps_done != self._saved[0]):
+            self._phase, self._began_s = _Phase.PAUSING, at_s
+            self._pauses.ask(_SNAPSHOT)
+        return []
+
+    def captured(self, report: StateCaptured) -> None:
+        """A task has captured its part. `go_on` must follow."""
+        if self._phase is _Phase.CAPTURING and self._making is not None and report.number == self._making.number:
+            self._waits_for.discard(report.task)
+
+    def written(self, report: StateWritten) -> list[Command]:
+        """A task has written its part, or failed. `go_on` must follow."""
+        if self._making is None or report.number != self._making.number:
+            return []
+        if report.failure:
+            return self._abandon(f"{short_task_name(report.task)}: {report.failure}")
+        self._waits_for.discard(report.task)
+        return []
+
+    def loaded(self, report: StateLoaded) -> list[Command]:
+        """A task has loaded the snapshot, or failed. `go_on` must follow."""
+        if self._loading is None or report.epoch != self._counted.epoch:
+            return []
+        if not report.failure:
+            self._loading.discard(report.task)
+            return []
+        self._loading = None
+        self._hopeless = f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}"
+        return [Log(self._hopeless), *self._pauses.withdraw(_RETURN, self._members.connections())]
+
+    def joined(self, task: str) -> list[Command]:
+        """A task has joined, perhaps as another process. `go_on` must follow."""
+        if self._loading is not None and self._committed is not None and task in self._committed.tasks:
+            self._loading.add(task)
+            return self._load([task])
+        return self._left_or_replaced(task)
+
+    def left(self, task: str) -> list[Command]:
+        """A task has left. `go_on` must follow."""
+        return self._left_or_replaced(task)
+
+    def _left_or_replaced(self, task: str) -> list[Command]:
+        is_part = self._making is not None and task in self._making.tasks
+        return self._abandon(f"{short_task_name(task)} has left or joined again") if is_part else []
+
+    def await_recovery(self, ask: int) -> list[Command]:
+        """Answer when no state is lost. `go_on` must follow."""
+        self._asks.append(ask)
+        return []
+
+    # Decisions.
+
+    def go_on(self, at_s: float) -> list[Command]:
+        """Do what is due after an event."""
+        return [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
+
+    def _snapshot_on(self, at_s: float) -> list[Command]:
+        commands: list[Command] = []
+        live = self._members.connections()
+        if self._phase is _Phase.PAUSING and self._pauses.reached == _SNAPSHOT:
+            tasks = self._directory.holders()
+            if self._lost() or any(live.get(task) is None for task in tasks):
+                return self._abandon("")
+            self._counted = msgspec.structs.replace(self._counted, number=self._counted.number + 1)
+            self._records.put(_EPOCH, self._counted)
+            names = self._directory.names()
+            self._making = Snapshot(self._counted.number, tasks, names, self._ledger.copy())
+            self._saved = self._ledger.steps_done, names
+            self._phase, self._waits_for, self._began_s = _Phase.CAPTURING, {*tasks}, at_s
+            commands.append(self._to(tasks, CaptureState(self._making.number)))
+        if self._phase is _Phase.CAPTURING and not self._waits_for and self._making is not None:
+            self._phase, self._waits_for = _Phase.WRITING, {*self._making.tasks}
+            commands += self._pauses.withdraw(_SNAPSHOT, live)
+        elif self._phase is _Phase.WRITING and not self._waits_for and self._making is not None:
+            self._phase, self._committed, self._making = _Phase.IDLE, self._making, None
+            self._records.put(_SNAPSHOT_KEY, self._committed)
+            commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
+        return commands
+
+    def _abandon(self, why: str) -> list[Command]:
+        """End the snapshot that is being made; the last committed one stays."""
+        commands = self._pauses.withdraw(_SNAPSHOT, self._members.connections())
+        self._phase, self._making, self._waits_for = _Phase.IDLE, None, set()
+        log = [Log(f"a snapshot of the state is abandoned, and the next is due in {self._every_s:g} s: {why}")]
+        return [*(log if why else []), *commands]
+
+    def _return_on(self, at_s: float) -> list[Command]:
+        commands: list[Command] = []
+        lost = self._lost()
+        if lost and not self._is_returning and not self._hopeless:
+            self._hopeless = self._why_not(lost)
+            if not self._hopeless:
+                commands = self._abandon("")
+                self._pauses.ask(_RETURN, is_urgent=True)
+        if not lost and not self._is_returning:
+            self._hopeless = ""
+        if self._loading is None and self._pauses.reached == _RETURN and self._committed is not None:
+            live = self._members.connections()
+            if any(live.get(task) is None for task in self._committed.tasks):
+                return commands  # it is started again, or declared dead and replaced
+            self._counted = msgspec.structs.replace(self._counted, epoch=self._counted.epoch + 1)
+            self._records.put(_EPOCH, self._counted)
+            self._loading = {*self._committed.tasks}
+            commands += self._load(self._committed.tasks)
+        if self._loading is not None and not self._loading:
+            commands += self._returned()
+        return commands
+
+    def _returned(self) -> list[Command]:
+        assert self._committed is not None
+        self._loading = None
+        redone = self._ledger.steps_done - self._committed.ledger.steps_done
+        self._ledger.return_to(self._committed.ledger)
+        self._directory.restored(self._committed.names)
+        self._saved = self._ledger.steps_done, self._directory.names()
+        where = ", ".join(map(short_task_name, self._committed.tasks))
+        live = self._members.connections()
+        return [
+            Log(f"{where} returned to snapshot {self._committed.number}; {max(0, redone)} steps are done again"),
+            Broadcast(_peers(live.values()), StateRestored(self._counted.epoch)),
+            *self._pauses.withdraw(_RETURN, live),
+        ]
+
+    def _load(self, tasks: Collection[str]) -> list[Command]:
+        assert self._committed is not None
+        return [self._to(tasks, LoadState(self._committed.number, self._counted.epoch))]
+
+    def _lost(self) -> tuple[str, ...]:
+        return self._directory.lost()
+
+    def _why_not(self, lost: Collection[str]) -> str:
+        """Why this lost state cannot be restored; empty if it can."""
+        if not self._every_s:
+            return "no snapshots are made: start the cluster with --snapshots DIR"
+        if self._committed is None:
+            return "it was lost before the first snapshot was complete"
+        missing = sorted({*lost} - {*self._committed.names})
+        return f"snapshot {self._committed.number} has no {', '.join(missing[:5])}" if missing else ""
+
+    def _answered(self, at_s: float) -> list[Command]:
+        """Answer the requests that wait, if their answer is known."""
+        if not self._asks:
+            self._missing_since_s = None
+            return []
+        away = [task for task in self._directory.holders() if self._members.connections().get(task) is None]
+        if self._hopeless or not self._every_s:
+            why = self._hopeless or self._why_not(())
+            return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
+        if away or self._is_returning or self._lost():
+            self._missing_since_s = self._missing_since_s or at_s
+            if at_s - self._missing_since_s < RETURN_S or not away:
+                return []
+            who = ", ".join(map(short_task_name, away))
+            return self._settle(Failure("TaskLost", f"{who} did not come back within {RETURN_S:g} s"))
+        self._missing_since_s = None
+        return self._settle(Recovered(self._counted.epoch))
+
+    def _settle(self, answer: Recovered | Failure) -> list[Command]:
+        asks, self._asks = self._asks, []
+        return [SendReply(ask, answer) for ask in asks]
+
+    def _to(self, tasks: Collection[str], message: CaptureState | LoadState | SnapshotCommitted) -> Broadcast:
+        live = self._members.connections()
+        return Broadcast(_peers(live.get(task) for task in tasks), message)
+
+
+def _peers(found: Iterable[int | None]) -> tuple[int, ...]:
+    return tuple(peer for peer in found if peer is not None)
+
+
+_EPOCH = "snapshots/counted"
+_SNAPSHOT_KEY = "snapshot/committed"

@@ -1,0 +1,73 @@
+"""Snapshots of the state of a cluster, each task's part written by the task itself, and the return to one."""
+
+from __future__ import annotations
+
+from dflow.distributed.wire.messages.message import Message, Notice, Request
+
+
+class CaptureState(Notice, frozen=True):
+    """To a task: capture all state that it holds for the snapshot `number`, report that, and then write it."""
+
+    number: int
+
+
+class StateCaptured(Notice, frozen=True):
+    """The task has captured its part of the snapshot `number`."""
+
+    speaker = "task"
+
+    task: str
+    number: int
+
+
+class StateWritten(Notice, frozen=True):
+    """The task's part of the snapshot `number` is on its disk; or could not be captured or written, for `failure`."""
+
+    speaker = "task"
+
+    task: str
+    number: int
+    failure: str = ""
+
+
+class SnapshotCommitted(Notice, frozen=True):
+    """To a task: the snapshot `number` is complete, so earlier and abandoned ones can be removed."""
+
+    number: int
+
+
+class LoadState(Notice, frozen=True):
+    """To a task: return to the snapshot `number`, as a part of the return `epoch` of all tasks."""
+
+    number: int
+    epoch: int
+
+
+class StateLoaded(Notice, frozen=True):
+    """The task has returned to its snapshot; or could not, for `failure`."""
+
+    speaker = "task"
+
+    task: str
+    epoch: int
+    failure: str = ""
+
+
+class StateRestored(Notice, frozen=True):
+    """To a task: all tasks have returned to a snapshot for the `epoch`-th time; their processes hold its state."""
+
+    epoch: int
+
+
+class Recovered(Message, frozen=True):
+    """No state is lost or being restored; the tasks have returned to a snapshot `epoch` times."""
+
+    epoch: int
+
+
+class AwaitRecovery(Request[Recovered], frozen=True):
+    """Wait until no state is lost, after an error of a step; refused if lost state cannot be restored."""
+
+    speaker = "task"
+
+    task: str
