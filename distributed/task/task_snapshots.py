@@ -77,18 +77,20 @@ class TaskSnapshots:
     def _write(self, number: int) -> None:
         values, applied = self._store.snapshot(self._store.keys()), self._store.applied.copy()
         self._tell(StateCaptured(self._task, number))
-        folder = self._folder
-        if folder is None:
+        place = self._part(number)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
+            fill_folder(part, values, {_APPLIED: msgspec.to_builtins(applied, str_keys=True)})
+
+    def _part(self, number: int) -> Path:
+        if self._folder is None:
             raise CheckpointError(
                 f"{short_task_name(self._task)} has no folder for snapshots", "start it with --snapshots DIR"
             )
-        folder.mkdir(parents=True, exist_ok=True)
-        with whole_folder(folder / str(number), marker=MANIFEST, overwrite=True) as part:
-            fill_folder(part, values, {_APPLIED: msgspec.to_builtins(applied, str_keys=True)})
+        return self._folder / str(number)
 
     def _load(self, number: int) -> None:
-        assert self._folder is not None
-        files = read_arrays(self._folder / str(number))
+        files = read_arrays(self._part(number))
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         here = {name: name for name in files.types if name in self._store}
         known = self._store.read_saved(files, here)

@@ -1,0 +1,150 @@
+"""A task's parts of snapshots: what they hold, what is left on the disk, and the return to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dflow.distributed.steps.plan_runs import PlanRuns
+from dflow.distributed.task.task_snapshots import TaskSnapshots
+from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.snapshots import (
+    CaptureState,
+    LoadState,
+    SnapshotCommitted,
+    StateCaptured,
+    StateLoaded,
+    StateWritten,
+)
+from dflow.lowering.queues.channel import StepId
+from dflow.lowering.state.applied_steps import StepOfRun
+from dflow.lowering.state.store import Store
+from dflow.tracing.ir.types import ArrayType, array_type_of
+
+PS = "/job:ps/task:0"
+#: Values of several types, by key.
+VALUES: dict[str, Callable[[], Any]] = {
+    "w": lambda: jnp.arange(6.0).reshape(2, 3),
+    "layers/0/b": lambda: jnp.ones(3, jnp.bfloat16),
+    "count": lambda: jnp.int32(7),
+    "key": lambda: jax.random.key(3),
+    "none": lambda: jnp.zeros((0, 4)),
+}
+
+
+class Runs:
+    """Stands for the task's parts of steps."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[StepId] = []
+
+    def steps(self) -> list[StepId]:
+        return [StepId("/job:worker/task:0", 5)]
+
+    def cancel(self, step: StepId, error: BaseException) -> None:
+        self.cancelled.append(step)
+
+
+class Task:
+    """A process of the task, with its store."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.store, self.runs, self.told = Store(), Runs(), list[Notice]()
+        self.snapshots = TaskSnapshots(PS, self.store, cast(PlanRuns, self.runs), folder, self.told.append)
+
+    def create(self) -> None:
+        for key, make in VALUES.items():
+            self.store.create(key, array_type_of(make()).strong, make)
+
+    def do(self, message: Notice) -> list[Notice]:
+        self.told.clear()
+        self.snapshots.handle(message)
+        return list(self.told)
+
+
+def same(task: Task, values: dict[str, Any]) -> None:
+    found = task.store.snapshot(values)
+    for key, value in values.items():
+        assert (found[key].dtype, found[key].shape) == (value.dtype, value.shape)
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        one, other = (jax.random.key_data(v) if is_key else v for v in (found[key], value))
+        np.testing.assert_array_equal(one, other)
+
+
+def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    expected = {key: make() for key, make in VALUES.items()}
+    whole, begun = StepOfRun("run", 4), StepOfRun("run", 5)
+    task.store.applied.attempt(whole).ended()
+    assert task.store.applied.attempt(begun).begins(["w"])
+    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1), StateWritten(PS, 1)]
+    task.store.update("w", "assign_add", jnp.ones((2, 3)))
+    task.store.write("count", jnp.int32(9))
+    task.store.applied.attempt(begun).ended()
+    for one in (task, Task(tmp_path)):
+        assert one.do(LoadState(1, 3)) == [StateLoaded(PS, 3)]
+        same(one, expected)
+        assert one.runs.cancelled == one.runs.steps()
+        applied = one.store.applied
+        assert not applied.attempt(whole).begins(["w"])
+        assert not applied.attempt(begun).begins(["w"])
+        assert applied.attempt(begun).begins(["count"])
+        one.store.update("w", "assign_add", jnp.ones((2, 3)))  # the value is the variable's own
+
+
+def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    for number in (1, 2, 3):
+        task.do(CaptureState(number))
+    task.do(SnapshotCommitted(3))
+    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["3"]
+    task.do(SnapshotCommitted(4))  # this task has no part of it
+    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["3"]
+
+
+def test_what_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder, text in ((None, "start it with --snapshots DIR"), (tmp_path / "file", "Not a directory")):
+        task = Task(folder)
+        task.create()
+        captured, written = task.do(CaptureState(1))
+        assert captured == StateCaptured(PS, 1)
+        assert isinstance(written, StateWritten)
+        assert text in written.failure
+
+
+@pytest.mark.parametrize("harm", ["missing", "damaged", "none"])
+def test_what_cannot_be_loaded_is_reported_and_changes_nothing(tmp_path: Path, harm: str) -> None:
+    task = Task(tmp_path)
+    task.create()
+    task.do(CaptureState(1))
+    if harm == "damaged":
+        files = (tmp_path / "ps-0" / "1" / "w").rglob("*")
+        (chunk,) = (file for file in files if file.is_file() and file.name != "zarr.json")
+        chunk.write_bytes(bytes(len(chunk.read_bytes())))
+    task.store.write("count", jnp.int32(9))
+    other = task if harm != "none" else Task(None)
+    (loaded,) = other.do(LoadState(2 if harm == "missing" else 1, 1))
+    assert isinstance(loaded, StateLoaded)
+    expected = {"missing": "there is no checkpoint", "damaged": "array 'w'", "none": "start it with --snapshots DIR"}
+    assert expected[harm] in loaded.failure
+    assert not other.runs.cancelled
+    same(task, {"count": jnp.int32(9)})
+
+
+def test_a_variable_of_another_type_is_refused(tmp_path: Path) -> None:
+    task, other = Task(tmp_path), Task(tmp_path)
+    task.create()
+    task.do(CaptureState(1))
+    other.store.create("w", ArrayType(np.dtype("float32"), ()), lambda: jnp.zeros(()))
+    (loaded,) = other.do(LoadState(1, 1))
+    assert isinstance(loaded, StateLoaded)
+    assert "variable 'w' holds f32[]" in loaded.failure

@@ -1,0 +1,212 @@
+"""Training goes on after parameter tasks were started again: the numbers are those of an undisturbed run."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed import Async
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.task.stock_task import StockTask
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.worker.cluster import Cluster
+from dflow.lowering.state.store import Store
+from dflow.tracing.devices.task_name import task_name
+from tests.distributed.processes import Spawned
+from tests.distributed.waiting import until
+
+
+class Tasks:
+    """A coordinator, two parameter tasks with snapshots in `folder`, and a worker."""
+
+    def __init__(self, folder: Path, every_s: float) -> None:
+        self.network, self.folder = MemoryNetwork(), folder
+        settings = CoordinatorSettings(snapshot_every_s=every_s, rejoin_s=0.1)
+        self.coordinator = Coordinator(self.network, "", {"ps": 2, "worker": 1}, settings=settings, tick_s=0.02)
+        self.ps: list[StockTask] = []
+        for index in range(2):
+            self.ps.append(self.start(index))
+        self.worker = Cluster(self.coordinator.address, self.network, job="worker", index=0, store=Store(), address="")
+
+    def start(self, index: int) -> StockTask:
+        address = self.coordinator.address
+        return StockTask(self.network, task_name("ps", index), address, address="", snapshots=self.folder)
+
+    def start_again(self, index: int) -> None:
+        """End a process of a parameter task, and start the next one, which is empty."""
+        self.ps[index].close()
+        self.ps[index] = self.start(index)
+
+    def await_snapshot(self, steps: int) -> None:
+        """Wait for a committed snapshot with at least so many steps that are reported as done."""
+        recovery = self.coordinator._state._recovery
+        until(lambda: recovery._committed is not None and recovery._committed.ledger.steps_done >= steps)
+
+    def close(self) -> None:
+        self.worker.close()
+        for task in self.ps:
+            task.close()
+        self.coordinator.close()
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    running = Tasks(tmp_path, every_s=0.05)
+    yield running
+    running.close()
+
+
+def model(cluster: Any) -> tuple[Any, Any]:
+    """A model with Adam and a generator, and its step; on one process if `cluster` is standalone."""
+    with cluster.parameter_servers():
+        w = dflow.Variable(lambda: jnp.arange(6.0).reshape(3, 2), name="w")
+        b = dflow.Variable(lambda: jnp.zeros(2), name="b")
+        optimizer = dflow.Optimizer(optax.adam(0.1), [w, b], name="adam")
+        noise = dflow.Generator(0, name="noise")
+        count = dflow.Variable(0, name="count")
+
+    @dflow.jit
+    def step(x: jax.Array) -> jax.Array:
+        count.assign_add(1)
+        moved = x + jax.random.normal(noise.split(), x.shape)
+        loss: jax.Array
+        loss, gradients = dflow.value_and_grad(lambda: jnp.mean((moved @ w + b) ** 2), [w, b])()
+        optimizer.apply(gradients)
+        return loss
+
+    return {"w": w, "b": b, "adam": optimizer, "noise": noise, "count": count}, step
+
+
+def values(state: Any) -> list[Any]:
+    found = dflow.read([state["w"], state["b"], state["count"], state["adam"].slots])
+    return [np.asarray(value) for value in jax.tree.leaves(found)]
+
+
+X = jnp.ones((4, 3))
+STEPS = 60
+
+
+def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Tasks) -> None:
+    state, step = model(tasks.worker)
+
+    def batches() -> Iterator[Any]:
+        for number in itertools.count():
+            if number in (20, 40):
+                tasks.await_snapshot(15)  # the end of the first claim
+                tasks.start_again(number // 40)
+            yield X
+
+    done = sum(1 for _ in Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"))
+    assert done >= STEPS
+    assert int(state["count"].read()) == STEPS
+    assert tasks.worker.epoch == 2
+    alone, alone_step = model(dflow.connect())
+    for _ in range(STEPS):
+        alone_step(X)
+    for one, other in zip(values(state), values(alone), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_other_functions_of_the_program_use_the_restored_state(tasks: Tasks) -> None:
+    state, step = model(tasks.worker)
+    total = dflow.jit(lambda: state["w"].read().sum() + state["b"].read().sum())
+    for _ in Async(tasks.worker).run(step, itertools.repeat(X), steps=5, name="first"):
+        pass
+    before = float(total())
+    tasks.await_snapshot(5)
+    tasks.start_again(0)
+    tasks.start_again(1)
+    tasks.worker.await_recovery()
+    assert float(total()) == before
+    state["b"].assign(jnp.zeros(2))
+    assert float(state["b"].read().sum()) == 0.0
+
+
+def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:
+    tasks = Tasks(tmp_path, every_s=0.0)
+    try:
+        _, step = model(tasks.worker)
+
+        def batches() -> Iterator[Any]:
+            yield X
+            tasks.start_again(0)
+            yield from itertools.repeat(X)
+
+        with pytest.raises(dflow.TaskLost, match=r"ps:0 has been started again without them|ps/task:0 has left"):
+            list(Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"))
+    finally:
+        tasks.close()
+    assert not [*tmp_path.iterdir()]
+
+
+#: Worker 0 kills each parameter task once, when both have a part of a snapshot that is newer than its last steps.
+SCRIPT = """
+import os, signal, time
+from pathlib import Path
+import jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
+    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
+
+@dflow.jit
+def step(x):
+    count.assign_add(x)
+    other.assign_add(x * jnp.ones(64))
+
+def pid_of(index):
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{entry}/cmdline").read_text().split("\\0")
+            parent = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if int(parent) == os.getppid() and "task" in words and words[words.index("--index") + 1] == index:
+            return int(entry)
+
+def newest():
+    return min(max(map(int, filter(str.isdigit, os.listdir(f"snapshots/ps-{index}"))), default=0) for index in range(2))
+
+def batches():
+    for number in range(10**6):
+        if cluster.index == 0 and number in (50, 150):
+            seen, until = newest(), time.monotonic() + 60
+            while newest() <= seen and time.monotonic() < until:
+                yield jnp.float32(1.0)
+            os.kill(pid_of(str(number // 100)), signal.SIGKILL)
+        yield jnp.float32(1.0)
+
+for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=6000):
+    pass
+if cluster.elect("report"):
+    cluster.report("count", float(count))
+    cluster.report("other", float(other[63]))
+cluster.close()
+"""
+
+
+def test_killed_parameter_tasks_are_started_again_and_no_step_is_lost_or_repeated(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--restart", "ps=on-failure", "--snapshots", "snapshots", "--snapshot-every", "0.5", "train.py"]
+    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", *words, cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "Steps: 6000 of 6000" in output
+    for index in range(2):
+        assert f"ps:{index} ended: killed by SIGKILL; it is started again" in output
+    assert len(re.findall(r"ps:0, ps:1 returned to snapshot \d+; \d+ steps are done again", output)) == 2, output
+    assert re.search(r"\n count +6000 ", output), output
+    assert re.search(r"\n other +6000 ", output), output
