@@ -23,6 +23,9 @@ from dflow.tracing.state.resources import Variable
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
+#: Writes captured values into a folder prepared by `make_places`, which returned the second argument.
+WriteCaptured = Callable[[Path, Mapping[str, str]], None]
+
 
 class LoweredStep(NamedTuple):
     """A step lowered to StableHLO.
@@ -53,6 +56,8 @@ class StateBackend(Home, Protocol):
 
     #: Whether all that lives here is in this process.
     is_local: bool
+    #: Whether this process is the one that saves what lives here: worker 0 on a cluster.
+    is_saver: bool
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Lowerable:
         """Take a traced function whose variables live here, or in this process, through the passes."""
@@ -70,10 +75,11 @@ class StateBackend(Home, Protocol):
         """Return the values at one moment. They stay valid; the caller must not donate them."""
         ...
 
-    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values at one moment into a folder prepared by `make_places`, which returned `places`.
+    def capturing(self, variables: Mapping[str, Variable]) -> AbstractContextManager[WriteCaptured]:
+        """Take the values at one moment, on entry; the context gives a function that writes them into a folder.
 
-        `variables` are by array name. Raises CheckpointError for an array that cannot be written.
+        `variables` are by array name. Steps may run meanwhile, and the function and the exit may be on another thread.
+        The function raises CheckpointError for an array that cannot be written.
         """
         ...
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -35,6 +36,9 @@ from dflow.training.restore_report import DIFFERENCES, RestoreReport
 
 #: Array names that differ from the variables' names: a mapping or function from variable name to array name.
 Names = Mapping[str, str] | Callable[[str], str]
+
+#: Writes captured values and the manifest, with further metadata, into an empty folder.
+WriteCheckpoint = Callable[[Path, Mapping[str, Any]], None]
 
 _Path = tuple[Any, ...]
 
@@ -62,15 +66,10 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
     than the objects above, or if writing fails.
     """
-    place = _local(path, "save")
-    named = _named(variables, names, "save")
-    types = {name: entry.variable.type.strong for name, entry in named.items()}
-    generators = {name: entry.impl for name, entry in named.items() if entry.impl}
-    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder:
-        places = make_places(folder, types)
-        for backend, here in by_backend({name: entry.variable for name, entry in named.items()}).items():
-            backend.save(folder, here, places)
-        write_manifest(folder, types, places, {"generators": generators})
+    place = local_path(path, "save")
+    named = named_variables(variables, names, "save")
+    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder, captured(named) as write:
+        write(folder, {})
 
 
 @suggests_keywords
@@ -94,13 +93,14 @@ def restore(
     continue from their saved state.
 
     Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
-    are not allowed, naming the array for a damaged one, or if the checkpoint keeps being replaced during the read.
+    are not allowed, or if the checkpoint keeps being replaced during the read; DamagedCheckpoint for a damaged
+    array or manifest, which it names.
     """
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
         raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
-    place = _local(path, "restore")
-    named = _named(variables, names, "restore")
+    place = local_path(path, "restore")
+    named = named_variables(variables, names, "restore")
     for _ in range(_ATTEMPTS):
         files = read_arrays(place)
         report = _compared(files, named)
@@ -117,7 +117,7 @@ def restore(
 
 
 @dataclass(frozen=True)
-class _Entry:
+class NamedVariable:
     """A variable to save or restore, under its default array name; `impl` is a generator's algorithm, or empty."""
 
     variable: Variable
@@ -125,14 +125,35 @@ class _Entry:
     impl: str = ""
 
 
-def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
+@contextmanager
+def captured(named: Mapping[str, NamedVariable]) -> Iterator[WriteCheckpoint]:
+    """Take the values at one moment; the context gives a function that writes them and the manifest into a folder.
+
+    Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
+    """
+    types = {name: entry.variable.type.strong for name, entry in named.items()}
+    generators = {name: entry.impl for name, entry in named.items() if entry.impl}
+    variables = {name: entry.variable for name, entry in named.items()}
+    with ExitStack() as stack:
+        parts = [stack.enter_context(backend.capturing(here)) for backend, here in by_backend(variables).items()]
+
+        def write(folder: Path, metadata: Mapping[str, Any]) -> None:
+            places = make_places(folder, types)
+            for write_part in parts:
+                write_part(folder, places)
+            write_manifest(folder, types, places, {"generators": generators, **metadata})
+
+        yield write
+
+
+def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, NamedVariable]:
     """Return the entries of all variables in `tree`, by array name."""
     if is_tracing():
         raise CheckpointError(
             f"{task} is called inside traced code, which runs once, not once a step",
             "call it between steps, or in another thread",
         )
-    named: dict[str, _Entry] = {}
+    named: dict[str, NamedVariable] = {}
     called: dict[Variable, str] = {}
     for entry in _entries(tree, task):
         variable = entry.variable
@@ -148,7 +169,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
     return named
 
 
-def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> None:
+def _check_used(named: Mapping[str, NamedVariable], names: Names | None, task: str) -> None:
     """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
     if not named:
         raise CheckpointError(f"{task} was given no variables", "give it some, in a pytree or by container")
@@ -168,7 +189,7 @@ def _array_name(name: str, names: Names | None) -> str:
     return given
 
 
-def _entries(tree: Any, task: str) -> Iterator[_Entry]:
+def _entries(tree: Any, task: str) -> Iterator[NamedVariable]:
     flat: list[tuple[_Path, Any]]
     if isinstance(tree, str):
         flat = [((), resource) for resource in resources_in(tree)]
@@ -181,9 +202,9 @@ def _entries(tree: Any, task: str) -> Iterator[_Entry]:
             case Optimizer():
                 yield from _slots(path, leaf, task)
             case Generator():
-                yield _Entry(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
+                yield NamedVariable(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
             case Variable():
-                yield _Entry(leaf, _name_of(path, leaf, "variable", task))
+                yield NamedVariable(leaf, _name_of(path, leaf, "variable", task))
             case HostResource():
                 raise CheckpointError(
                     f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",
@@ -196,11 +217,11 @@ def _entries(tree: Any, task: str) -> Iterator[_Entry]:
                 )
 
 
-def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[_Entry]:
+def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[NamedVariable]:
     flat, _ = jax.tree_util.tree_flatten_with_path(optimizer.slots, is_leaf=is_variable)
     prefix = _name_of(path, optimizer, "optimizer", task) if flat else ""
     for inner, slot in flat:
-        yield _Entry(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
+        yield NamedVariable(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
 
 
 def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> str:
@@ -216,7 +237,8 @@ def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> s
     return path_name(path)
 
 
-def _local(path: str | os.PathLike[str], task: str) -> str:
+def local_path(path: str | os.PathLike[str], task: str) -> str:
+    """Return a path as text. Raises CheckpointError for another type, or a URL."""
     given: Any = path
     if not isinstance(given, str | bytes | os.PathLike):
         raise CheckpointError(
@@ -229,7 +251,7 @@ def _local(path: str | os.PathLike[str], task: str) -> str:
     return text
 
 
-def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
+def _compared(files: ArrayFiles, named: Mapping[str, NamedVariable]) -> RestoreReport:
     impls = _implementations(files)
     changed = {}
     for name, entry in named.items():

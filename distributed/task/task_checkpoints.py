@@ -1,8 +1,9 @@
 """What a task does when the variables that it holds are saved or restored.
 
-Each task writes and reads its own variables, in storage that all of the cluster share. A restore has two requests: the
-task reads and checks all values, and sets them when every other task has read its own too. Invariant: a task writes
-only into the folder of a save that is under way.
+Each task writes and reads its own variables, in storage that all of the cluster share. A save has three requests: the
+task captures its values at one moment, writes them while steps run, and frees them. A restore has two: the task reads
+and checks all values, and sets them when every other task has read its own too. Invariant: a task writes only into the
+folder of a save that is under way.
 """
 
 from __future__ import annotations
@@ -13,16 +14,22 @@ from pathlib import Path
 
 import jax
 
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
-from dflow.lowering.files.array_files import read_arrays
+from dflow.distributed.wire.messages.checkpoints import (
+    CaptureVariables,
+    EndCapture,
+    EndRestore,
+    ReadCheckpoint,
+    SaveVariables,
+)
+from dflow.lowering.files.array_files import read_arrays, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, TaskLost
 
-#: The task that restores, and its number for the restore.
-_Restore = tuple[str, int]
+#: The task that saves or restores, and its number for the save or restore.
+_Number = tuple[str, int]
 
 
 class TaskCheckpoints:
@@ -34,11 +41,28 @@ class TaskCheckpoints:
     def __init__(self, name: str, store: Store, has_left: Callable[[str], bool]) -> None:
         self._name, self._store, self._has_left = short_task_name(name), store, has_left
         self._lock = threading.Lock()
+        #: The values of each save by key.
+        self._captured: dict[_Number, dict[str, jax.Array]] = {}
         #: The values of each restore by key; None while they are read.
-        self._read: dict[_Restore, dict[str, jax.Array] | None] = {}
+        self._read: dict[_Number, dict[str, jax.Array] | None] = {}
+
+    def capture(self, message: CaptureVariables) -> None:
+        """Take values at one moment and keep them until the capture ends. Raises VariableError."""
+        values = self._store.snapshot(message.keys)
+        with self._lock:
+            if not self._has_left(message.origin):  # a task that leaves from now on ends its captures
+                self._captured[message.origin, message.number] = values
+
+    def end_capture(self, message: EndCapture) -> None:
+        """Free the values of a capture."""
+        with self._lock:
+            self._captured.pop((message.origin, message.number), None)
 
     def save(self, message: SaveVariables) -> None:
-        """Write variables into the folder of a save; they are on the disk when it returns. Raises CheckpointError."""
+        """Write captured values into the folder of a save; they are on the disk when it returns.
+
+        Raises CheckpointError, and TaskLost if the values are not captured.
+        """
         folder = Path(message.folder)
         places = {one.name: one.place for one in message.variables}
         if not (folder.is_absolute() and is_of_an_attempt(folder.name) and all(map(is_inside, places.values()))):
@@ -48,7 +72,11 @@ class TaskCheckpoints:
                 f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
                 "save where all tasks of the cluster read and write the same files",
             )
-        self._store.save(folder, {one.name: one.key for one in message.variables}, places)
+        with self._lock:
+            values = self._captured.get((message.origin, message.number))
+        if values is None:
+            raise TaskLost(f"{self._name} has not captured what {short_task_name(message.origin)} saves")
+        write_parts(folder, {one.name: values[one.key] for one in message.variables}, places)
         for place in places.values():
             flush(folder / place)
 
@@ -88,6 +116,7 @@ class TaskCheckpoints:
         self._store.replace(values)
 
     def task_left(self, task: str) -> None:
-        """Free the values of restores that a task began and will not end."""
+        """Free the values of saves and restores that a task began and will not end."""
         with self._lock:
-            self._read = {restore: values for restore, values in self._read.items() if restore[0] != task}
+            self._captured = {number: values for number, values in self._captured.items() if number[0] != task}
+            self._read = {number: values for number, values in self._read.items() if number[0] != task}

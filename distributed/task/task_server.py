@@ -49,7 +49,13 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SaveVariables
+from dflow.distributed.wire.messages.checkpoints import (
+    CaptureVariables,
+    EndCapture,
+    EndRestore,
+    ReadCheckpoint,
+    SaveVariables,
+)
 from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
@@ -461,7 +467,9 @@ class TaskServer:
 REQUESTS.queued(CreateVariables)(
     lambda task, message, arrival: task._creation.create(message, arrival.payload, arrival.peer.name)
 )
+REQUESTS.queued(CaptureVariables)(lambda task, message, _: task._checkpoints.capture(message))
 REQUESTS.queued(SaveVariables)(lambda task, message, _: task._checkpoints.save(message))
+REQUESTS.queued(EndCapture)(lambda task, message, _: task._checkpoints.end_capture(message))
 REQUESTS.queued(ReadCheckpoint)(lambda task, message, _: task._checkpoints.read(message))
 REQUESTS.queued(EndRestore)(lambda task, message, _: task._checkpoints.end(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))

@@ -23,7 +23,14 @@ from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.variable_layout import layout_of
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
+from dflow.distributed.wire.messages.checkpoints import (
+    CaptureVariables,
+    EndCapture,
+    EndRestore,
+    ReadCheckpoint,
+    SavedVariable,
+    SaveVariables,
+)
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
@@ -38,7 +45,8 @@ from dflow.distributed.worker.variable_batch import (
 from dflow.lowering.files.array_files import ArrayFiles
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
-from dflow.lowering.state_backend import Runner
+from dflow.lowering.state_backend import Runner, WriteCaptured
+from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
@@ -48,8 +56,8 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import Initial, TypedInitial
 from dflow.tracing.state.resources import Variable
 
-#: Numbers that identify this process's restores on the tasks.
-_restores = itertools.count()
+#: Numbers that identify this process's saves and restores on the tasks.
+_numbers = itertools.count()
 
 
 class ClusterHome(ClusterResources):
@@ -65,6 +73,8 @@ class ClusterHome(ClusterResources):
         super().__init__(requests, job, steps.state_changed)
         self._steps = steps
         self._ops: dict[tuple[Any, ...], Runner] = {}
+        _, index = split_task_name(requests.task)
+        self.is_saver = index == 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterHome) and other._requests is self._requests
@@ -115,18 +125,32 @@ class ClusterHome(ClusterResources):
             values.update(zip(held, map(jax.device_put, arrays), strict=True))
         return [values[variable.key] for variable in variables]
 
-    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Have each task write its variables, at one moment of the task."""
-        messages = {}
-        for task, held in _by_task(variables).items():
-            saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
-            messages[task] = SaveVariables(str(folder), tuple(saved))
-        self._ask(messages)
+    @contextmanager
+    def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
+        """Have each task keep the values of one of its moments; the function given has each task write them."""
+        capture, by_task = (self._requests.task, next(_numbers)), _by_task(variables)
+
+        def write(folder: Path, places: Mapping[str, str]) -> None:
+            messages = {}
+            for task, held in by_task.items():
+                saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
+                messages[task] = SaveVariables(*capture, str(folder), tuple(saved))
+            self._ask(messages)
+
+        def release() -> None:
+            with suppress(DflowError):  # a task that is gone has released the values too
+                self._ask(dict.fromkeys(by_task, EndCapture(*capture)))
+
+        with ExitStack() as releasing:
+            releasing.callback(release)
+            keys = {task: tuple(variable.key for variable in held.values()) for task, held in by_task.items()}
+            self._ask({task: CaptureVariables(*capture, held) for task, held in keys.items()})
+            yield write
 
     @contextmanager
     def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
-        restore, messages = (self._requests.task, next(_restores)), {}
+        restore, messages = (self._requests.task, next(_numbers)), {}
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
             messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)

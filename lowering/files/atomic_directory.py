@@ -149,6 +149,23 @@ def _attempt(place: Path) -> Iterator[_Attempt]:
         attempt.settle(lock)
 
 
+def remove_whole_folder(path: str | os.PathLike[str]) -> None:
+    """Remove the folder `path`, if it exists. It disappears by a rename; its files are removed after that.
+
+    Raises OSError when the disk refuses the rename.
+    """
+    place = Path(os.path.realpath(path))
+    with _attempt(place) as attempt, suppress(FileNotFoundError):
+        os.rename(place, attempt.ended)
+
+
+def tidy_all(folder: Path) -> None:
+    """Put back, or remove, everything in `folder` that was left by processes that ended while they wrote or removed."""
+    name = re.compile(_ATTEMPT_NAME.format("(.+)"))
+    for place in sorted({found[1] for entry in os.listdir(folder) if (found := name.fullmatch(entry))}):
+        _tidy(folder / place)
+
+
 def is_of_an_attempt(name: str) -> bool:
     """Whether a name belongs to an attempt: a folder being written, or left by a process that has ended."""
     return re.fullmatch(_ATTEMPT_NAME.format(".+"), name) is not None

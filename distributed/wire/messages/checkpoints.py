@@ -16,11 +16,37 @@ class SavedVariable(msgspec.Struct, frozen=True):
     place: str
 
 
-class SaveVariables(Request[Ok], frozen=True):
-    """Write a consistent snapshot into the folder of a save, which every task can access."""
+class CaptureVariables(Request[Ok], frozen=True):
+    """Take the values of variables at one moment and keep them until `EndCapture`.
 
+    `number`  number of the capture, unique within `origin`
+    """
+
+    speaker = "origin"
+
+    origin: str
+    number: int
+    keys: tuple[str, ...]
+
+
+class SaveVariables(Request[Ok], frozen=True):
+    """Write captured values into the folder of a save, which every task can access."""
+
+    speaker = "origin"
+
+    origin: str
+    number: int
     folder: str
     variables: tuple[SavedVariable, ...]
+
+
+class EndCapture(Request[Ok], frozen=True):
+    """Free captured values."""
+
+    speaker = "origin"
+
+    origin: str
+    number: int
 
 
 class ReadCheckpoint(Request[Ok], frozen=True):

@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 import dflow
 from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
-from dflow.distributed.wire.messages.checkpoints import EndRestore, ReadCheckpoint, SavedVariable, SaveVariables
+from dflow.distributed.wire.messages.checkpoints import (
+    CaptureVariables,
+    EndCapture,
+    EndRestore,
+    ReadCheckpoint,
+    SavedVariable,
+    SaveVariables,
+)
 from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
@@ -224,7 +231,7 @@ def test_an_export_is_loaded_onto_the_tasks(worker: Cluster, tmp_path: Path) -> 
 
 
 def saving(folder: Path, place: str = "w") -> SaveVariables:
-    return SaveVariables(str(folder), (SavedVariable("w", "w", place),))
+    return SaveVariables("/job:worker/task:0", 7, str(folder), (SavedVariable("w", "w", place),))
 
 
 @pytest.fixture
@@ -257,6 +264,33 @@ def test_a_task_that_sees_other_files_says_so(checkpoints: TaskCheckpoints, tmp_
     write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
     with pytest.raises(dflow.CheckpointError, match=r"ps:0 finds another checkpoint at (.|\n)*save where all tasks"):
         checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "of another", {"w": "w"}))
+
+
+def test_a_task_writes_the_values_that_it_captured_until_the_capture_ends(
+    checkpoints: TaskCheckpoints, tmp_path: Path
+) -> None:
+    checkpoints.capture(CaptureVariables("/job:worker/task:0", 7, ("w",)))
+    checkpoints._store.update("w", "assign_add", jnp.ones(3))
+    for folder in (BEGUN, BEGUN.replace("0", "1")):
+        (tmp_path / folder).mkdir()
+    checkpoints.save(saving(tmp_path / BEGUN))
+    assert [file.read_bytes()[:12] for file in (tmp_path / BEGUN / "w").glob("c*")] == [np.ones(3, "f4").tobytes()]
+    checkpoints.end_capture(EndCapture("/job:worker/task:0", 7))
+    with pytest.raises(dflow.TaskLost, match="ps:0 has not captured what worker:0 saves"):
+        checkpoints.save(saving(tmp_path / BEGUN.replace("0", "1")))
+
+
+def test_a_capture_of_a_worker_that_has_left_is_freed(checkpoints: TaskCheckpoints) -> None:
+    for worker in ("/job:worker/task:0", "/job:worker/task:9"):
+        checkpoints.capture(CaptureVariables(worker, 1, ("w",)))
+    assert [*checkpoints._captured] == [("/job:worker/task:0", 1)]
+    checkpoints.task_left("/job:worker/task:0")
+    assert not checkpoints._captured
+
+
+def test_a_save_frees_what_the_tasks_captured(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
+    dflow.save(tmp_path / "c", program(worker).state)
+    assert not any(task.server._checkpoints._captured for task in memory.tasks.values())
 
 
 def test_a_restore_of_a_worker_that_has_left_is_let_go_of(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
