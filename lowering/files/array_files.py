@@ -324,7 +324,9 @@ def _unless_refused(name: str, folder: Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0][:300]
+    line = re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0]
+    # The reason stands at the end, after paths of any length.
+    return line if len(line) <= 300 else f"{line[:80]} ... {line[-200:]}"
 
 
 def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
