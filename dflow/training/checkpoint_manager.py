@@ -37,8 +37,8 @@ class CheckpointManager:
 
     folder        holds a checkpoint `step_N` for each saved step N; made if needed
     variables     as for `dflow.save`
-    every         when `step` saves: every so many steps (an int), every so much time (a timedelta), or "auto", the
-                  interval that loses the least work and time, by Young and Daly
+    every         when `step` saves: a number of steps between saves, a timedelta, or "auto", the interval that loses
+                  the least work and time, by Young and Daly
     keep          number of newest checkpoints to keep
     best          further ones to keep: (metric, count, "min" or "max")
     keep_one_per  a further one to keep for good in each period of this length, a timedelta
@@ -107,7 +107,7 @@ class CheckpointManager:
         return next(iter(rule.of(self.checkpoints)), None) if rule else None
 
     def should_save(self, step: int) -> bool:
-        """Whether `step` would save now. While a save runs, the answer is False, and a save that is due comes after."""
+        """Return whether `step` would save now. Not while a save runs: the next one starts after its end."""
         self._check()
         if not self._is_saver or (self._save is not None and self._save.is_running):
             return False

@@ -21,12 +21,23 @@ from dflow.distributed.wire.messages.checkpoints import (
     ReadCheckpoint,
     SaveVariables,
 )
+from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.message import Request
 from dflow.lowering.files.array_files import read_arrays, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import CheckpointError, TaskLost
+from dflow.tracing.errors import CheckpointError, InternalError, TaskLost
+
+#: The requests of saves and restores.
+CHECKPOINT_REQUESTS: tuple[type[Request[Ok]], ...] = (
+    CaptureVariables,
+    SaveVariables,
+    EndCapture,
+    ReadCheckpoint,
+    EndRestore,
+)
 
 #: The task that saves or restores, and its number for the save or restore.
 _Number = tuple[str, int]
@@ -45,6 +56,22 @@ class TaskCheckpoints:
         self._captured: dict[_Number, dict[str, jax.Array]] = {}
         #: The values of each restore by key; None while they are read.
         self._read: dict[_Number, dict[str, jax.Array] | None] = {}
+
+    def handle(self, message: Request[Ok]) -> None:
+        """Handle a request of `CHECKPOINT_REQUESTS`."""
+        match message:
+            case CaptureVariables():
+                self.capture(message)
+            case SaveVariables():
+                self.save(message)
+            case EndCapture():
+                self.end_capture(message)
+            case ReadCheckpoint():
+                self.read(message)
+            case EndRestore():
+                self.end(message)
+            case _:
+                raise InternalError(f"{self._name} has no part in {type(message).__name__}")
 
     def capture(self, message: CaptureVariables) -> None:
         """Take values at one moment and keep them until the capture ends. Raises VariableError."""

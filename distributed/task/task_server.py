@@ -41,7 +41,7 @@ from dflow.distributed.task.arrivals import Arrival, Handled, RequestArrival, Re
 from dflow.distributed.task.member_gate import Arrived, MemberGate
 from dflow.distributed.task.request_queues import RequestQueues
 from dflow.distributed.task.step_aggregator import StepAggregator
-from dflow.distributed.task.task_checkpoints import TaskCheckpoints
+from dflow.distributed.task.task_checkpoints import CHECKPOINT_REQUESTS, TaskCheckpoints
 from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.threads import OnDemandThreads
 from dflow.distributed.task.variable_creation import VariableCreation
@@ -49,13 +49,6 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.checkpoints import (
-    CaptureVariables,
-    EndCapture,
-    EndRestore,
-    ReadCheckpoint,
-    SaveVariables,
-)
 from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
@@ -467,11 +460,8 @@ class TaskServer:
 REQUESTS.queued(CreateVariables)(
     lambda task, message, arrival: task._creation.create(message, arrival.payload, arrival.peer.name)
 )
-REQUESTS.queued(CaptureVariables)(lambda task, message, _: task._checkpoints.capture(message))
-REQUESTS.queued(SaveVariables)(lambda task, message, _: task._checkpoints.save(message))
-REQUESTS.queued(EndCapture)(lambda task, message, _: task._checkpoints.end_capture(message))
-REQUESTS.queued(ReadCheckpoint)(lambda task, message, _: task._checkpoints.read(message))
-REQUESTS.queued(EndRestore)(lambda task, message, _: task._checkpoints.end(message))
+for _request in CHECKPOINT_REQUESTS:
+    REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
 REQUESTS.queued(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
