@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from dflow.lowering.files.array_files import ArrayFiles, write_parts
+from dflow.lowering.files.array_files import write_parts
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
@@ -163,7 +164,7 @@ class LocalHome:
         yield write
 
     @contextmanager
-    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+    def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         values = self.store.read_saved(files, _keys(variables))
         yield lambda: self.store.replace(values)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from dflow.lowering.files.array_files import ArrayFiles
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.jaxprs.trace import Traced
@@ -84,7 +84,7 @@ class StateBackend(Home, Protocol):
         ...
 
     def restoring(
-        self, files: ArrayFiles, variables: Mapping[str, Variable]
+        self, files: SavedArrays, variables: Mapping[str, Variable]
     ) -> AbstractContextManager[Callable[[], None]]:
         """Read and check the arrays of the variables, by array name; the context gives a function that sets them all.
 

@@ -17,9 +17,12 @@ from typing import Any
 import jax
 import msgspec
 
-from dflow.lowering.files.array_files import ArrayFiles, make_places, read_arrays, write_manifest
+from dflow.lowering.files.array_files import make_places, write_manifest
 from dflow.lowering.files.array_manifest import MANIFEST, damaged
 from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
+from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
+from dflow.lowering.state_backend import StateBackend
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.ir.types import ArrayType
@@ -50,6 +53,9 @@ _ATTEMPTS = 5
 def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
     """Write the values of variables to the directory `path`, all at one moment (on a cluster: one moment per task).
 
+    If `path` ends in `.safetensors`, it is a file of that format, which has fewer dtypes and no checksums, and whose
+    values go through this process.
+
     variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
     overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
     names      array names that differ from the variables' names: a function from variable name to array name, or a
@@ -68,6 +74,9 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     """
     place = local_path(path, "save")
     named = named_variables(variables, names, "save")
+    if place.endswith(SUFFIX):
+        write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
+        return
     with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder, captured(named) as write:
         write(folder, {})
 
@@ -102,7 +111,7 @@ def restore(
     place = local_path(path, "restore")
     named = named_variables(variables, names, "restore")
     for _ in range(_ATTEMPTS):
-        files = read_arrays(place)
+        files = open_arrays(place)
         report = _compared(files, named)
         if refused := report.refused(ignore if strict else DIFFERENCES):
             raise CheckpointError(_differs(files, report, refused))
@@ -132,18 +141,33 @@ def captured(named: Mapping[str, NamedVariable]) -> Iterator[WriteCheckpoint]:
     Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
     """
     types = {name: entry.variable.type.strong for name, entry in named.items()}
-    generators = {name: entry.impl for name, entry in named.items() if entry.impl}
-    variables = {name: entry.variable for name, entry in named.items()}
     with ExitStack() as stack:
-        parts = [stack.enter_context(backend.capturing(here)) for backend, here in by_backend(variables).items()]
+        parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(named).items()]
 
         def write(folder: Path, metadata: Mapping[str, Any]) -> None:
             places = make_places(folder, types)
             for write_part in parts:
                 write_part(folder, places)
-            write_manifest(folder, types, places, {"generators": generators, **metadata})
+            write_manifest(folder, types, places, {**_generators(named), **metadata})
 
         yield write
+
+
+def _values(named: Mapping[str, NamedVariable]) -> dict[str, jax.Array]:
+    """Return the values at one moment (on a cluster: one moment per task), brought to this process."""
+    found: dict[str, jax.Array] = {}
+    for backend, here in _by_backend(named).items():
+        found.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+    return found
+
+
+def _by_backend(named: Mapping[str, NamedVariable]) -> dict[StateBackend, dict[str, Variable]]:
+    return by_backend({name: entry.variable for name, entry in named.items()})
+
+
+def _generators(named: Mapping[str, NamedVariable]) -> dict[str, dict[str, str]]:
+    """Return the metadata with the algorithm of each generator."""
+    return {"generators": {name: entry.impl for name, entry in named.items() if entry.impl}}
 
 
 def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, NamedVariable]:
@@ -251,7 +275,7 @@ def local_path(path: str | os.PathLike[str], task: str) -> str:
     return text
 
 
-def _compared(files: ArrayFiles, named: Mapping[str, NamedVariable]) -> RestoreReport:
+def _compared(files: SavedArrays, named: Mapping[str, NamedVariable]) -> RestoreReport:
     impls = _implementations(files)
     changed = {}
     for name, entry in named.items():
@@ -268,7 +292,7 @@ def _compared(files: ArrayFiles, named: Mapping[str, NamedVariable]) -> RestoreR
     )
 
 
-def _implementations(files: ArrayFiles) -> dict[str, str]:
+def _implementations(files: SavedArrays) -> dict[str, str]:
     """Return the algorithm of each saved generator, by array name. Raises CheckpointError for damaged metadata."""
     try:
         return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
@@ -280,7 +304,7 @@ def _described(type: ArrayType, impl: str) -> str:
     return f"{type} of {impl}" if impl else str(type)
 
 
-def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
+def _restored(files: SavedArrays, variables: Mapping[str, Variable]) -> bool:
     """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
         try:
@@ -298,7 +322,7 @@ def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
     return True
 
 
-def _differs(files: ArrayFiles, report: RestoreReport, refused: list[str]) -> str:
+def _differs(files: SavedArrays, report: RestoreReport, refused: list[str]) -> str:
     return (
         f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
         f"  to restore the arrays that fit, give ignore={refused!r}; where names differ alone, give names="

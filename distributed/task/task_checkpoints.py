@@ -23,9 +23,10 @@ from dflow.distributed.wire.messages.checkpoints import (
 )
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Request
-from dflow.lowering.files.array_files import read_arrays, write_parts
+from dflow.lowering.files.array_files import write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
+from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, InternalError, TaskLost
@@ -124,7 +125,7 @@ class TaskCheckpoints:
                     self._read[restore] = values
 
     def _values(self, message: ReadCheckpoint) -> dict[str, jax.Array]:
-        files = read_arrays(message.path)
+        files = open_arrays(message.path)
         if files.id != message.id:
             raise CheckpointError(
                 f"{self._name} finds another checkpoint at {message.path} than the task that restores it",

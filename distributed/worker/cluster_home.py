@@ -42,7 +42,7 @@ from dflow.distributed.worker.variable_batch import (
     on_host,
     settle,
 )
-from dflow.lowering.files.array_files import ArrayFiles
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner, WriteCaptured
@@ -148,7 +148,7 @@ class ClusterHome(ClusterResources):
             yield write
 
     @contextmanager
-    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+    def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
         restore, messages = (self._requests.task, next(_numbers)), {}
         for task, held in _by_task(variables).items():

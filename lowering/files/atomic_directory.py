@@ -96,7 +96,7 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
     raises     CheckpointExists when `path` exists and may not be replaced, CheckpointError when the disk refuses it
     """
     place = Path(os.path.realpath(path))
-    with _refused_by_the_disk(place):
+    with refused_by_the_disk(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         _tidy(place)
         _check_free(place, marker, overwrite)
@@ -113,7 +113,8 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
 
 
 @contextmanager
-def _refused_by_the_disk(place: Path) -> Iterator[None]:
+def refused_by_the_disk(place: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the reason, where the disk refuses to write at `place`."""
     try:
         yield
     except CheckpointError:  # subclasses may be OSErrors too

@@ -19,7 +19,8 @@ import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import Sharding
 
-from dflow.lowering.files.array_files import ArrayFiles, own_copy
+from dflow.lowering.files.array_files import own_copy
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.held_value import HeldValue, StepState
@@ -168,7 +169,7 @@ class Store:
         """
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
-    def read_saved(self, files: ArrayFiles, keys: Mapping[str, str]) -> dict[str, jax.Array]:
+    def read_saved(self, files: SavedArrays, keys: Mapping[str, str]) -> dict[str, jax.Array]:
         """Return arrays for `replace`, each as its variable is sharded now; `keys` are by array name.
 
         Raises CheckpointError, which names the array, for one that is missing or damaged.

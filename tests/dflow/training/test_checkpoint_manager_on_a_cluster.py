@@ -15,7 +15,8 @@ import pytest
 import dflow
 from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import memory_cluster
-from dflow.training import shared_progress
+from dflow.training import checkpoint_manager, shared_progress
+from dflow.training.shared_progress import SharedProgress
 from tests.dflow.training.managed_run import DEADLINE_S, held_saves, steps_in
 
 
@@ -73,7 +74,7 @@ def test_worker_0_saves_and_a_new_cluster_resumes(tmp_path: Path) -> None:
         assert steps_in(other) == [0, 1, 2]
 
 
-def test_the_others_wait_until_the_state_is_restored(tmp_path: Path) -> None:
+def test_the_others_wait_until_the_state_is_restored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with two_workers() as (first, _), first.manager(tmp_path) as manager:
         for _ in range(5):
             first.step()
@@ -84,6 +85,13 @@ def test_the_others_wait_until_the_state_is_restored(tmp_path: Path) -> None:
             with second.manager(tmp_path) as manager:
                 return manager.next_step, second.value
 
+        def restores(*args: Any, **options: Any) -> Any:
+            assert SharedProgress(second.pair[0], tmp_path).next_step() is None
+            report = dflow.restore(*args, **options)
+            assert SharedProgress(second.pair[0], tmp_path).next_step() is None
+            return report
+
+        monkeypatch.setattr(checkpoint_manager, "restore", restores)
         joining = pool.submit(joins)
         with first.manager(tmp_path):
             assert joining.result(DEADLINE_S) == (5, 5.0)
