@@ -75,7 +75,7 @@ class CheckpointFolder:
         try:
             about = msgspec.convert(saved, _Saved)
         except msgspec.ValidationError:  # `dflow.save` wrote it
-            about = _Saved(os.stat(place / MANIFEST).st_mtime, {})
+            return Checkpoint(step, place, os.stat(place / MANIFEST).st_mtime, {}, is_managed=False)
         return Checkpoint(step, place, about.time_s, about.metrics)
 
     def lock(self) -> None:

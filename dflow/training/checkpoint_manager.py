@@ -184,6 +184,7 @@ class CheckpointManager:
                     "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
                     *(other, step, fact, self._folder.set_aside(other)),
                 )
+            LOGGER.info("%s is restored", self._folder.place(step))
             return step
         if damaged:
             raise DamagedCheckpoint(

@@ -20,15 +20,17 @@ from dflow.tracing.errors import CheckpointError
 class Checkpoint:
     """A complete checkpoint of a `CheckpointManager`'s folder.
 
-    path     its folder, for `dflow.restore`
-    time_s   Unix time of its values
-    metrics  the metrics given with it
+    path        its folder, for `dflow.restore`
+    time_s      Unix time of its values
+    metrics     the metrics given with it
+    is_managed  whether a manager wrote it; only such a checkpoint may be deleted
     """
 
     step: int
     path: Path
     time_s: float
     metrics: Mapping[str, float]
+    is_managed: bool = True
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Retention:
     period: timedelta | None = None
 
     def deleted(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-        """Return the checkpoints that no rule retains, oldest first."""
-        ordered = sorted(checkpoints, key=lambda one: one.step)
+        """Return the managed checkpoints that no rule retains, oldest first. Others do not count."""
+        ordered = sorted((one for one in checkpoints if one.is_managed), key=lambda one: one.step)
         retained = {one.step for one in ordered[-self.keep :]}
         retained.update(one.step for one in (self.best.of(ordered) if self.best else ()))
         retained.update(one.step for one in self._for_good(ordered))

@@ -303,13 +303,17 @@ def test_a_folder_that_disappears_is_an_error_of_the_next_call_or_is_made_again(
     assert steps_in(manager) == [2]
 
 
-def test_checkpoints_of_dflow_save_are_taken_over(tmp_path: Path) -> None:
+def test_checkpoints_of_dflow_save_are_restored_and_never_deleted(tmp_path: Path) -> None:
     run = Run()
-    run.set(7)
-    dflow.save(tmp_path / "step_7", {"seen": run.seen})
+    for step in (6, 7):
+        run.set(step)
+        dflow.save(tmp_path / f"step_{step}", {"seen": run.seen})
     again = Run()
-    with again.manager(tmp_path, best=("loss", 1, "min")) as manager:
-        assert (manager.resumed, again.last, steps_in(manager), manager.best) == (7, 7, [7], None)
+    with again.manager(tmp_path, keep=1, best=("loss", 1, "min")) as manager:
+        assert (manager.resumed, again.last, steps_in(manager), manager.best) == (7, 7, [6, 7], None)
+        for step in (8, 9):
+            saved(manager, again, step)
+        assert steps_in(manager) == [6, 7, 9]
 
 
 @pytest.mark.parametrize(
