@@ -22,19 +22,20 @@ class BackgroundSave:
     """
 
     def __init__(self, place: Path, work: Callable[[], None], timeout_s: float) -> None:
-        self._place, self._work, self._timeout_s = place, work, timeout_s
+        self._place, self._timeout_s = place, timeout_s
         self._loc, self._until_s = caller(), time.monotonic() + timeout_s
         self._ended = threading.Event()
         self._error: BaseException | None = None
         try:
             # Not a daemon: when the program ends, the interpreter waits for the save.
-            threading.Thread(target=self._run, name="dflow save").start()
+            threading.Thread(target=self._run, args=(work,), name="dflow save").start()
         except RuntimeError:  # the system, or an interpreter that shuts down, starts no thread
-            self._run()
+            self._run(work)
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
+        # `work` has the captured values, so it must not outlive the save.
         try:
-            self._work()
+            work()
         except BaseException as error:
             self._error = error
             LOGGER.error("%s was not saved: %s", self._place, error)  # the program may never call again

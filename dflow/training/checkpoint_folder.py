@@ -49,6 +49,8 @@ class CheckpointFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: OwnerLock | None = None
+        #: Whether this process uses the folder, also where the file system has no locks.
+        self.is_locked = False
 
     def place(self, step: int) -> Path:
         """Return where the checkpoint of a step is, or will be."""
@@ -86,6 +88,7 @@ class CheckpointFolder:
         with self._refused():
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
+        self.is_locked = True
         try:
             with self._refused():
                 tidy_all(self.path)
@@ -109,9 +112,9 @@ class CheckpointFolder:
 
     def release(self) -> None:
         """Release the lock."""
-        if self._lock is not None:
-            self._lock.release(remove=True)
-            self._lock = None
+        lock, self._lock, self.is_locked = self._lock, None, False
+        if lock is not None:
+            lock.release(remove=True)
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint. Raises CheckpointError when the disk refuses it."""

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import sys
 import time
+import weakref
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -82,8 +84,10 @@ class CheckpointManager:
         self._record = RunRecord()
         #: Number of the next step: one after the restored one, or 0.
         self.next_step = self._resume() if self._is_saver or self._progress is None else self._progress.wait(timeout_s)
-        self._last = self.next_step - 1
+        #: The last step whose save was begun, and the last one whose checkpoint is complete.
+        self._last = self._complete = self.next_step - 1
         self._started_s = self._saved_s = time.monotonic()
+        weakref.finalize(self, _left, self._folder, os.getpid())
 
     @property
     def resumed(self) -> int | None:
@@ -195,7 +199,7 @@ class CheckpointManager:
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Capture the values, and start the thread that writes them."""
-        number, place = self._checked_step(step), self._folder.place(step)
+        number = self._checked_step(step)
         metadata = metadata_of(time.time(), self._checked_metrics(metrics))
         began_s = time.monotonic()
         with ExitStack() as stack:
@@ -205,15 +209,16 @@ class CheckpointManager:
             self._last, self._saved_s = number, began_s
             capture = stack.pop_all()
         self._save = BackgroundSave(
-            place, lambda: self._write(place, capture, write, metadata, began_s), self._timeout_s
+            self._folder.place(number), lambda: self._write(number, capture, write, metadata, began_s), self._timeout_s
         )
 
     def _write(
-        self, place: Path, capture: ExitStack, write: WriteCheckpoint, metadata: Mapping[str, Any], began_s: float
+        self, step: int, capture: ExitStack, write: WriteCheckpoint, metadata: Mapping[str, Any], began_s: float
     ) -> None:
         """Write a checkpoint, delete the old ones, and record the time that it took."""
-        with capture, whole_folder(place, marker=MANIFEST) as folder:
+        with capture, whole_folder(self._folder.place(step), marker=MANIFEST) as folder:
             write(folder, metadata)
+        self._complete = step
         for one in self._retention.deleted(self._folder.checkpoints()):
             self._folder.remove(one.step)
         now_s = time.monotonic()
@@ -232,9 +237,9 @@ class CheckpointManager:
 
     def _checked_step(self, step: int) -> int:
         number = operator.index(step)
-        if number <= self._last or number < 0:
+        if number <= self._complete:
             raise CheckpointError(
-                f"step: expected a number after {self._last}, the last one of {self._folder.path}, got {number}",
+                f"step: expected a number after {self._complete}, the last one of {self._folder.path}, got {number}",
                 "count on from manager.next_step, or give the manager another folder",
             )
         return number
@@ -278,6 +283,15 @@ class CheckpointManager:
             if self._is_saver and not has_failed:
                 self._set_record(self._record.ended(time.monotonic() - self._started_s))
             self._folder.release()
+
+
+def _left(folder: CheckpointFolder, process: int) -> None:
+    """Release the folder of a manager that was not closed, as the program ends; by an error, the run has failed."""
+    if folder.is_locked and os.getpid() == process:
+        if not hasattr(sys, "last_type"):  # Python sets it when it prints the error that ends the program
+            with suppress(CheckpointError):
+                folder.write_record(folder.record().ended())
+        folder.release()
 
 
 def _positive(name: str, given: Any) -> int:
