@@ -26,7 +26,7 @@ class SharedProgress:
         self._folder = folder
         # In an empty context: the user's scopes and containers are for the user's variables.
         self._next: Variable = contextvars.Context().run(
-            lambda: Variable(lambda: jnp.int32(-1), name=f"dflow/next_step/{folder}", near=near, trainable=False)
+            lambda: Variable(lambda: jnp.int32(-1), name=f"dflow/next_step{folder}", near=near, trainable=False)
         )
 
     def next_step(self) -> int | None:

@@ -83,7 +83,7 @@ class SafetensorsFile:
 
 def damaged(path: Path, what: str) -> DamagedCheckpoint:
     """Return the error for a file that is no intact safetensors file."""
-    return DamagedCheckpoint(f"{path}: expected a safetensors file, got one of which {what[:300]}", "take another copy")
+    return DamagedCheckpoint(f"{path}: expected a safetensors file, got another one: {what[:300]}", "take another copy")
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:

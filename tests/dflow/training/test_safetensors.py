@@ -1,4 +1,4 @@
-"""Safetensors files: those of the format's own library are restored, and it reads those that are saved."""
+"""Safetensors files: dflow restores files of the format's own library, and that reads files of dflow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from tests.effort import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
-#: Those of which NumPy has the type, and bfloat16.
 DTYPES = ["bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "float32"]
 ALL_DTYPES = [*map(np.dtype, [*DTYPES, "float64", "complex64"]), np.dtype(ml_dtypes.bfloat16)]
 
