@@ -4,6 +4,8 @@ A few large arrays and many small ones, by `dflow.save` and `dflow.restore`, by 
 per array, flushed to the disk, no checksum), by Orbax with its defaults, and raw: the same bytes into one file,
 flushed, and from it into one buffer. Each save replaces the previous one. The alternatives run in random order in each
 round. Then a thread trains on the same state while another saves it: the times of its steps with and without a save.
+Last, a loop trains with a `dflow.CheckpointManager` that saves at an interval, and without: the steps done in the same
+time, and the time of training that each save takes away.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ LARGE, SMALL = 4, 100
 
 
 def main() -> None:
-    given = options(__doc__, rounds=5, mib=256)
+    given = options(__doc__, rounds=5, mib=256, interval=5, saves=2, only=("all", "manager"))
     side = int((given.mib * 2**20 / 4 / LARGE) ** 0.5)
     state = dflow.variables(
         {
@@ -41,12 +44,15 @@ def main() -> None:
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(dflow.read(state)))
     folder = Path(tempfile.mkdtemp())
     try:
-        rows = [
-            *row("save", saves(state, folder), given.rounds, size),
-            *row("restore", restores(state, folder), given.rounds, size),
-        ]
-        publish("saving", rows, as_json=given.json)
-        publish("saving_while_training", held_up(state, folder, given.rounds), as_json=given.json)
+        if given.only == "all":
+            rows = [
+                *row("save", saves(state, folder), given.rounds, size),
+                *row("restore", restores(state, folder), given.rounds, size),
+            ]
+            publish("saving", rows, as_json=given.json)
+            publish("saving_while_training", held_up(state, folder, given.rounds), as_json=given.json)
+        found = managed(state, folder, given.rounds, interval_s=given.interval, count=given.saves)
+        publish("saving_by_manager", found, as_json=given.json)
     finally:
         shutil.rmtree(folder)
 
@@ -119,15 +125,7 @@ def restores(state: Any, folder: Path) -> dict[str, Callable[[], Any]]:
 
 def held_up(state: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Measure the steps of a thread, without a save and while another thread saves once."""
-
-    @dflow.jit
-    def step() -> jax.Array:
-        for variable in state["large"]:
-            variable.assign(variable * 0.999)
-        first: jax.Array = state["large"][0][0, 0]
-        return first
-
-    jax.block_until_ready(step())
+    step = updates(state)
     found: dict[str, list[float]] = {"alone": [], "while saved": []}
     longest: dict[str, list[float]] = {"alone": [], "while saved": []}
     for _ in range(rounds):
@@ -150,6 +148,68 @@ def held_up(state: Any, folder: Path, rounds: int) -> list[dict[str, Any]]:
         }
         for name in found
     ]
+
+
+def updates(state: Any) -> Callable[[], jax.Array]:
+    """Return a compiled step that writes all large variables."""
+
+    @dflow.jit
+    def step() -> jax.Array:
+        for variable in state["large"]:
+            variable.assign(variable * 0.999)
+        first: jax.Array = state["large"][0][0, 0]
+        return first
+
+    jax.block_until_ready(step())
+    return step
+
+
+def managed(state: Any, folder: Path, rounds: int, *, interval_s: float, count: int) -> list[dict[str, Any]]:
+    """Measure a loop of steps with a manager that saves `count` times, once per `interval_s`, and without one."""
+    step, long_s = updates(state), interval_s * (count + 0.5)
+
+    def steps(manager: dflow.CheckpointManager | None) -> list[float]:
+        times: list[float] = []
+        ends_s, number = time.perf_counter() + long_s, 0
+        while time.perf_counter() < ends_s:
+            started = time.perf_counter()
+            jax.block_until_ready(step())
+            if manager is not None:
+                manager.step(number)
+            times.append(time.perf_counter() - started)
+            number += 1
+        return times
+
+    def with_manager() -> list[float]:
+        place = Path(tempfile.mkdtemp(dir=folder))
+        with dflow.CheckpointManager(place, state, every=timedelta(seconds=interval_s), keep=1) as manager:
+            times = steps(manager)
+            manager.wait()
+            assert len(manager.checkpoints) == 1
+            saved.extend(manager._record.save_s)
+        shutil.rmtree(place)
+        return times
+
+    saved: list[float] = []
+    found = in_turn({"alone": lambda: steps(None), "with a manager": with_manager}, rounds)
+    alone = [len(times) for times in found["alone"]]
+    made = []
+    for name, all_times in found.items():
+        ratio, low, high = median_ratio(alone, [len(times) for times in all_times])
+        made.append(
+            {
+                "steps": name,
+                "median ms": statistics.median(statistics.median(times) for times in all_times) * 1e3,
+                "longest ms (median of rounds)": statistics.median(map(max, all_times)) * 1e3,
+                "time per step / alone": ratio,
+                "p10": low,
+                "p90": high,
+                "a save, s": statistics.median(saved) if name != "alone" else 0.0,
+                "lost per save, s": (1 - 1 / ratio) * long_s / count,
+                "every, s": float(interval_s),
+            }
+        )
+    return made
 
 
 def train(step: Callable[[], Any], done: threading.Event, times: list[float]) -> None:

@@ -22,6 +22,7 @@ from dflow.tracing.errors import (
     CheckpointExists,
     ConfigError,
     ContainerError,
+    DamagedCheckpoint,
     DeadlineExceeded,
     DeviceError,
     DflowError,
@@ -54,6 +55,7 @@ from dflow.tracing.state.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, 
 from dflow.tracing.state.resources import Variable, is_variable, name, read
 from dflow.tracing.state.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.state.wire import wire
+from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.generator import Generator
 from dflow.training.optimizer import Optimizer
 from dflow.training.restore_report import RestoreReport
@@ -63,10 +65,12 @@ __all__ = [
     "AccumulatorError",
     "CheckpointError",
     "CheckpointExists",
+    "CheckpointManager",
     "ClusterSettings",
     "ConditionalAccumulator",
     "ConfigError",
     "ContainerError",
+    "DamagedCheckpoint",
     "DeadlineExceeded",
     "DenseGradientWarning",
     "DeviceError",

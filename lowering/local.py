@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from dflow.lowering.files.array_files import ArrayFiles
+from dflow.lowering.files.array_files import write_parts
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
@@ -23,7 +24,7 @@ from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queue_producer import HeldQueueProducer
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
-from dflow.lowering.state_backend import Runner
+from dflow.lowering.state_backend import Runner, WriteCaptured
 from dflow.lowering.steps.local_step import LocalStep, single_call
 from dflow.lowering.steps.lowered import literals, make_plans
 from dflow.lowering.steps.spread_variables import refuse_spread
@@ -64,6 +65,7 @@ class LocalHome:
 
     shares_names = False
     is_local = True
+    is_saver = True
 
     def __init__(self, placement_s: float = BUDGET_S) -> None:
         self.store = Store()
@@ -152,11 +154,17 @@ class LocalHome:
         values = self.store.snapshot(variable.key for variable in variables)
         return [values[variable.key] for variable in variables]
 
-    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        self.store.save(folder, _keys(variables), places)
+    @contextmanager
+    def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
+        values = dict(zip(variables, self.snapshot([*variables.values()]), strict=True))
+
+        def write(folder: Path, places: Mapping[str, str]) -> None:
+            write_parts(folder, values, places)
+
+        yield write
 
     @contextmanager
-    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+    def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         values = self.store.read_saved(files, _keys(variables))
         yield lambda: self.store.replace(values)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from dflow.lowering.files.array_files import ArrayFiles
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
 from dflow.tracing.jaxprs.trace import Traced
@@ -22,6 +22,9 @@ from dflow.tracing.state.resources import Variable
 
 #: Runs a step on the leaves of its arguments; gives the leaves of its result.
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
+
+#: Writes captured values into a folder prepared by `make_places`, which returned the second argument.
+WriteCaptured = Callable[[Path, Mapping[str, str]], None]
 
 
 class LoweredStep(NamedTuple):
@@ -53,6 +56,8 @@ class StateBackend(Home, Protocol):
 
     #: Whether all that lives here is in this process.
     is_local: bool
+    #: Whether this process is the one that saves what lives here: worker 0 on a cluster.
+    is_saver: bool
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> Lowerable:
         """Take a traced function whose variables live here, or in this process, through the passes."""
@@ -70,15 +75,16 @@ class StateBackend(Home, Protocol):
         """Return the values at one moment. They stay valid; the caller must not donate them."""
         ...
 
-    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Write the values at one moment into a folder prepared by `make_places`, which returned `places`.
+    def capturing(self, variables: Mapping[str, Variable]) -> AbstractContextManager[WriteCaptured]:
+        """Take the values at one moment, on entry; the context gives a function that writes them into a folder.
 
-        `variables` are by array name. Raises CheckpointError for an array that cannot be written.
+        `variables` are by array name. Steps may run meanwhile, and the function and the exit may be on another thread.
+        The function raises CheckpointError for an array that cannot be written.
         """
         ...
 
     def restoring(
-        self, files: ArrayFiles, variables: Mapping[str, Variable]
+        self, files: SavedArrays, variables: Mapping[str, Variable]
     ) -> AbstractContextManager[Callable[[], None]]:
         """Read and check the arrays of the variables, by array name; the context gives a function that sets them all.
 

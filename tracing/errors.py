@@ -122,6 +122,10 @@ class CheckpointError(DflowError, ValueError):
     """Saved arrays are damaged, cannot be written, or do not fit what they are restored into."""
 
 
+class DamagedCheckpoint(CheckpointError):
+    """A manifest or an array of a checkpoint is missing, or its bytes are not those that were saved."""
+
+
 class CheckpointExists(CheckpointError, FileExistsError):
     """The path where a checkpoint would be written exists already."""
 

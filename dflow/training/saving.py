@@ -9,16 +9,20 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import msgspec
 
-from dflow.lowering.files.array_files import ArrayFiles, make_places, read_arrays, write_manifest
+from dflow.lowering.files.array_files import make_places, write_manifest
 from dflow.lowering.files.array_manifest import MANIFEST, damaged
 from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
+from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
+from dflow.lowering.state_backend import StateBackend
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.ir.types import ArrayType
@@ -36,6 +40,9 @@ from dflow.training.restore_report import DIFFERENCES, RestoreReport
 #: Array names that differ from the variables' names: a mapping or function from variable name to array name.
 Names = Mapping[str, str] | Callable[[str], str]
 
+#: Writes captured values and the manifest, with further metadata, into an empty folder.
+WriteCheckpoint = Callable[[Path, Mapping[str, Any]], None]
+
 _Path = tuple[Any, ...]
 
 #: Most attempts of a restore; each retry is because the checkpoint was replaced during the read.
@@ -45,6 +52,9 @@ _ATTEMPTS = 5
 @suggests_keywords
 def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
     """Write the values of variables to the directory `path`, all at one moment.
+
+    If `path` ends in `.safetensors`, it is a file of that format, which has fewer dtypes and no checksums, and whose
+    values go through this process.
 
     variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
     overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
@@ -63,15 +73,13 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
     than the objects above, or if writing fails.
     """
-    place = _local(path, "save")
-    named = _named(variables, names, "save")
-    types = {name: entry.variable.type.strong for name, entry in named.items()}
-    generators = {name: entry.impl for name, entry in named.items() if entry.impl}
-    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder:
-        places = make_places(folder, types)
-        for backend, here in by_backend({name: entry.variable for name, entry in named.items()}).items():
-            backend.save(folder, here, places)
-        write_manifest(folder, types, places, {"generators": generators})
+    place = local_path(path, "save")
+    named = named_variables(variables, names, "save")
+    if place.endswith(SUFFIX):
+        write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
+        return
+    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder, captured(named) as write:
+        write(folder, {})
 
 
 @suggests_keywords
@@ -95,15 +103,16 @@ def restore(
     continue from their saved state.
 
     Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
-    are not allowed, naming the array for a damaged one, or if the checkpoint keeps being replaced during the read.
+    are not allowed, or if the checkpoint keeps being replaced during the read; DamagedCheckpoint for a damaged
+    array or manifest, which it names.
     """
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
         raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
-    place = _local(path, "restore")
-    named = _named(variables, names, "restore")
+    place = local_path(path, "restore")
+    named = named_variables(variables, names, "restore")
     for _ in range(_ATTEMPTS):
-        files = read_arrays(place)
+        files = open_arrays(place)
         report = _compared(files, named)
         if refused := report.refused(ignore if strict else DIFFERENCES):
             raise CheckpointError(_differs(files, report, refused))
@@ -118,7 +127,7 @@ def restore(
 
 
 @dataclass(frozen=True)
-class _Entry:
+class NamedVariable:
     """A variable to save or restore, under its default array name; `impl` is a generator's algorithm, or empty."""
 
     variable: Variable
@@ -126,14 +135,50 @@ class _Entry:
     impl: str = ""
 
 
-def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
+@contextmanager
+def captured(named: Mapping[str, NamedVariable]) -> Iterator[WriteCheckpoint]:
+    """Take the values at one moment; the context gives a function that writes them and the manifest into a folder.
+
+    Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
+    """
+    types = {name: entry.variable.type.strong for name, entry in named.items()}
+    with ExitStack() as stack:
+        parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(named).items()]
+
+        def write(folder: Path, metadata: Mapping[str, Any]) -> None:
+            places = make_places(folder, types)
+            for write_part in parts:
+                write_part(folder, places)
+            write_manifest(folder, types, places, {**_generators(named), **metadata})
+
+        yield write
+
+
+def _values(named: Mapping[str, NamedVariable]) -> dict[str, jax.Array]:
+    """Return the values at one moment (on a cluster: one moment per task), brought to this process."""
+    found: dict[str, jax.Array] = {}
+    for backend, here in _by_backend(named).items():
+        found.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+    return found
+
+
+def _by_backend(named: Mapping[str, NamedVariable]) -> dict[StateBackend, dict[str, Variable]]:
+    return by_backend({name: entry.variable for name, entry in named.items()})
+
+
+def _generators(named: Mapping[str, NamedVariable]) -> dict[str, dict[str, str]]:
+    """Return the metadata with the algorithm of each generator."""
+    return {"generators": {name: entry.impl for name, entry in named.items() if entry.impl}}
+
+
+def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, NamedVariable]:
     """Return the entries of all variables in `tree`, by array name."""
     if is_tracing():
         raise CheckpointError(
             f"{task} is called inside traced code, which runs once, not once a step",
             "call it between steps, or in another thread",
         )
-    named: dict[str, _Entry] = {}
+    named: dict[str, NamedVariable] = {}
     called: dict[Variable, str] = {}
     for entry in _entries(tree, task):
         variable = entry.variable
@@ -149,7 +194,7 @@ def _named(tree: Any, names: Names | None, task: str) -> dict[str, _Entry]:
     return named
 
 
-def _check_used(named: Mapping[str, _Entry], names: Names | None, task: str) -> None:
+def _check_used(named: Mapping[str, NamedVariable], names: Names | None, task: str) -> None:
     """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
     if not named:
         raise CheckpointError(f"{task} was given no variables", "give it some, in a pytree or by container")
@@ -169,7 +214,7 @@ def _array_name(name: str, names: Names | None) -> str:
     return given
 
 
-def _entries(tree: Any, task: str) -> Iterator[_Entry]:
+def _entries(tree: Any, task: str) -> Iterator[NamedVariable]:
     flat: list[tuple[_Path, Any]]
     if isinstance(tree, str):
         flat = [((), resource) for resource in resources_in(tree)]
@@ -182,9 +227,9 @@ def _entries(tree: Any, task: str) -> Iterator[_Entry]:
             case Optimizer():
                 yield from _slots(path, leaf, task)
             case Generator():
-                yield _Entry(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
+                yield NamedVariable(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
             case Variable():
-                yield _Entry(leaf, _name_of(path, leaf, "variable", task))
+                yield NamedVariable(leaf, _name_of(path, leaf, "variable", task))
             case HostResource():
                 raise CheckpointError(
                     f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",
@@ -197,11 +242,11 @@ def _entries(tree: Any, task: str) -> Iterator[_Entry]:
                 )
 
 
-def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[_Entry]:
+def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[NamedVariable]:
     flat, _ = jax.tree_util.tree_flatten_with_path(optimizer.slots, is_leaf=is_variable)
     prefix = _name_of(path, optimizer, "optimizer", task) if flat else ""
     for inner, slot in flat:
-        yield _Entry(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
+        yield NamedVariable(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
 
 
 def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> str:
@@ -217,7 +262,8 @@ def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> s
     return path_name(path)
 
 
-def _local(path: str | os.PathLike[str], task: str) -> str:
+def local_path(path: str | os.PathLike[str], task: str) -> str:
+    """Return a path as text. Raises CheckpointError for another type, or a URL."""
     given: Any = path
     if not isinstance(given, str | bytes | os.PathLike):
         raise CheckpointError(
@@ -230,7 +276,7 @@ def _local(path: str | os.PathLike[str], task: str) -> str:
     return text
 
 
-def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
+def _compared(files: SavedArrays, named: Mapping[str, NamedVariable]) -> RestoreReport:
     impls = _implementations(files)
     changed = {}
     for name, entry in named.items():
@@ -247,7 +293,7 @@ def _compared(files: ArrayFiles, named: Mapping[str, _Entry]) -> RestoreReport:
     )
 
 
-def _implementations(files: ArrayFiles) -> dict[str, str]:
+def _implementations(files: SavedArrays) -> dict[str, str]:
     """Return the algorithm of each saved generator, by array name. Raises CheckpointError for damaged metadata."""
     try:
         return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
@@ -259,7 +305,7 @@ def _described(type: ArrayType, impl: str) -> str:
     return f"{type} of {impl}" if impl else str(type)
 
 
-def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
+def _restored(files: SavedArrays, variables: Mapping[str, Variable]) -> bool:
     """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
         try:
@@ -277,7 +323,7 @@ def _restored(files: ArrayFiles, variables: Mapping[str, Variable]) -> bool:
     return True
 
 
-def _differs(files: ArrayFiles, report: RestoreReport, refused: list[str]) -> str:
+def _differs(files: SavedArrays, report: RestoreReport, refused: list[str]) -> str:
     return (
         f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
         f"  to restore the arrays that fit, give ignore={refused!r}; where names differ alone, give names="

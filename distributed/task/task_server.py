@@ -483,7 +483,7 @@ REQUESTS.queued(CreateVariables)(
     lambda task, message, arrival: task._creation.create(message, arrival.payload, arrival.peer.name)
 )
 for _request in CHECKPOINT_REQUESTS:
-    REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.answer(message))
+    REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
 REQUESTS.queued(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))

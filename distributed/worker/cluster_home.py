@@ -25,8 +25,8 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
 from dflow.distributed.wire.messages.checkpoints import (
     CaptureVariables,
+    EndCapture,
     EndRestore,
-    EndSave,
     ReadCheckpoint,
     SavedVariable,
     SaveVariables,
@@ -42,10 +42,11 @@ from dflow.distributed.worker.variable_batch import (
     on_host,
     settle,
 )
-from dflow.lowering.files.array_files import ArrayFiles
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
-from dflow.lowering.state_backend import Runner
+from dflow.lowering.state_backend import Runner, WriteCaptured
+from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
@@ -72,6 +73,8 @@ class ClusterHome(ClusterResources):
         super().__init__(requests, job, steps.state_changed)
         self._steps = steps
         self._ops: dict[tuple[Any, ...], Runner] = {}
+        _, index = split_task_name(requests.task)
+        self.is_saver = index == 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ClusterHome) and other._requests is self._requests
@@ -122,23 +125,31 @@ class ClusterHome(ClusterResources):
             values.update(zip(held, map(jax.device_put, arrays), strict=True))
         return [values[variable.key] for variable in variables]
 
-    def save(self, folder: Path, variables: Mapping[str, Variable], places: Mapping[str, str]) -> None:
-        """Have each task write its variables, all as of one moment between the steps of strategies."""
-        save, captures, writes = (self._requests.task, next(_numbers)), {}, {}
-        for task, held in _by_task(variables).items():
-            saved = tuple(SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
-            captures[task] = CaptureVariables(*save, tuple(one.key for one in saved))
-            writes[task] = SaveVariables(*save, str(folder), saved)
-        try:
+    @contextmanager
+    def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
+        """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
+        capture, by_task = (self._requests.task, next(_numbers)), _by_task(variables)
+
+        def write(folder: Path, places: Mapping[str, str]) -> None:
+            messages = {}
+            for task, held in by_task.items():
+                saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
+                messages[task] = SaveVariables(*capture, str(folder), tuple(saved))
+            self._ask(messages)
+
+        def release() -> None:
+            with suppress(DflowError):  # a task that is gone has released the values too
+                self._ask(dict.fromkeys(by_task, EndCapture(*capture)))
+
+        with ExitStack() as releasing:
+            releasing.callback(release)
+            keys = {task: tuple(variable.key for variable in held.values()) for task, held in by_task.items()}
+            captures = {task: CaptureVariables(*capture, held) for task, held in keys.items()}
             self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self._steps.timeout_s)
-            self._ask(writes)
-        except BaseException:
-            with suppress(DflowError):  # a task that is gone has freed the values too
-                self._ask(dict.fromkeys(captures, EndSave(*save)))
-            raise
+            yield write
 
     @contextmanager
-    def restoring(self, files: ArrayFiles, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+    def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
         restore, messages = (self._requests.task, next(_numbers)), {}
         for task, held in _by_task(variables).items():

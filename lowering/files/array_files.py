@@ -29,7 +29,7 @@ from jax.sharding import SingleDeviceSharding
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
-from dflow.tracing.errors import CheckpointError, NoCheckpoint, ParseError
+from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
 from dflow.tracing.source import caller
 
@@ -98,7 +98,7 @@ class ArrayFiles(ArrayManifest):
         """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
 
         Of a sharded array only the parts of this process's devices are read. PRNG keys are JAX arrays in any case.
-        Raises CheckpointError, which names the array, for one that is missing, damaged or not as in the manifest.
+        Raises DamagedCheckpoint, which names the array, for one that is missing, damaged or not as in the manifest.
         """
         return dict(self.each(shardings))
 
@@ -158,7 +158,7 @@ class ArrayFiles(ArrayManifest):
         try:
             yield
         except (ValueError, OSError) as error:
-            raise CheckpointError(
+            raise DamagedCheckpoint(
                 f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {_first_line(error)}",
                 "take an older checkpoint, or read the others without this one",
             ) from error
@@ -167,8 +167,8 @@ class ArrayFiles(ArrayManifest):
 def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
     """Open a written folder of arrays at `path`.
 
-    Raises NoCheckpoint if there is nothing, or a folder without a manifest; CheckpointError if the manifest is damaged
-    or was written by a newer dflow.
+    Raises NoCheckpoint if there is nothing, or a folder without a manifest; DamagedCheckpoint if the manifest is
+    damaged; CheckpointError if it was written by a newer dflow.
     """
     place = present(path)
     try:
@@ -324,7 +324,9 @@ def _unless_refused(name: str, folder: Path) -> Iterator[None]:
 
 
 def _first_line(error: Exception) -> str:
-    return re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0][:300]
+    line = re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0]
+    # The reason stands at the end, after paths of any length.
+    return line if len(line) <= 300 else f"{line[:80]} ... {line[-200:]}"
 
 
 def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dflow.lowering.files.regular_file import read_regular
-from dflow.tracing.errors import CheckpointError, ParseError
+from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, parse_type
 
 #: The file that marks a folder of arrays.
@@ -87,9 +87,9 @@ def read_manifest(folder: Path) -> ArrayManifest:
     return ArrayManifest(content.id, types, paths, content.metadata)
 
 
-def damaged(folder: Path, what: str) -> CheckpointError:
+def damaged(folder: Path, what: str) -> DamagedCheckpoint:
     """Return the error for a manifest that is damaged as `what` says."""
-    return CheckpointError(
+    return DamagedCheckpoint(
         f"the manifest {folder / MANIFEST} is damaged: {what[:300]}",
         "take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore",
     )

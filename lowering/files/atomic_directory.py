@@ -96,7 +96,7 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
     raises     CheckpointExists when `path` exists and may not be replaced, CheckpointError when the disk refuses it
     """
     place = Path(os.path.realpath(path))
-    with _refused_by_the_disk(place):
+    with refused_by_the_disk(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         _tidy(place)
         _check_free(place, marker, overwrite)
@@ -113,7 +113,8 @@ def whole_folder(path: str | os.PathLike[str], *, marker: str, overwrite: bool =
 
 
 @contextmanager
-def _refused_by_the_disk(place: Path) -> Iterator[None]:
+def refused_by_the_disk(place: Path) -> Iterator[None]:
+    """Raise CheckpointError, with the reason, where the disk refuses to write at `place`."""
     try:
         yield
     except CheckpointError:  # subclasses may be OSErrors too
@@ -147,6 +148,23 @@ def _attempt(place: Path) -> Iterator[_Attempt]:
         yield attempt
     finally:
         attempt.settle(lock)
+
+
+def remove_whole_folder(path: str | os.PathLike[str]) -> None:
+    """Remove the folder `path`, if it exists. It disappears by a rename; its files are removed after that.
+
+    Raises OSError when the disk refuses the rename.
+    """
+    place = Path(os.path.realpath(path))
+    with _attempt(place) as attempt, suppress(FileNotFoundError):
+        os.rename(place, attempt.ended)
+
+
+def tidy_all(folder: Path) -> None:
+    """Put back, or remove, everything in `folder` that was left by processes that ended while they wrote or removed."""
+    name = re.compile(_ATTEMPT_NAME.format("(.+)"))
+    for place in sorted({found[1] for entry in os.listdir(folder) if (found := name.fullmatch(entry))}):
+        _tidy(folder / place)
 
 
 def is_of_an_attempt(name: str) -> bool:

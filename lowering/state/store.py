@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,7 +19,8 @@ import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import Sharding
 
-from dflow.lowering.files.array_files import ArrayFiles, own_copy, write_parts
+from dflow.lowering.files.array_files import own_copy
+from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.applied_steps import AppliedSteps
@@ -182,15 +182,7 @@ class Store:
         """
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
-    def save(self, folder: Path, keys: Mapping[str, str], places: Mapping[str, str]) -> None:
-        """Write the values at one moment into a folder from `make_places`; `keys` are by array name.
-
-        Raises VariableError for a variable that is not held, and as `write_parts`.
-        """
-        values = self.snapshot(keys.values())
-        write_parts(folder, {name: values[key] for name, key in keys.items()}, places)
-
-    def read_saved(self, files: ArrayFiles, keys: Mapping[str, str]) -> dict[str, jax.Array]:
+    def read_saved(self, files: SavedArrays, keys: Mapping[str, str]) -> dict[str, jax.Array]:
         """Return arrays for `replace`, each as its variable is sharded now; `keys` are by array name.
 
         Raises CheckpointError, which names the array, for one that is missing or damaged.

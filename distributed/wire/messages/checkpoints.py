@@ -1,7 +1,4 @@
-"""Saves and restores of the variables that a task holds.
-
-A save and a restore have a number, unique within the task `origin` that began them.
-"""
+"""Saves and restores of the variables that a task holds."""
 
 from __future__ import annotations
 
@@ -20,7 +17,10 @@ class SavedVariable(msgspec.Struct, frozen=True):
 
 
 class CaptureVariables(Request[Ok], frozen=True):
-    """Keep the present values of variables until `SaveVariables` or `EndSave`; the same save may capture again."""
+    """Take the values of variables at one moment and keep them until `EndCapture`; a save may capture again.
+
+    `number`  number of the capture, unique within `origin`
+    """
 
     speaker = "origin"
 
@@ -30,7 +30,7 @@ class CaptureVariables(Request[Ok], frozen=True):
 
 
 class SaveVariables(Request[Ok], frozen=True):
-    """Write the captured values into the folder of a save, which every task can access."""
+    """Write captured values into the folder of a save, which every task can access."""
 
     speaker = "origin"
 
@@ -40,8 +40,8 @@ class SaveVariables(Request[Ok], frozen=True):
     variables: tuple[SavedVariable, ...]
 
 
-class EndSave(Request[Ok], frozen=True):
-    """Free the captured values of a save that has failed."""
+class EndCapture(Request[Ok], frozen=True):
+    """Free captured values."""
 
     speaker = "origin"
 
@@ -52,6 +52,7 @@ class EndSave(Request[Ok], frozen=True):
 class ReadCheckpoint(Request[Ok], frozen=True):
     """Read values from a checkpoint and keep them until `EndRestore`.
 
+    `number`     number of the restore, unique within `origin`
     `id`         id of the checkpoint at `path`, which every task can access
     `variables`  variable keys by the names of the checkpoint's arrays
     """

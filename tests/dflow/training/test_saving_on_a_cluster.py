@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import optax
 import pytest
@@ -22,17 +21,15 @@ from dflow.distributed.task import task_checkpoints
 from dflow.distributed.task.task_checkpoints import TaskCheckpoints
 from dflow.distributed.wire.messages.checkpoints import (
     CaptureVariables,
+    EndCapture,
     EndRestore,
-    EndSave,
     ReadCheckpoint,
     SavedVariable,
     SaveVariables,
 )
 from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering.files.array_files import ArrayFiles, make_places, read_arrays, write_manifest
-from dflow.lowering.files.array_manifest import MANIFEST
-from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
@@ -234,10 +231,7 @@ def test_an_export_is_loaded_onto_the_tasks(worker: Cluster, tmp_path: Path) -> 
 
 
 def saving(folder: Path, place: str = "w") -> SaveVariables:
-    return SaveVariables("/job:worker/task:0", 1, str(folder), (SavedVariable("w", "w", place),))
-
-
-CAPTURE = CaptureVariables("/job:worker/task:0", 1, ("w",))
+    return SaveVariables("/job:worker/task:0", 7, str(folder), (SavedVariable("w", "w", place),))
 
 
 @pytest.fixture
@@ -257,46 +251,46 @@ def test_a_task_writes_nowhere_but_in_a_save(
     checkpoints: TaskCheckpoints, tmp_path: Path, folder: str, place: str
 ) -> None:
     (tmp_path / folder).mkdir()
-    checkpoints.capture(CAPTURE)
     with pytest.raises(dflow.CheckpointError, match=r"writes only into a folder that dflow\.save has begun"):
         checkpoints.save(saving(tmp_path / folder, place))
-    checkpoints.capture(CAPTURE)
     with pytest.raises(dflow.CheckpointError, match="writes only into"):
         checkpoints.save(saving(Path(folder), place))
     assert not any((tmp_path / folder).iterdir())
 
 
-def test_captured_values_are_those_of_the_newest_capture_and_freed_at_the_end(
-    checkpoints: TaskCheckpoints, tmp_path: Path
-) -> None:
-    for value in (2.0, 3.0):
-        checkpoints._store.write("w", jnp.full(3, value))
-        checkpoints.capture(CAPTURE)
-    checkpoints._store.write("w", jnp.zeros(3))
-    types = {"w": ArrayType(jnp.dtype(jnp.float32), (3,))}
-    with whole_folder(tmp_path / "c", marker=MANIFEST, overwrite=False) as folder:
-        places = make_places(folder, types)
-        checkpoints.save(saving(folder, places["w"]))
-        write_manifest(folder, types, places, {})
-    same(read_arrays(tmp_path / "c").read({"w": None})["w"], jnp.full(3, 3.0))
-    (tmp_path / BEGUN).mkdir()
-    with pytest.raises(dflow.TaskLost, match="ps:0 has captured nothing for this save of worker:0"):
-        checkpoints.save(saving(tmp_path / BEGUN))
-    checkpoints.capture(CAPTURE)
-    checkpoints.end_save(EndSave("/job:worker/task:0", 1))
-    checkpoints.capture(CAPTURE)
-    checkpoints.task_left("/job:worker/task:0")
-    checkpoints.capture(msgspec.structs.replace(CAPTURE, origin="/job:worker/task:9"))  # it has left
-    assert not checkpoints._captured
-
-
 def test_a_task_that_sees_other_files_says_so(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
-    checkpoints.capture(CAPTURE)
     with pytest.raises(dflow.CheckpointError, match=r"ps:0 sees no folder(.|\n)*save where all tasks of the cluster"):
         checkpoints.save(saving(tmp_path / BEGUN))
     write_arrays(tmp_path / "c", {"w": np.zeros(3, np.float32)})
     with pytest.raises(dflow.CheckpointError, match=r"ps:0 finds another checkpoint at (.|\n)*save where all tasks"):
         checkpoints.read(ReadCheckpoint("/job:worker/task:0", 1, str(tmp_path / "c"), "of another", {"w": "w"}))
+
+
+def test_a_task_writes_the_values_that_it_captured_until_the_capture_ends(
+    checkpoints: TaskCheckpoints, tmp_path: Path
+) -> None:
+    checkpoints.capture(CaptureVariables("/job:worker/task:0", 7, ("w",)))
+    checkpoints._store.update("w", "assign_add", jnp.ones(3))
+    for folder in (BEGUN, BEGUN.replace("0", "1")):
+        (tmp_path / folder).mkdir()
+    checkpoints.save(saving(tmp_path / BEGUN))
+    assert [file.read_bytes()[:12] for file in (tmp_path / BEGUN / "w").glob("c*")] == [np.ones(3, "f4").tobytes()]
+    checkpoints.end_capture(EndCapture("/job:worker/task:0", 7))
+    with pytest.raises(dflow.TaskLost, match="ps:0 has not captured what worker:0 saves"):
+        checkpoints.save(saving(tmp_path / BEGUN.replace("0", "1")))
+
+
+def test_a_capture_of_a_worker_that_has_left_is_freed(checkpoints: TaskCheckpoints) -> None:
+    for worker in ("/job:worker/task:0", "/job:worker/task:9"):
+        checkpoints.capture(CaptureVariables(worker, 1, ("w",)))
+    assert [*checkpoints._captured] == [("/job:worker/task:0", 1)]
+    checkpoints.task_left("/job:worker/task:0")
+    assert not checkpoints._captured
+
+
+def test_a_save_frees_what_the_tasks_captured(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
+    dflow.save(tmp_path / "c", program(worker).state)
+    assert not any(task.server._checkpoints._captured for task in memory.tasks.values())
 
 
 def test_a_restore_of_a_worker_that_has_left_is_let_go_of(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_closing_waits_for_no_compilation(compilations: Compilations, make_clust
 
 
 SLOW: dict[str, tuple[type, str, Message, Any]] = {
-    "save": (TaskCheckpoints, "save", SaveVariables("/nowhere", ()), None),
+    "save": (TaskCheckpoints, "save", SaveVariables(CLIENT, 1, "/nowhere", ()), None),
     "read": (TaskCheckpoints, "read", ReadCheckpoint(CLIENT, 1, "/nowhere", "", {}), None),
     "create": (VariableCreation, "create", CreateVariables((), ()), VariablesCreated()),
 }

@@ -1,0 +1,308 @@
+"""`dflow.CheckpointManager`: saves beside training, keeps the right checkpoints, and resumes from the newest.
+
+Values are captured at one moment by the calling thread; a thread writes them. Invariants: at most one save runs; old
+checkpoints are deleted only after the new one is complete; a failed save is raised by the next call.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import os
+import sys
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from dflow.lowering.files.array_manifest import MANIFEST
+from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.state_backends import by_backend
+from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError, NoCheckpoint
+from dflow.tracing.near_names import suggests_keywords
+from dflow.training.background_save import BackgroundSave
+from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
+from dflow.training.retention import Best, Checkpoint, Retention
+from dflow.training.save_schedule import RunRecord, SaveSchedule
+from dflow.training.saving import Names, WriteCheckpoint, captured, local_path, named_variables, restore
+from dflow.training.shared_progress import SharedProgress
+
+LOGGER = logging.getLogger("dflow")
+
+
+class CheckpointManager:
+    """A folder of checkpoints of one run; making it restores the newest one.
+
+    folder        holds a checkpoint `step_N` for each saved step N; made if needed
+    variables     as for `dflow.save`
+    every         when `step` saves: a number of steps between saves, a timedelta, or "auto", the interval that loses
+                  the least work and time, by Young and Daly
+    keep          number of newest checkpoints to keep
+    best          further ones to keep: (metric, count, "min" or "max")
+    keep_one_per  a further one to keep for good in each period of this length, a timedelta
+    mtbf          expected mean time between failures for "auto", before the folder's runs have seen any
+    names         as for `dflow.save`
+    timeout_s     longest time of a save, in s; the calls after it raise DeadlineExceeded
+
+    On a cluster every worker makes the same manager. Worker 0 restores and saves; on the others `step`, `save` and
+    `wait` do nothing. Only one thread may use a manager.
+
+    Raises CheckpointError if another manager uses the folder, if the disk refuses it, or if its checkpoint is of other
+    variables, with a table; DamagedCheckpoint if no checkpoint in it can be read.
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        variables: Any,
+        *,
+        every: int | timedelta | str = "auto",
+        keep: int = 3,
+        best: tuple[str, int, str] | None = None,
+        keep_one_per: timedelta | None = None,
+        mtbf: timedelta = timedelta(days=1),
+        names: Names | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        self._folder = CheckpointFolder(Path(os.path.realpath(local_path(folder, "CheckpointManager"))))
+        self._variables, self._names, self._timeout_s = variables, names, timeout_s
+        self._named = named_variables(variables, names, "CheckpointManager")
+        period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
+        self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
+        self._schedule = SaveSchedule(every, _period("mtbf", mtbf))
+        homes = by_backend({name: entry.variable for name, entry in self._named.items()})
+        self._is_saver = all(home.is_saver for home in homes)
+        on_tasks = [next(iter(here.values())) for home, here in homes.items() if not home.is_local]
+        self._progress = SharedProgress(on_tasks[0], self._folder.path) if on_tasks else None
+        self._save: BackgroundSave | None = None
+        self._is_closed = self._is_reported = False
+        self._record = RunRecord()
+        #: Number of the next step: one after the restored one, or 0.
+        self.next_step = self._resume() if self._is_saver or self._progress is None else self._progress.wait(timeout_s)
+        #: The last step whose save was begun, and the last one whose checkpoint is complete.
+        self._last = self._complete = self.next_step - 1
+        self._started_s = self._saved_s = time.monotonic()
+        weakref.finalize(self, _left, self._folder, os.getpid())
+
+    @property
+    def resumed(self) -> int | None:
+        """The step whose checkpoint was restored; None in a new run."""
+        return self.next_step - 1 if self.next_step else None
+
+    @property
+    def interval_s(self) -> float | None:
+        """Time between two saves by `step`, in s; None for a number of steps, and before "auto" has measured a save."""
+        return self._schedule.interval_s(self._record)
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The complete checkpoints in the folder, oldest first."""
+        return tuple(self._folder.checkpoints())
+
+    @property
+    def best(self) -> Checkpoint | None:
+        """The best checkpoint by the metric of `best=`; None if none has that metric."""
+        rule = self._retention.best
+        return next(iter(rule.of(self.checkpoints)), None) if rule else None
+
+    def should_save(self, step: int) -> bool:
+        """Return whether `step` would save now. Not while a save runs: the next one starts after its end."""
+        self._check()
+        if not self._is_saver or (self._save is not None and self._save.is_running):
+            return False
+        return self._schedule.is_due(int(step), self._last, time.monotonic() - self._saved_s, self.interval_s)
+
+    def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
+        """Save if it is time to, beside training; return whether a save has begun. Call it after each step."""
+        is_due = self.should_save(step)
+        if is_due:
+            self._begin(step, metrics)
+        return is_due
+
+    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+        """Save the values of this moment as the checkpoint of `step`, beside training.
+
+        metrics  numbers by name, stored with the checkpoint, for `best`
+
+        Waits until an earlier save ends. Raises CheckpointError if that has failed, or for a step that is not after the
+        last one.
+        """
+        self.wait()
+        if self._is_saver:
+            self._begin(step, metrics)
+
+    def wait(self) -> None:
+        """Wait until the running save, if any, is on the disk. Raises CheckpointError if it fails."""
+        self._check_open()
+        if self._save is not None:
+            self._save.wait()
+
+    def close(self) -> None:
+        """Wait for the running save, and release the folder. Raises CheckpointError if the save fails."""
+        self._end(has_failed=False)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            self._end(has_failed=isinstance(error, Exception))
+        except DflowError as failure:
+            if error is None:
+                raise
+            error.add_note(str(failure))
+
+    def _resume(self) -> int:
+        """Restore the newest checkpoint, and return the next step."""
+        self._folder.lock()
+        try:
+            found = self._progress.next_step() if self._progress else None
+            if found is None:
+                restored = self._restored()
+                found = 0 if restored is None else restored + 1
+                if self._progress is not None:
+                    self._progress.set(found)
+            self._record = self._folder.record().begun(this_process())
+            self._folder.write_record(self._record)
+        except BaseException:
+            self._folder.release()
+            raise
+        return found
+
+    def _restored(self) -> int | None:
+        """Restore the newest checkpoint that can be read; return its step, or None if there is no checkpoint."""
+        damaged: dict[int, str] = {}
+        for step in reversed(self._folder.steps()):
+            try:
+                restore(self._folder.place(step), self._variables, names=self._names)
+            except (DamagedCheckpoint, NoCheckpoint) as error:
+                damaged[step] = str(error).splitlines()[0]
+                continue
+            for other, fact in damaged.items():
+                LOGGER.warning(
+                    "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
+                    *(other, step, fact, self._folder.set_aside(other)),
+                )
+            LOGGER.info("%s is restored", self._folder.place(step))
+            return step
+        if damaged:
+            raise DamagedCheckpoint(
+                f"{self._folder.path}: expected a checkpoint that can be read, got: {next(iter(damaged.values()))}",
+                "put a copy of a checkpoint there, or give another folder to begin a new run",
+            )
+        return None
+
+    def _begin(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+        """Capture the values, and start the thread that writes them."""
+        number = self._checked_step(step)
+        metadata = metadata_of(time.time(), self._checked_metrics(metrics))
+        began_s = time.monotonic()
+        with ExitStack() as stack:
+            write = stack.enter_context(captured(self._named))
+            if self._progress is not None:
+                self._progress.set(number + 1)
+            self._last, self._saved_s = number, began_s
+            capture = stack.pop_all()
+        self._save = BackgroundSave(
+            self._folder.place(number), lambda: self._write(number, capture, write, metadata, began_s), self._timeout_s
+        )
+
+    def _write(
+        self, step: int, capture: ExitStack, write: WriteCheckpoint, metadata: Mapping[str, Any], began_s: float
+    ) -> None:
+        """Write a checkpoint, delete the old ones, and record the time that it took."""
+        with capture, whole_folder(self._folder.place(step), marker=MANIFEST) as folder:
+            write(folder, metadata)
+        self._complete = step
+        for one in self._retention.deleted(self._folder.checkpoints()):
+            self._folder.remove(one.step)
+        now_s = time.monotonic()
+        self._set_record(self._record.saved(now_s - began_s, now_s - self._started_s))
+
+    def _set_record(self, record: RunRecord) -> None:
+        self._record = record
+        if self._schedule.every == "auto" and record.save_s and not self._is_reported:
+            self._is_reported = True
+            why = self._schedule.reason(record)
+            LOGGER.info("%s: a save every %.3g s, since %s", self._folder.path, self.interval_s, why)
+        try:
+            self._folder.write_record(record)
+        except CheckpointError as error:  # the checkpoint itself is complete
+            LOGGER.warning("the record of runs is not written: %s", error)
+
+    def _checked_step(self, step: int) -> int:
+        number = operator.index(step)
+        if number <= self._complete:
+            raise CheckpointError(
+                f"step: expected a number after {self._complete}, the last one of {self._folder.path}, got {number}",
+                "count on from manager.next_step, or give the manager another folder",
+            )
+        return number
+
+    def _checked_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+        found = {}
+        for name, value in (metrics or {}).items():
+            try:
+                found[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise CheckpointError(
+                    f"metrics[{name!r}]: expected a number, got {value!r}", "give numbers or scalar arrays"
+                ) from error
+        best = self._retention.best
+        if found and best is not None and best.metric not in found:
+            raise CheckpointError(
+                f"metrics: expected {best.metric!r}, the metric of best=, got {sorted(found)}",
+                "give that metric too, or correct best=",
+            )
+        return found
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CheckpointError(
+                f"{self._folder.path}: expected an open CheckpointManager, got a closed one", "make a new one"
+            )
+
+    def _check(self) -> None:
+        self._check_open()
+        if self._save is not None:
+            self._save.check()
+
+    def _end(self, *, has_failed: bool) -> None:
+        """Wait for the running save and release the folder; a run that has failed stays marked as running."""
+        if self._is_closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._is_closed = True
+            if self._is_saver and not has_failed:
+                self._set_record(self._record.ended(time.monotonic() - self._started_s))
+            self._folder.release()
+
+
+def _left(folder: CheckpointFolder, process: int) -> None:
+    """Release the folder of a manager that was not closed, as the program ends; by an error, the run has failed."""
+    if folder.is_locked and os.getpid() == process:
+        if not hasattr(sys, "last_type"):  # Python sets it when it prints the error that ends the program
+            with suppress(CheckpointError):
+                folder.write_record(folder.record().ended())
+        folder.release()
+
+
+def _positive(name: str, given: Any) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise CheckpointError(f"{name}: expected a number of checkpoints, at least 1, got {given!r}", f"give {name}=3")
+    return given
+
+
+def _period(name: str, given: Any) -> timedelta:
+    if not isinstance(given, timedelta) or given <= timedelta():
+        raise CheckpointError(
+            f"{name}: expected a timedelta above 0, got {given!r}", f"give it like {name}=timedelta(hours=6)"
+        )
+    return given

@@ -1,0 +1,88 @@
+"""Which checkpoints of a folder stay: the newest, the best, and one per period for good.
+
+Invariants: the newest checkpoint stays; and deleting after each save leaves the same checkpoints as one deletion after
+all saves would. The decisions are pure functions of steps, times and metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from dflow.tracing.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint of a `CheckpointManager`'s folder.
+
+    path        its folder, for `dflow.restore`
+    time_s      Unix time of its values
+    metrics     the metrics given with it
+    is_managed  whether a manager wrote it; only such a checkpoint may be deleted
+    """
+
+    step: int
+    path: Path
+    time_s: float
+    metrics: Mapping[str, float]
+    is_managed: bool = True
+
+
+@dataclass(frozen=True)
+class Best:
+    """The `count` checkpoints whose `metric` is smallest, or largest if `is_max`."""
+
+    metric: str
+    count: int
+    is_max: bool
+
+    @staticmethod
+    def parsed(given: Any) -> Best | None:
+        """Return the rule for `best=` of a manager. Raises CheckpointError for another form."""
+        match given:
+            case None:
+                return None
+            case (str(metric), int(count), "min" | "max" as extreme) if count >= 1:
+                return Best(metric, count, extreme == "max")
+            case _:
+                raise CheckpointError(
+                    f"best: expected (metric, count, 'min' or 'max'), got {given!r}",
+                    "give it like best=('loss', 3, 'min'), with a count of at least 1",
+                )
+
+    def of(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return the best ones, the best first; of equal ones the newer is better. NaN is worse than any number."""
+        rated = [one for one in checkpoints if not math.isnan(one.metrics.get(self.metric, math.nan))]
+        sign = -1 if self.is_max else 1
+        return sorted(rated, key=lambda one: (sign * one.metrics[self.metric], -one.step))[: self.count]
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rules: the newest `keep`, the best, and for good the first of each `period`. Each rule retains its own."""
+
+    keep: int
+    best: Best | None = None
+    period: timedelta | None = None
+
+    def deleted(self, checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+        """Return the managed checkpoints that no rule retains, oldest first. Others do not count."""
+        ordered = sorted((one for one in checkpoints if one.is_managed), key=lambda one: one.step)
+        retained = {one.step for one in ordered[-self.keep :]}
+        retained.update(one.step for one in (self.best.of(ordered) if self.best else ()))
+        retained.update(one.step for one in self._for_good(ordered))
+        return [one for one in ordered if one.step not in retained]
+
+    def _for_good(self, ordered: Sequence[Checkpoint]) -> Iterator[Checkpoint]:
+        if self.period is None:
+            return
+        due_s = -math.inf
+        for one in ordered:
+            if one.time_s >= due_s:
+                yield one
+                due_s = one.time_s + self.period.total_seconds()

@@ -1,0 +1,172 @@
+"""Arrays in one file of the safetensors format: a header in JSON with each array's dtype, shape and bytes, then these.
+
+A file may come from anywhere: every number of its header is checked before it is used. The format has no checksums, so
+a changed bit within an array is not noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from dflow.lowering.files.atomic_directory import refused_by_the_disk
+from dflow.lowering.files.regular_file import regular_size
+from dflow.tracing.errors import CheckpointError, CheckpointExists, DamagedCheckpoint, NoCheckpoint
+from dflow.tracing.ir.types import ArrayType
+
+SUFFIX = ".safetensors"
+
+#: The format's names of dtypes.
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: Largest size of a header, that of the format's own library.
+_MOST_BYTES = 100_000_000
+_METADATA = "__metadata__"
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """An opened file: the types of its arrays by name, its metadata, and a method that reads the arrays."""
+
+    path: Path
+    #: Differs between any two files that were ever at this path.
+    id: str
+    types: Mapping[str, ArrayType]
+    metadata: Mapping[str, Any]
+    _starts: Mapping[str, int]
+
+    def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
+
+        Raises DamagedCheckpoint if the file is shorter than before.
+        """
+        with open(self.path, "rb") as file:
+            for name, sharding in shardings.items():
+                type = self.types[name]
+                data = np.empty(type.size_bytes, np.uint8)
+                file.seek(self._starts[name])
+                if file.readinto(data.data) != data.size:
+                    raise damaged(self.path, f"array {name!r} is cut off")
+                value = data.view(type.dtype).reshape(type.shape)
+                yield name, value if sharding is None else jax.device_put(jnp.array(value), sharding)
+
+    def is_replaced(self) -> bool:
+        """Return whether another file, or none, is at the path by now."""
+        try:
+            return read_safetensors(self.path).id != self.id
+        except CheckpointError:
+            return True
+
+
+def damaged(path: Path, what: str) -> DamagedCheckpoint:
+    """Return the error for a file that is no intact safetensors file."""
+    return DamagedCheckpoint(f"{path}: expected a safetensors file, got another one: {what[:300]}", "take another copy")
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
+    """Open a file. Raises NoCheckpoint if there is none, DamagedCheckpoint if it is malformed."""
+    place = Path(os.path.realpath(path))
+    try:
+        size = regular_size(place)
+        with open(place, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= min(_MOST_BYTES, size - 8):
+                raise damaged(place, f"the header has {length} bytes")
+            header = file.read(length)
+            changed_ns = os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        raise NoCheckpoint(f"{place}: expected a safetensors file, got none", "correct the path") from None
+    except OSError as error:
+        raise damaged(place, f"the system says: {error.strerror or error}") from error
+    try:
+        content = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        texts = msgspec.json.decode(content.pop(_METADATA, msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in content.items()}
+        metadata = msgspec.json.decode(texts.get("dflow", "{}"), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise damaged(place, f"the header cannot be read: {error}") from error
+    types = {name: _type(place, name, entry, size - 8 - length) for name, entry in entries.items()}
+    starts = {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
+    return SafetensorsFile(place, f"{size}-{changed_ns}-{zlib.crc32(header)}", types, metadata, starts)
+
+
+def _type(path: Path, name: str, entry: _Entry, size: int) -> ArrayType:
+    """Return the type of an array, whose bytes lie within the `size` bytes of data."""
+    if entry.dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{path}: array {name!r}: expected one of the dtypes {sorted(_DTYPES)}, got {entry.dtype}",
+            "convert the file to one of these",
+        )
+    dtype, (start, end) = jnp.dtype(_DTYPES[entry.dtype]), entry.data_offsets
+    is_whole = 0 <= start <= end <= size and end - start == math.prod(entry.shape) * dtype.itemsize
+    if not is_whole or any(part < 0 for part in entry.shape):
+        raise damaged(path, f"array {name!r} of shape {[*entry.shape]} has the bytes {start} to {end} of {size}")
+    return ArrayType(dtype, entry.shape)
+
+
+def write_safetensors(
+    path: str | os.PathLike[str], arrays: Mapping[str, Any], metadata: Mapping[str, Any], *, overwrite: bool = False
+) -> None:
+    """Write arrays to a file, which appears complete, and on the disk, or not at all.
+
+    Raises CheckpointExists if `path` exists and `overwrite` is False, CheckpointError for a dtype that the format does
+    not have, or when the disk refuses the file.
+    """
+    place = Path(os.path.realpath(path))
+    if place.is_dir() or (place.exists() and not overwrite):
+        raise CheckpointExists(f"{place} exists", "save to another path, or give overwrite=True for a file")
+    header = _header(arrays, metadata)
+    with refused_by_the_disk(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        staging = place.with_name(f".{place.name}.{secrets.token_hex(8)}.writing")
+        try:
+            with open(staging, "xb") as file:
+                file.write(len(header).to_bytes(8, "little") + header)
+                for value in arrays.values():
+                    file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(staging, place)
+        finally:
+            with suppress(OSError):
+                os.unlink(staging)
+
+
+def _header(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
+    entries: dict[str, Any] = {_METADATA: {"dflow": json.dumps(metadata, sort_keys=True)}} if metadata else {}
+    start = 0
+    for name, value in arrays.items():
+        if name == _METADATA or str(value.dtype) not in _NAMES:
+            raise CheckpointError(
+                f"array {name!r}: expected one of the dtypes {sorted(_NAMES)} and another name than {_METADATA!r}, got "
+                f"{value.dtype}",
+                "save it to a folder, which has all dtypes",
+            )
+        end = start + value.nbytes
+        entries[name] = {"dtype": _NAMES[str(value.dtype)], "shape": [*value.shape], "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)

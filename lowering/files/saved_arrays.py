@@ -1,0 +1,50 @@
+"""Saved arrays to read: a folder of arrays, or a file of safetensors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.files.safetensors_file import SUFFIX, read_safetensors
+from dflow.tracing.ir.types import ArrayType
+
+
+class SavedArrays(Protocol):
+    """An opened folder or file: the types of its arrays by name, and its metadata."""
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        ...
+
+    @property
+    def id(self) -> str:
+        """A text that differs between any two that were ever at this path."""
+        ...
+
+    @property
+    def types(self) -> Mapping[str, ArrayType]:
+        """The types of the arrays."""
+        ...
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What was written beside the arrays."""
+        ...
+
+    def each(self, shardings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None."""
+        ...
+
+    def is_replaced(self) -> bool:
+        """Return whether another one, or none, is at the path by now."""
+        ...
+
+
+def open_arrays(path: str | os.PathLike[str]) -> SavedArrays:
+    """Open the folder, or the file whose name ends in `.safetensors`. Raises as `read_arrays` does."""
+    is_file = os.fspath(path).endswith(SUFFIX) and not os.path.isdir(path)
+    return read_safetensors(path) if is_file else read_arrays(path)

@@ -1,0 +1,191 @@
+"""A run that ends, or a disk that refuses, at any file operation: the newest good checkpoint is found and is whole.
+
+Python reports each file operation before it happens (`sys.addaudithook`), here with the number of the operation.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from tests.dflow.training.managed_run import DEADLINE_S, Run, saved, steps_in
+from tests.effort import examples
+
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+
+OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
+RULES: dict[str, Any] = {"keep": 2, "best": ("loss", 1, "min")}
+
+
+class Faults:
+    """Fails operation number `first` of those in `folder`, and the next `count - 1`."""
+
+    def __init__(self) -> None:
+        self.folder, self.seen, self.first, self.count = "", 0, 0, 0
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.folder and event in OPERATIONS and str(args[0]).startswith(self.folder):
+            self.seen += 1
+            if self.first <= self.seen < self.first + self.count:
+                raise OSError(errno.EIO, "the disk refuses it", str(args[0]))
+
+    @contextmanager
+    def within(self, folder: Path, first: int, count: int) -> Iterator[None]:
+        self.folder, self.seen, self.first, self.count = str(folder), 0, first, count
+        try:
+            yield
+        finally:
+            self.folder = ""
+
+
+FAULTS = Faults()
+
+
+def save_five(manager: dflow.CheckpointManager, run: Run) -> list[int]:
+    """Save five steps and close the manager; return those whose save reported no error."""
+    done = []
+    for step, loss in enumerate([1.0, 3.0, 0.5, 2.0, 4.0]):
+        with suppress(dflow.CheckpointError):
+            saved(manager, run, step, loss=loss)
+            done.append(step)
+    manager.close()
+    return done
+
+
+def check_resumed(folder: Path, done: list[int], attempted: int) -> None:
+    """Check that the newest checkpoint is restored, that all are whole, and that the next save leaves nothing else."""
+    run = Run()
+    with run.manager(folder, **RULES) as manager:
+        steps = steps_in(manager)
+        assert (manager.resumed, run.last) == ((steps[-1], steps[-1]) if steps else (None, -1))
+        assert max(done, default=-1) <= max(steps, default=-1) <= attempted
+        for checkpoint in manager.checkpoints:
+            dflow.restore(checkpoint.path, {"seen": run.seen})
+            assert run.last == checkpoint.step
+        saved(manager, run, 10, loss=9.0)
+    names = {"runs.json", *(f"step_{step}" for step in steps_in(manager))}
+    assert set(os.listdir(folder)) - {"runs.new"} == names
+    assert len(names) <= 4
+
+
+@settings(max_examples=examples(40))
+@given(first=st.integers(1, 200), count=st.sampled_from([1, 2, 10_000]))
+def test_after_a_fault_at_any_operation_the_newest_checkpoint_is_whole(
+    first: int, count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, run = tmp_path_factory.mktemp("run"), Run()
+    manager = run.manager(folder, **RULES)
+    with FAULTS.within(folder, first, count):
+        done = save_five(manager, run)
+    assert run.last == 4
+    check_resumed(folder, done, attempted=4)
+
+
+@settings(max_examples=examples(15))
+@given(first=st.integers(1, 17), count=st.sampled_from([1, 2, 10_000]))
+def test_after_a_fault_while_it_resumes_a_manager_raises_or_resumes(
+    first: int, count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder, run = tmp_path_factory.mktemp("run"), Run()
+    done = save_five(run.manager(folder, **RULES), run)
+    again = Run()
+    with FAULTS.within(folder, first, count), suppress(dflow.CheckpointError):
+        again.manager(folder, **RULES).close()
+    assert again.last in (-1, *done)
+    damaged = [name for name in os.listdir(folder) if name.endswith(".damaged")]
+    for name in damaged:  # it could not be read then; nothing of it is deleted
+        os.rename(folder / name, folder / name.removesuffix(".damaged"))
+    check_resumed(folder, done, attempted=4)
+
+
+PROGRAM = """
+import os, signal, sys
+import jax.numpy as jnp, dflow
+from tests.dflow.training.managed_run import Run
+from tests.dflow.training.test_checkpoint_crashes import OPERATIONS, RULES, save_five
+
+folder, left = sys.argv[1], int(sys.argv[2])
+run = Run()
+manager = run.manager(folder, **RULES)
+
+def hook(event, args):
+    global left
+    if event in OPERATIONS and str(args[0]).startswith(folder):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(hook)
+print(save_five(manager, run))
+"""
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("operation", [17, 60, 115])
+def test_a_run_that_is_killed_is_resumed(tmp_path: Path, operation: int) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(tmp_path), str(operation)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert ran.returncode == -signal.SIGKILL, ran.stdout + ran.stderr
+    check_resumed(tmp_path, [], attempted=4)
+
+
+FULL_DISK = """
+import resource, signal, sys
+import jax.numpy as jnp, dflow
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+w = dflow.Variable(jnp.zeros(100_000), name="w")
+step = dflow.jit(lambda: w.assign_add(jnp.ones(100_000)))
+manager = dflow.CheckpointManager(sys.argv[1], [w], every=1)
+step()
+manager.save(1)
+manager.wait()
+resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+step()
+manager.save(2)
+try:
+    manager.wait()
+except dflow.CheckpointError as error:
+    print(error)
+print(float(w[0]), [one.step for one in manager.checkpoints])
+step()
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+manager.save(3)
+manager.close()
+print(float(w[0]), [one.step for one in manager.checkpoints])
+"""
+
+
+@pytest.mark.once
+def test_a_disk_that_is_full_for_a_while_costs_one_checkpoint(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    lines = ran.stdout.splitlines()
+    assert "step_2: expected to be saved, got: array 'w' cannot be written into " in lines[0], ran.stderr
+    assert "File too large" in lines[0]
+    assert lines[-2:] == ["2.0 [1]", "3.0 [1, 3]"]
+    assert "step_2 was not saved" in ran.stderr
+    assert sorted(os.listdir(tmp_path / "run")) == ["runs.json", "step_1", "step_3"]
