@@ -174,6 +174,10 @@ class VariableDirectory:
         return Failure("TaskLost", lost) if lost else Placed(known.task, known.process)
 
 
+#: What a user can do about lost state.
+REMEDY = "start the whole cluster again; with --snapshots DIR its variables would have been restored"
+
+
 def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:
     """Return the error for variables whose process, a former one of `task`, has left.
 
@@ -184,10 +188,7 @@ def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -
     left = end or f"the process of {holder} that held {them} has left"
     if not is_replaced:
         return f"{_listed(names)} {verb} on {holder}, which is not there: {left}"
-    return (
-        f"{_listed(names)} {verb} lost: {left}, and {holder} has been started again without {them}\n"
-        "  start the whole cluster again: what a parameter task held is not restored yet"
-    )
+    return f"{_listed(names)} {verb} lost: {left}, and {holder} has been started again without {them}\n  {REMEDY}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -190,10 +190,13 @@ class _Launch:
             if time.monotonic() >= task.due_s:
                 self._start(task)
                 if task in self._servers:
-                    self._view.show_event(
-                        f"{task.name} runs again and is empty: the variables that it held are lost, and a worker whose "
-                        "steps use them fails, until it is started again and creates them"
+                    rest = (
+                        "returns to the newest snapshot, with all other task servers"
+                        if self._plan.snapshots
+                        else "is empty: the variables that it held are lost, and a worker whose steps use them fails, "
+                        "until it is started again and creates them"
                     )
+                    self._view.show_event(f"{task.name} runs again and {rest}")
             return
         status = task.running.poll()
         if status is None:

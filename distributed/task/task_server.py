@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 
+from dflow.distributed.coordinator.variable_directory import REMEDY
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_use
 from dflow.distributed.observe.step_counts import StepCounts
@@ -471,11 +472,8 @@ class TaskServer:
     def _refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""
         if process not in ("", self._process):
-            raise TaskLost(
-                f"{name!r} is placed on an earlier process of {short_task_name(self.name)}, which has been started "
-                "again since",
-                "start the whole cluster again: what a parameter task held is not restored yet",
-            )
+            text = f"{name!r} is placed on an earlier process of {short_task_name(self.name)}"
+            raise TaskLost(f"{text}, which has been started again since", REMEDY)
 
 
 # The handlers that only call one part of the task.

@@ -7,23 +7,46 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import jax
 
+from dflow.lowering.queues.channel import Channel, StepId
+from dflow.lowering.queues.pending_operations import Cancel
+from dflow.lowering.state.applied_steps import StepAttempt
 from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
+from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
+from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError
 
-if TYPE_CHECKING:
-    from dflow.lowering.steps.straight_line import StraightRun
+
+class ItemsRun(Protocol):
+    """What an item uses of the run of its plan; see `straight_line.StraightRun`."""
+
+    slots: list[Any]
+    channel: Channel
+    step: StepId
+    recorder: Recorder
+    attempt: StepAttempt | None
+
+    def arrival(self, index: int, fill: Fill) -> Callable[[Outcome[Any]], None]:
+        """Return the callback for the results of an item that waits."""
+        ...
+
+    def cancel_at_end(self, cancel: Cancel) -> None:
+        """Call `cancel` if the run fails while the operation waits."""
+        ...
+
 
 #: Runs one item of a run, or starts one that waits.
-DoItem = Callable[["StraightRun"], None]
+DoItem = Callable[[ItemsRun], None]
+#: Fills slots with values.
+Fill = Callable[[list[Any], Sequence[Any]], None]
 
 
 def compiled_item(item: Item, index: int, executable: Executable, store: Store) -> tuple[DoItem, StepState | None]:
@@ -37,13 +60,13 @@ def compiled_item(item: Item, index: int, executable: Executable, store: Store) 
             program, state = executable.programs[item.program], None
             if item.writes or item.reads:
                 state = store.step_state(program, item.writes, item.reads)
-            return _call(item, index, executable, state), state
+            return _call(item, index, executable, store, state), state
         case Read():
             return _read(item, index, executable, store), None
         case Copy():
             return _copy(item, executable), None
         case UseResource():
-            return _use_resource(item, index, executable), None
+            return _use_resource(item, index, executable, store), None
     raise InternalError(f"{type(item).__name__} in a straight line; please report this")
 
 
@@ -57,7 +80,7 @@ def _taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
     return itemgetter(*slots)
 
 
-def _filler(slots: Sequence[int]) -> Callable[[list[Any], Sequence[Any]], None]:
+def _filler(slots: Sequence[int]) -> Fill:
     count = len(slots)
     is_range = bool(slots) and list(slots) == [*range(slots[0], slots[0] + count)]
     place = slice(slots[0], slots[0] + count) if is_range else None
@@ -79,7 +102,7 @@ def with_freed(do: DoItem, slots: Collection[int]) -> DoItem:
         return do
     fill, nothing = _filler(sorted(slots)), (None,) * len(slots)
 
-    def do_and_free(run: StraightRun) -> None:
+    def do_and_free(run: ItemsRun) -> None:
         do(run)
         fill(run.slots, nothing)
 
@@ -97,13 +120,13 @@ def _send(item: Send) -> DoItem:
     return lambda run: run.channel.send(run.step, edge, destination, take(run.slots))
 
 
-def _call(item: Call, index: int, executable: Executable, state: StepState | None) -> DoItem:
+def _call(item: Call, index: int, executable: Executable, store: Store, state: StepState | None) -> DoItem:
     program = executable.programs[item.program]
     take, fill = _taker(item.takes), _filler(item.gives)
     changes = changes_of(item)
 
-    def do(run: StraightRun) -> None:
-        store, operands = run.line.store, take(run.slots)
+    def do(run: ItemsRun) -> None:
+        operands = take(run.slots)
         if changes and run.attempt is not None:
             results = call_once(run.attempt, store, program, item, operands, state)
         else:
@@ -122,7 +145,7 @@ def _read(item: Read, index: int, executable: Executable, store: Store) -> DoIte
         views = RepeatedViews(store, keys)
         return lambda run: fill(run.slots, views())
 
-    def do(run: StraightRun) -> None:
+    def do(run: ItemsRun) -> None:
         values = store.snapshot(keys)
         fill(run.slots, [values[key] for key in keys])
 
@@ -132,17 +155,17 @@ def _read(item: Read, index: int, executable: Executable, store: Store) -> DoIte
 def _copy(item: Copy, executable: Executable) -> DoItem:
     take, give, device = item.take, item.give, executable.devices[item.device]
 
-    def do(run: StraightRun) -> None:
+    def do(run: ItemsRun) -> None:
         run.slots[give] = jax.device_put(run.slots[take], device)
 
     return do
 
 
-def _use_resource(item: UseResource, index: int, executable: Executable) -> DoItem:
+def _use_resource(item: UseResource, index: int, executable: Executable, store: Store) -> DoItem:
     key, op, take, fill = item.key, executable.resource_ops[index], _taker(item.takes), _filler(item.gives)
 
-    def do(run: StraightRun) -> None:
-        held, operands, arrived = run.line.store.resource(key), list(take(run.slots)), run.arrival(index, fill)
+    def do(run: ItemsRun) -> None:
+        held, operands, arrived = store.resource(key), list(take(run.slots)), run.arrival(index, fill)
         if item.gives or run.attempt is None:
             run.cancel_at_end(held.start(op, operands, arrived))
         else:
