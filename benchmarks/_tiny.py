@@ -62,7 +62,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),
     ),
-    "saving": ({"SMALL": to(10)}, (*ONE_ROUND, "--mib", "1", "--interval", "1", "--saves", "1")),
+    "saving": ({"SMALL": to(10)}, (*ONE_ROUND, "--mib", "1", "--seconds", "1")),
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),

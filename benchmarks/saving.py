@@ -4,8 +4,8 @@ A few large arrays and many small ones, by `dflow.save` and `dflow.restore`, by 
 per array, flushed to the disk, no checksum), by Orbax with its defaults, and raw: the same bytes into one file,
 flushed, and from it into one buffer. Each save replaces the previous one. The alternatives run in random order in each
 round. Then a thread trains on the same state while another saves it: the times of its steps with and without a save.
-Last, a loop trains with a `dflow.CheckpointManager` that saves at an interval, and without: the steps done in the same
-time, and the time of training that each save takes away.
+Last, a loop trains in windows of some seconds, with a `dflow.CheckpointManager` that saves once, and without: the time
+of training that a save takes away. The slowdown at an interval is this time divided by the interval.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ import dflow
 from benchmarks._paired import in_turn, median_ratio, options, publish
 
 LARGE, SMALL = 4, 100
+#: Most cores that other processes may use in a window that counts.
+OTHERS = 0.15
 
 
 def main() -> None:
-    given = options(__doc__, rounds=5, mib=256, interval=5, saves=2, only=("all", "manager"))
+    given = options(__doc__, rounds=5, mib=256, seconds=3, only=("all", "manager"))
     side = int((given.mib * 2**20 / 4 / LARGE) ** 0.5)
     state = dflow.variables(
         {
@@ -51,8 +53,7 @@ def main() -> None:
             ]
             publish("saving", rows, as_json=given.json)
             publish("saving_while_training", held_up(state, folder, given.rounds), as_json=given.json)
-        found = managed(state, folder, given.rounds, interval_s=given.interval, count=given.saves)
-        publish("saving_by_manager", found, as_json=given.json)
+        publish("saving_by_manager", managed(state, folder, given.rounds, given.seconds), as_json=given.json)
     finally:
         shutil.rmtree(folder)
 
@@ -164,52 +165,49 @@ def updates(state: Any) -> Callable[[], jax.Array]:
     return step
 
 
-def managed(state: Any, folder: Path, rounds: int, *, interval_s: float, count: int) -> list[dict[str, Any]]:
-    """Measure a loop of steps with a manager that saves `count` times, once per `interval_s`, and without one."""
-    step, long_s = updates(state), interval_s * (count + 0.5)
+def managed(state: Any, folder: Path, rounds: int, window_s: float) -> list[dict[str, Any]]:
+    """Measure the training time that a save by a manager takes: steps done in windows with one save and without.
 
-    def steps(manager: dflow.CheckpointManager | None) -> list[float]:
-        times: list[float] = []
-        ends_s, number = time.perf_counter() + long_s, 0
-        while time.perf_counter() < ends_s:
-            started = time.perf_counter()
-            jax.block_until_ready(step())
-            if manager is not None:
-                manager.step(number)
-            times.append(time.perf_counter() - started)
-            number += 1
-        return times
+    A window in which other processes use the cores does not count.
+    """
+    step = updates(state)
 
-    def with_manager() -> list[float]:
-        place = Path(tempfile.mkdtemp(dir=folder))
-        with dflow.CheckpointManager(place, state, every=timedelta(seconds=interval_s), keep=1) as manager:
-            times = steps(manager)
+    def window(saves: bool) -> tuple[list[float], float, bool]:
+        """Return the times of the steps, that of the save, and whether the machine was quiet."""
+        place, times = Path(tempfile.mkdtemp(dir=folder)), list[float]()
+        with dflow.CheckpointManager(place, state, every=timedelta(seconds=window_s / 3), keep=1) as manager:
+            busy_s, own_s, ends_s = processor_s(), time.process_time(), time.perf_counter() + window_s
+            has_begun = False
+            while (started := time.perf_counter()) < ends_s:
+                jax.block_until_ready(step())
+                has_begun = has_begun or (saves and manager.step(0))
+                times.append(time.perf_counter() - started)
             manager.wait()
-            assert len(manager.checkpoints) == 1
-            saved.extend(manager._record.save_s)
+            others_s = processor_s() - busy_s - (time.process_time() - own_s)
+            took_s = manager._record.save_s[-1] if has_begun else 0.0
         shutil.rmtree(place)
-        return times
+        return times, took_s, others_s < OTHERS * window_s
 
-    saved: list[float] = []
-    found = in_turn({"alone": lambda: steps(None), "with a manager": with_manager}, rounds)
-    alone = [len(times) for times in found["alone"]]
+    ways = {"alone": lambda: window(False), "with a save": lambda: window(True)}
+    found = {name: [one for one in all if one[2]] for name, all in in_turn(ways, rounds).items()}
+    if not all(found.values()):
+        return [{"steps": "none: other processes use the machine"}]
+    rate = statistics.median(len(times) / window_s for times, *_ in found["alone"])
     made = []
-    for name, all_times in found.items():
-        ratio, low, high = median_ratio(alone, [len(times) for times in all_times])
-        made.append(
-            {
-                "steps": name,
-                "median ms": statistics.median(statistics.median(times) for times in all_times) * 1e3,
-                "longest ms (median of rounds)": statistics.median(map(max, all_times)) * 1e3,
-                "time per step / alone": ratio,
-                "p10": low,
-                "p90": high,
-                "a save, s": statistics.median(saved) if name != "alone" else 0.0,
-                "lost per save, s": (1 - 1 / ratio) * long_s / count,
-                "every, s": float(interval_s),
-            }
-        )
+    for name, windows in found.items():
+        lost = sorted(window_s - len(times) / rate for times, *_ in windows)
+        row: dict[str, Any] = {"steps": name, "quiet windows": len(windows)}
+        row["median ms"] = statistics.median(statistics.median(times) for times, *_ in windows) * 1e3
+        row["longest ms (median)"] = statistics.median(max(times) for times, *_ in windows) * 1e3
+        row |= {"lost s": statistics.median(lost), "p10": lost[len(lost) // 10], "p90": lost[-1 - len(lost) // 10]}
+        made.append(row | {"a save takes s": statistics.median(took for _, took, _ in windows)})
     return made
+
+
+def processor_s() -> float:
+    """Return the time that all processes of the machine have used its cores, in s."""
+    used = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(used) - used[3] - used[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def train(step: Callable[[], Any], done: threading.Event, times: list[float]) -> None:
