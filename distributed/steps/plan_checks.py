@@ -13,6 +13,7 @@ from graphlib import CycleError, TopologicalSorter
 import jax
 import jax.numpy as jnp
 
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.executable import bodies_of, gives, needs, takes
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, Scan, UseResource, While
 from dflow.tracing.errors import ParseError, WireError
@@ -28,6 +29,12 @@ MAX_DEPTH = 64
 MAX_TEXT = 4096
 #: Largest capacity of a queue, and most elements that one op may take.
 MAX_COUNT = 1 << 31
+
+
+def check_step_of_run(step: StepOfRun) -> None:
+    """Raise WireError for a step that no run of a worker has."""
+    if len(step.run) > MAX_TEXT or not (0 <= step.number <= MAX_COUNT and 0 <= step.call <= MAX_COUNT):
+        raise WireError(f"expected a step of a run, got call {step.call} of step {step.number} of {step.run[:64]!r}")
 
 
 def check_plan(plan: Plan, task: str, programs: int, depth: int = 0) -> None:

@@ -22,11 +22,12 @@ from functools import partial
 from typing import Any
 
 from dflow.distributed.observe.step_counts import StepCounts
+from dflow.distributed.steps.plan_checks import check_step_of_run
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.distributed.wire.messages.plans import LATER
 from dflow.lowering.queues.channel import StepId
-from dflow.lowering.state.applied_steps import StepOfRun
+from dflow.lowering.state.applied_steps import StepAttempt, StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
@@ -80,7 +81,7 @@ class PlanRuns:
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`, and `RunPlan` for the options.
 
-        raises  what `TaskServer.run` raises; InternalError if another run begins after `after`
+        raises  what `TaskServer.run` raises; WireError for a wrong `of`; InternalError if a run already begins after `after`
         """
         runs_here = executable.is_asynchronous and executable.has_run
         submit = partial(self._do, executable) if runs_here else self._threads.submit
@@ -88,7 +89,7 @@ class PlanRuns:
         # The task that calls the step has a deadline for it, from the call on.
         channel = self._channel.without_deadlines if is_ahead else self._channel
         is_numbered = of is None or of.number != LATER
-        attempt = self._store.applied.attempt(of) if of is not None and is_numbered else None
+        attempt = self._attempt(of) if of is not None and is_numbered else None
         run = run_of(
             executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead, attempt, is_numbered
         )
@@ -109,7 +110,11 @@ class PlanRuns:
         """Let a part that began ahead change state; see `ReleaseStep`."""
         run = self._run_of(step)
         if isinstance(run, StraightRun):
-            run.release(self._store.applied.attempt(of) if of is not None else None)
+            run.release(self._attempt(of) if of is not None else None)
+
+    def _attempt(self, of: StepOfRun) -> StepAttempt:
+        check_step_of_run(of)
+        return self._store.applied.attempt(of)
 
     def _run_of(self, step: StepId) -> Execution | StraightRun | None:
         with self._lock:

@@ -27,6 +27,8 @@ from dflow.tracing.near_names import suggests_keywords
 
 #: Most failures in a row of a step, whose tasks were lost and came back.
 MOST_FAILURES = 3
+#: Pause before a step that failed is tried again, for each failure in a row, in s.
+RETRY_S = 0.5
 #: Least time between a worker's reports of the steps that it has done.
 REPORT_S = 0.25
 
@@ -91,7 +93,7 @@ class Async(Strategy):
             except BaseException as error:
                 failures += 1
                 is_loss = pending and isinstance(error, TaskLost) and failures <= MOST_FAILURES
-                if is_loss and self._is_recovered():
+                if is_loss and is_recovered(self._cluster, failures):
                     # Steps that were done since the snapshot to which all tasks returned are done again.
                     count = done.count if self._cluster.epoch == epoch else 0
                     batches = itertools.chain(pending, batches)
@@ -109,13 +111,21 @@ class Async(Strategy):
             news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
             claimed = coordinator.ask(news).steps
 
-    def _is_recovered(self) -> bool:
-        """Wait until no state of tasks is lost; return whether that is so, and the step can be tried again."""
-        try:
-            self._cluster.await_recovery()
-        except DflowError:  # the step's own error says more
-            return False
-        return True
+
+def is_recovered(cluster: StrategyCluster, failures: int) -> bool:
+    """Wait until no state of tasks is lost; return whether that is so, and a step can be tried again.
+
+    failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
+              coordinator may not know of a loss yet
+    """
+    epoch = cluster.epoch
+    try:
+        cluster.await_recovery()
+    except DflowError:  # the step's own error says more
+        return False
+    if cluster.epoch == epoch:
+        time.sleep(RETRY_S * failures)
+    return True
 
 
 @dataclass

@@ -77,7 +77,8 @@ class RoundPart:
             refuse_own_variables(optimizer)
         types = GradientTypes.of(optimizer, spec, self._host)
         # Later runs can use the accumulators again, since their names determine their types and tasks.
-        name = types.name(optimizer, wanted)
+        # After a return to a snapshot others are made, since those of a task that was started again are lost.
+        name = types.name(optimizer, wanted) + (f"/{epoch}" if (epoch := self._cluster.epoch) else "")
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name, types.others)
         agreed, _ = self._cluster.requests.ask(self._host, message)
         if agreed.is_over:
@@ -108,6 +109,11 @@ class RoundPart:
             self._run, steps, wanted, workers, accumulator.key, dict(handles), infos[:count], infos[count:]
         )
         self._cluster.requests.ask(self._host, message, payload)
+
+    def call(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
+        """As `Gradients.call`, while no state of tasks is captured or restored."""
+        with self._cluster.steps.server.gate.step(self._cluster.steps.timeout_s):
+            return gradients.call(step, batch, number)
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`; log a warning while workers are missing."""

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from dflow.distributed.process.termination import TerminationGuard
-from dflow.distributed.strategies.async_ import REPORT_S, Async
+from dflow.distributed.strategies.async_ import MOST_FAILURES, REPORT_S, Async, is_recovered
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import Strategy, StrategyCluster
 from dflow.distributed.wire.messages.rounds import RoundsDone
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 
 if TYPE_CHECKING:
@@ -90,28 +90,41 @@ class Sync(Strategy):
         guard: TerminationGuard,
     ) -> Iterator[Any]:
         progress, done = _Progress(self._cluster, run, steps), -1
+        batch, failures, is_fetching = next(supply, _END), 0, False
         try:
-            batch = next(supply, _END)
-            if batch is _END:
-                return
-            gradients = part.open(step, batch, steps, self._wanted)
-            if gradients is None:
-                return
-            opening = part.next(done)
-            while opening.done < steps:
-                started = time.perf_counter()
-                with guard.step():
-                    outcome, is_fresh = gradients.call(step, batch, opening.number)
-                    step_s, done = time.perf_counter() - started, opening.number
-                    self.accepted += is_fresh
-                    self.dropped += not is_fresh
-                    progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
-                yield outcome
-                batch = batch if self._requeue and not is_fresh else next(supply, _END)
-                # Wait even without another batch, so that the variables contain this round's update after the loop.
-                opening = part.next(done)
-                if batch is _END:
+            while batch is not _END:
+                epoch = self._cluster.epoch
+                try:
+                    gradients = part.open(step, batch, steps, self._wanted)
+                    if gradients is None:
+                        return
+                    opening = part.next(done)
+                    while opening.done < steps:
+                        started = time.perf_counter()
+                        with guard.step():
+                            outcome, is_fresh = part.call(gradients, step, batch, opening.number)
+                            step_s, done, failures = time.perf_counter() - started, opening.number, 0
+                            self.accepted += is_fresh
+                            self.dropped += not is_fresh
+                            progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
+                        yield outcome
+                        is_fetching = True
+                        batch = batch if self._requeue and not is_fresh else next(supply, _END)
+                        is_fetching = False
+                        # Wait even without another batch: after the loop the variables have this round's update.
+                        opening = part.next(done)
+                        if batch is _END:
+                            return
                     return
+                except DflowError as error:
+                    # After a return to a snapshot the openings and accumulators from before it are no more.
+                    is_loss = isinstance(error, TaskLost) or self._cluster.epoch != epoch
+                    failures += 1
+                    if is_fetching or not is_loss or failures > MOST_FAILURES:
+                        raise
+                    if not is_recovered(self._cluster, failures):
+                        raise
+                    done = -1
         finally:
             part.leave(done)
             progress.tell()

@@ -109,6 +109,11 @@ class Rounds:
         """Whether all rounds are done."""
         return self.rounds is not None and self.done >= self.rounds
 
+    def return_to(self, done: int, rounds: int | None, wanted: int) -> Rounds:
+        """Return the state of the run after an earlier round, closed; openings before this have smaller numbers."""
+        number = self.number + 1
+        return Rounds(self.name, number=number, failed=number - done, rounds=rounds, wanted=wanted)
+
     def began(self, worker: str) -> list[RoundCommand]:
         """Handle a worker that takes part until it leaves; it is about to open the run, unless that is open."""
         if not self.is_over:

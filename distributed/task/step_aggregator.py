@@ -14,10 +14,12 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT
 from dflow.distributed.steps.step_gate import StepGate
@@ -53,6 +55,16 @@ from dflow.tracing.ir.resource_op import ResourceOp
 StartStep = Callable[[Mapping[str, int], Sequence[Any], Callable[[BaseException | None], None], StepOfRun], None]
 #: Sends another task a request; the callback gets the reply or an error, also if this raises.
 Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
+
+
+class RunCopy(msgspec.Struct, frozen=True):
+    """A run between two updates: its numbers of rounds and of gradients in a round, and the number of rounds done."""
+
+    name: str
+    rounds: int | None
+    wanted: int
+    agreed: int | None
+    done: int
 
 
 class StepAggregator:
@@ -123,6 +135,20 @@ class StepAggregator:
         run = self._run(message.name)
         run.leave(message.worker, message.done)
         run.answer_left(responder)
+
+    def copy(self) -> tuple[RunCopy, ...]:
+        """Return a copy of the runs, made while no update runs."""
+        with self._lock:
+            runs = list(self._runs.values())
+        return tuple(run.copy() for run in runs)
+
+    def return_to(self, copies: Iterable[RunCopy]) -> None:
+        """Return the runs to copies of them, closed until workers open them again; waiting requests fail."""
+        known = {one.name: one for one in copies}
+        with self._lock:
+            names = {*self._runs, *known}
+        for name in names:
+            self._run(name).return_to(known.get(name, RunCopy(name, None, 0, None, 0)))
 
     def task_left(self, task: str) -> None:
         """Remove a task that left the cluster, and gives no more gradients."""
@@ -259,6 +285,24 @@ class _AggregatedRun:
             if not self._rounds.is_over:
                 self.update, self.key = self.update or update, update.key
             self._handle(self._rounds.open, rounds, update.wanted, workers)
+
+    def copy(self) -> RunCopy:
+        """Return a copy of the run, made while no update runs."""
+        with self._lock:
+            rounds = self._rounds
+            return RunCopy(self.name, rounds.rounds, rounds.wanted, self._agreed, rounds.done)
+
+    def return_to(self, copy: RunCopy) -> None:
+        """Return to a copy of the run, and free what it holds; see `StepAggregator.return_to`."""
+        with self._lock:
+            # Closed first, so that the end of a waiting take is no failed update.
+            self._rounds = self._rounds.return_to(copy.done, copy.rounds, copy.wanted)
+            self._agreed, self.update = copy.agreed, None
+            asks, self._asks = self._asks, {}
+            self._free()
+        for responder, timer in asks.values():
+            timer.stop()
+            self.submit(responder.fail, TaskLost(f"run {self.name!r} has returned to its round {copy.done}"))
 
     def leave(self, worker: str, done: int | None = None) -> None:
         """Remove a worker; see `Rounds.leave`."""

@@ -197,7 +197,8 @@ class TaskServer:
         self.starter = StepStarter(name, self.peers, self.plans, self.runs)
         #: Held closed while the state of all tasks is captured.
         self.gate = StepGate(name)
-        self._rounds = StepAggregator(
+        #: The runs of synchronous training that it aggregates.
+        self.rounds = StepAggregator(
             name,
             process,
             self._resources,
@@ -325,7 +326,7 @@ class TaskServer:
         error = TaskLost(f"{task} has left the cluster: {why}")
         for step in self.channel.task_left(task, error):
             self.runs.cancel(step, error)
-        self._rounds.task_left(task)
+        self.rounds.task_left(task)
         self._checkpoints.task_left(task)
 
     def close(self) -> None:
@@ -334,7 +335,7 @@ class TaskServer:
             self.runs.cancel(step, TaskLost(f"{self.name} has left the cluster in {describe(step)}: it closes"))
         closes = TaskLost(f"{self.name} has left the cluster: it closes")
         self.gate.open()
-        self._rounds.close(closes)
+        self.rounds.close(closes)
         self.plans.compiling.close(closes)
         self.requests.close()
         self._listener.close()
@@ -483,10 +484,10 @@ REQUESTS.queued(CreateVariables)(
 for _request in CHECKPOINT_REQUESTS:
     REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
-REQUESTS.queued(ProposeRounds)(lambda task, message, _: task._rounds.agree(message))
-REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task._rounds.open(message, arrival.payload))
-REQUESTS.queued(NextRound)(lambda task, message, arrival: task._rounds.ask(message, arrival.responder))
-REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task._rounds.leave(message, arrival.responder))
+REQUESTS.queued(ProposeRounds)(lambda task, message, _: task.rounds.agree(message))
+REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task.rounds.open(message, arrival.payload))
+REQUESTS.queued(NextRound)(lambda task, message, arrival: task.rounds.ask(message, arrival.responder))
+REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task.rounds.leave(message, arrival.responder))
 REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))

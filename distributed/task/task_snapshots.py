@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from dflow.distributed.steps.plan_runs import PlanRuns
+from dflow.distributed.task.step_aggregator import RunCopy, StepAggregator
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
@@ -35,22 +36,29 @@ from dflow.tracing.errors import CheckpointError, StepCancelled
 
 LOGGER = logging.getLogger("dflow")
 
-#: Key of the record of applied steps in the metadata of a part.
-_APPLIED = "applied"
+#: Keys of the record of applied steps, and of the runs of synchronous training, in the metadata of a part.
+_APPLIED, _ROUNDS = "applied", "rounds"
 
 
 class TaskSnapshots:
     """The parts of the task `task`, which holds `store`, in the folder `folder`; the methods are called one at a time.
 
     runs    its parts of steps, cancelled when it returns to a snapshot
+    rounds  its runs of synchronous training
     folder  None if the task was started without one: it then reports that it cannot write
     tell    notifies the coordinator
     """
 
     def __init__(
-        self, task: str, store: Store, runs: PlanRuns, folder: Path | None, tell: Callable[[Notice], None]
+        self,
+        task: str,
+        store: Store,
+        runs: PlanRuns,
+        rounds: StepAggregator,
+        folder: Path | None,
+        tell: Callable[[Notice], None],
     ) -> None:
-        self._task, self._store, self._runs, self._tell = task, store, runs, tell
+        self._task, self._store, self._runs, self._rounds, self._tell = task, store, runs, rounds, tell
         self._folder = None if folder is None else folder / short_task_name(task).replace(":", "-")
         self._lock = threading.Lock()
 
@@ -75,12 +83,13 @@ class TaskSnapshots:
             self._tell(report(""))
 
     def _write(self, number: int) -> None:
-        values, applied = self._store.snapshot(self._store.keys()), self._store.applied.copy()
+        values = self._store.snapshot(self._store.keys())
+        rest = {_APPLIED: self._store.applied.copy(), _ROUNDS: self._rounds.copy()}
         self._tell(StateCaptured(self._task, number))
         place = self._part(number)
         place.parent.mkdir(parents=True, exist_ok=True)
         with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
-            fill_folder(part, values, {_APPLIED: msgspec.to_builtins(applied, str_keys=True)})
+            fill_folder(part, values, msgspec.to_builtins(rest, str_keys=True))
 
     def _part(self, number: int) -> Path:
         if self._folder is None:
@@ -92,6 +101,7 @@ class TaskSnapshots:
     def _load(self, number: int) -> None:
         files = read_arrays(self._part(number))
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
+        rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
         here = {name: name for name in files.types if name in self._store}
         known = self._store.read_saved(files, here)
         new = {name: own_copy(value) for name, value in files.each({n: None for n in files.types if n not in here})}
@@ -102,6 +112,7 @@ class TaskSnapshots:
             self._store.create(name, files.types[name], lambda value=value: value)  # type: ignore[misc]
         self._store.replace(known)
         self._store.applied.return_to(applied)
+        self._rounds.return_to(rounds)
 
     def _remove_others(self, number: int) -> None:
         """Remove the parts of earlier snapshots, and of later ones that were abandoned."""

@@ -62,6 +62,8 @@ def value_of(kind: shapes.Type, rng: random.Random, depth: int = 0) -> Any:
             return [value_of(item, rng, depth + 1) for item in items]
         case shapes.DictType(key_type=key, value_type=value):
             return {str(value_of(key, rng)): value_of(value, rng, depth + 1) for _ in range(rng.choice((0, 1, 3)))}
+        case shapes.NamedTupleType(fields=fields):
+            return [value_of(field.type, rng, depth + 1) for field in fields]
         case shapes.EnumType(cls=members):
             return rng.choice([*members]).value
         case shapes.StructType():

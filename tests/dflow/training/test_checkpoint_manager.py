@@ -68,7 +68,7 @@ def test_the_values_of_one_moment_are_written_while_training_goes_on(
 
 
 def test_the_captured_values_are_freed_after_the_save(tmp_path: Path) -> None:
-    state = dflow.Variable(jnp.zeros(12_345), name="state")
+    state = dflow.Variable(jnp.zeros(12_345), name="freed after the save")
     step = dflow.jit(lambda: state.assign_add(jnp.ones(12_345)))
     with dflow.CheckpointManager(tmp_path, [state]) as manager:
         manager.save(0)

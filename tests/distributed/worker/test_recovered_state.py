@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,29 +17,36 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed import Async
+from dflow.distributed import Async, Sync
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.strategies import sync
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering.state.store import Store
+from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
 from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until
 
 
 class Tasks:
-    """A coordinator, two parameter tasks with snapshots in `folder`, and a worker."""
+    """A coordinator, two parameter tasks with snapshots in `folder`, and workers."""
 
-    def __init__(self, folder: Path, every_s: float) -> None:
+    def __init__(self, folder: Path, every_s: float, workers: int = 1) -> None:
         self.network, self.folder = MemoryNetwork(), folder
         settings = CoordinatorSettings(snapshot_every_s=every_s, rejoin_s=0.1)
-        self.coordinator = Coordinator(self.network, "", {"ps": 2, "worker": 1}, settings=settings, tick_s=0.02)
+        self.coordinator = Coordinator(self.network, "", {"ps": 2, "worker": workers}, settings=settings, tick_s=0.02)
         self.ps: list[StockTask] = []
         for index in range(2):
             self.ps.append(self.start(index))
-        self.worker = Cluster(self.coordinator.address, self.network, job="worker", index=0, store=Store(), address="")
+        with ThreadPoolExecutor(workers) as pool:
+            self.workers = list(pool.map(self.join, range(workers)))
+        self.worker = self.workers[0]
+
+    def join(self, index: int) -> Cluster:
+        address = self.coordinator.address
+        return Cluster(address, self.network, job="worker", index=index, store=LOCAL.store, address="")
 
     def start(self, index: int) -> StockTask:
         address = self.coordinator.address
@@ -48,13 +57,21 @@ class Tasks:
         self.ps[index].close()
         self.ps[index] = self.start(index)
 
-    def await_snapshot(self, steps: int) -> None:
-        """Wait for a committed snapshot with at least so many steps that are reported as done."""
+    def await_snapshot(self, steps: int, *, of_rounds: bool = False) -> None:
+        """Wait for a committed snapshot with at least so many steps, or rounds, that are reported as done."""
         recovery = self.coordinator._state._recovery
-        until(lambda: recovery._committed is not None and recovery._committed.ledger.steps_done >= steps)
+
+        def is_there() -> bool:
+            known = recovery._committed
+            if known is None or not of_rounds:
+                return known is not None and known.ledger.steps_done >= steps
+            return recovery._saved[0] >= steps and known.number == recovery._counted.number
+
+        until(is_there)
 
     def close(self) -> None:
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         for task in self.ps:
             task.close()
         self.coordinator.close()
@@ -116,6 +133,57 @@ def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Task
         alone_step(X)
     for one, other in zip(values(state), values(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def pair(cluster: Any) -> tuple[Any, Any]:
+    """A variable on each parameter task, with momentum, and a step that trains both."""
+    made = []
+    with cluster.parameter_servers():
+        for index in range(2):
+            with nullcontext() if cluster.task.startswith("/job:localhost") else dflow.device(f"ps:{index}"):
+                made.append(dflow.Variable(lambda: jnp.arange(3.0) / 10, name=f"w{index}"))
+        optimizer = dflow.Optimizer(optax.sgd(0.01, momentum=0.9), made, name="sgd")
+
+    @dflow.jit
+    def step(x: jax.Array) -> None:
+        optimizer.apply(dflow.grad(lambda: jnp.sum((made[0] * made[1] + x) ** 2), made)())
+
+    return made, step
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_synchronous_rounds_go_on_from_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(sync, "REPORT_S", 0.0)
+    tasks = Tasks(tmp_path, every_s=0.05, workers=2)
+
+    def train(cluster: Cluster) -> Any:
+        made, step = pair(cluster)
+
+        def batches() -> Iterator[Any]:
+            for number in itertools.count():
+                if number in (10, 30) and cluster.index == 0:
+                    tasks.await_snapshot(5, of_rounds=True)
+                    tasks.start_again(order[number // 30])
+                yield jnp.ones(3)
+
+        for _ in Sync(cluster).run(step, batches(), steps=STEPS, name="run"):
+            pass
+        return [np.asarray(variable.read()) for variable in made]
+
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(train, tasks.workers))
+    finally:
+        tasks.close()
+    assert tasks.worker.epoch == 2
+    made, step = pair(dflow.connect())
+    for _ in range(STEPS):
+        step(jnp.ones(3))
+    for one in found:
+        for value, variable in zip(one, made, strict=True):
+            np.testing.assert_allclose(value, np.asarray(variable.read()), rtol=1e-5)
 
 
 def test_other_functions_of_the_program_use_the_restored_state(tasks: Tasks) -> None:
