@@ -81,7 +81,7 @@ class PlanRuns:
     ) -> None:
         """Run a plan as the task's part of `step`; see `TaskServer.run`, and `RunPlan` for the options.
 
-        raises  what `TaskServer.run` raises; WireError for a wrong `of`; InternalError if a run already begins after `after`
+        raises  what `TaskServer.run` raises; WireError for a wrong `of`; InternalError if a run begins after `after`
         """
         runs_here = executable.is_asynchronous and executable.has_run
         submit = partial(self._do, executable) if runs_here else self._threads.submit
