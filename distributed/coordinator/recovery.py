@@ -39,7 +39,7 @@ from dflow.distributed.wire.messages.snapshots import (
 )
 from dflow.tracing.devices.task_name import short_task_name
 
-#: Longest time in which all tasks capture their state, in s, while the steps are paused.
+#: Limit of the time until all tasks have captured their state, in s, while the steps are paused.
 CAPTURE_S = 60.0
 #: Longest wait for the process of a task that held state to be started again, in s.
 RETURN_S = 300.0
@@ -118,7 +118,7 @@ class Recovery:
         is_due = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
         if not is_due or not (names := self._directory.names()) or self._lost():
             return []
-        # State that is new is saved at once: a task could not return to a snapshot without it.
+        # New state is saved immediately: a task could not return to a snapshot without it.
         has_new = names != self._saved[1]
         if has_new or (at_s - self._began_s >= self._every_s and self._ledger.steps_done != self._saved[0]):
             self._phase, self._began_s = _Phase.PAUSING, at_s

@@ -1,7 +1,7 @@
 """SIGTERM during a training loop, as the owner of a preemptible machine sends it before taking the machine away.
 
-Why: a process that ends at once has its newest steps done again by others. A loop that ends between two steps reports
-what it has done, and the worker leaves the cluster.
+Why: other workers repeat the newest steps of a process that ends immediately. A loop that ends between two steps
+reports the steps that are done, and the worker leaves the cluster.
 
 Invariants: SIGTERM raises `Terminated` in the main thread, never within a step; a second SIGTERM does not wait for the
 end of the step. A handler that the program has installed is kept.
@@ -54,7 +54,7 @@ class TerminationGuard:
 
 @contextmanager
 def held_back_in_steps() -> Iterator[TerminationGuard]:
-    """Return the context of a training loop, in which SIGTERM ends the program between two steps.
+    """Return the context of a training loop. SIGTERM then ends the program between two steps.
 
     Does nothing on another thread than the main one, and where the program handles SIGTERM.
     """

@@ -94,7 +94,7 @@ class Async(Strategy):
                 failures += 1
                 is_loss = pending and isinstance(error, TaskLost) and failures <= MOST_FAILURES
                 if is_loss and is_recovered(self._cluster, failures):
-                    # Steps that were done since the snapshot to which all tasks returned are done again.
+                    # After a return to a snapshot, the steps done since are repeated.
                     count = done.count if self._cluster.epoch == epoch else 0
                     batches = itertools.chain(pending, batches)
                     claimed = coordinator.ask(replace(claim, done=count)).steps

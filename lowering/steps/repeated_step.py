@@ -19,7 +19,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 
 
 def changes_of(item: Call) -> tuple[str, ...]:
-    """Return the keys of what a call changes and a repeated step must not change again.
+    """Return the keys of the state that a call changes, and that a repeated step must not change again.
 
     A call that changes something unknown, such as by a Python callback, is made once if it returns nothing.
     """

@@ -1,4 +1,4 @@
-"""The gate of shared steps: who waits, and when it is idle."""
+"""The gate of shared steps: which steps wait, and when it is idle."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.steps.plan_runs import PlanRuns
+from dflow.distributed.task.step_aggregator import RunCopy, StepAggregator
 from dflow.distributed.task.task_snapshots import TaskSnapshots
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.snapshots import (
@@ -51,12 +52,28 @@ class Runs:
         self.cancelled.append(step)
 
 
+class Rounds:
+    """Stands for the task's runs of synchronous training."""
+
+    def __init__(self) -> None:
+        self.runs = (RunCopy("run", 9, 2, 2, 4), RunCopy("new", None, 0, None, 0))
+        self.returned: tuple[RunCopy, ...] = ()
+
+    def copy(self) -> tuple[RunCopy, ...]:
+        return self.runs
+
+    def return_to(self, copies: tuple[RunCopy, ...]) -> None:
+        self.returned = copies
+
+
 class Task:
     """A process of the task, with its store."""
 
     def __init__(self, folder: Path | None) -> None:
         self.store, self.runs, self.told = Store(), Runs(), list[Notice]()
-        self.snapshots = TaskSnapshots(PS, self.store, cast(PlanRuns, self.runs), folder, self.told.append)
+        self.rounds = Rounds()
+        rounds, runs = cast(StepAggregator, self.rounds), cast(PlanRuns, self.runs)
+        self.snapshots = TaskSnapshots(PS, self.store, runs, rounds, folder, self.told.append)
 
     def create(self) -> None:
         for key, make in VALUES.items():
@@ -92,6 +109,7 @@ def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path
         assert one.do(LoadState(1, 3)) == [StateLoaded(PS, 3)]
         same(one, expected)
         assert one.runs.cancelled == one.runs.steps()
+        assert one.rounds.returned == task.rounds.runs
         applied = one.store.applied
         assert not applied.attempt(whole).begins(["w"])
         assert not applied.attempt(begun).begins(["w"])
