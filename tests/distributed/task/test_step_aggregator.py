@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dflow.distributed.steps.step_gate import StepGate
-from dflow.distributed.task.step_aggregator import StepAggregator
+from dflow.distributed.task.step_aggregator import RunCopy, StepAggregator
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message
@@ -215,3 +215,38 @@ def test_a_leave_that_waits_is_answered_when_the_task_closes_and_not_again() -> 
     for _, _, on_reply in run.asked:
         on_reply(Ok())
     assert run.answers == [answer]
+
+
+def test_a_run_returns_to_an_earlier_round_and_is_opened_again() -> None:
+    run = ByHand()
+    run.open(rounds=3)
+    run.averages[0]((np.zeros(1, np.float32),))
+    [copy] = run.host.copy()
+    run.updates[0][1](None)
+    run.ask(A, 0)
+    run.ask(B, 0)
+    run.ask(A, 1)
+    answered = len(run.answers)
+    run.host.return_to([copy])
+    [lost] = run.answers[answered:]
+    assert isinstance(lost, TaskLost)
+    assert str(lost) == "run 'run' has returned to its round 0"
+    assert run.forgotten
+    run.open(rounds=3)
+    run.ask(A, -1)
+    [opened] = run.answers[answered + 1 :]
+    assert isinstance(opened, RoundOpen)
+    assert opened.done == 0
+    assert opened.number > 1, "gradients for earlier openings are stale"
+    run.host.return_to([])
+    assert [one.done for one in run.host.copy()] == [0]
+
+
+def test_a_new_process_begins_with_the_rounds_of_the_copy() -> None:
+    run = ByHand()
+    run.host.return_to([RunCopy("run", 3, 2, 2, 1)])
+    run.open(rounds=3)
+    run.ask(A, -1)
+    [opened] = run.answers
+    assert isinstance(opened, RoundOpen)
+    assert opened.done == 1
