@@ -53,7 +53,13 @@ from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, Step
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, StateCaptured, StateLoaded, StateWritten
+from dflow.distributed.wire.messages.snapshots import (
+    AwaitRecovery,
+    StateCaptured,
+    StateChanged,
+    StateLoaded,
+    StateWritten,
+)
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status, TaskHealth
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
@@ -138,10 +144,10 @@ class CoordinatorState:
 
     def _go_on(self, at_s: float) -> list[Command]:
         """Begin, reach and use the pauses that are due, and hold back claims while one is on."""
-        live, is_clear = self._membership.connections(), self._ledger.is_clear
-        commands: list[Command] = [*self._pauses.go_on(live, is_clear)]
+        live = self._membership.connections()
+        commands: list[Command] = [*self._pauses.go_on(live, self._ledger.is_clear(self._pauses.first))]
         commands += self._recovery.go_on(at_s)
-        commands += self._pauses.go_on(live, is_clear)
+        commands += self._pauses.go_on(live, self._ledger.is_clear(self._pauses.first))
         if self._ledger.is_held != self._pauses.is_on:
             commands += self._ledger.hold(self._pauses.is_on)
         return commands
@@ -355,6 +361,11 @@ class CoordinatorState:
     @NOTICES.handles(StateCaptured)
     def _state_captured(self, report: StateCaptured, event: Told) -> list[Command]:
         self._recovery.captured(report)
+        return []
+
+    @NOTICES.handles(StateChanged)
+    def _state_changed(self, notice: StateChanged, event: Told) -> list[Command]:
+        self._recovery.changed(is_urgent=notice.is_urgent)
         return []
 
     @NOTICES.handles(StateWritten)

@@ -7,14 +7,15 @@ events; the tasks capture, write and load.
 Invariants:
 - a snapshot is committed when each task that holds state has written its part, captured in one pause of the steps; the
   record of it has the ledger of that pause. An uncommitted snapshot is never loaded;
-- tasks return to a snapshot in a pause of the steps, which ends when all of them have loaded it, so that no step sees a
-  mixture;
+- tasks return to a snapshot in a pause of the steps, which ends when all of them have set its state, so that no step
+  sees a mixture; none sets it before each has read and checked its part;
 - a task returns only to a snapshot that has all of the state that was lost. Other lost state stays lost;
 - a request that waits for recovery is answered: when no state is lost, or with the reason why that cannot be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from enum import Enum
 
@@ -25,7 +26,7 @@ from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
 from dflow.distributed.coordinator.step_ledger import LedgerCopy, StepLedger
 from dflow.distributed.coordinator.step_pauses import StepPauses
-from dflow.distributed.coordinator.variable_directory import VariableDirectory
+from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
@@ -41,6 +42,10 @@ from dflow.tracing.devices.task_name import short_task_name
 
 #: Limit of the time until all tasks have captured their state, in s, while the steps are paused.
 CAPTURE_S = 60.0
+#: Limit of the time until a pause for a snapshot is reached, and until the parts of a snapshot are written, in s.
+PAUSE_S, WRITE_S = 10.0, 600.0
+#: Time between two attempts at a snapshot of new state, in s.
+RETRY_S = 1.0
 #: Longest wait for the process of a task that held state to be started again, in s.
 RETURN_S = 300.0
 #: In place of a task's name: the requests of this file for a pause.
@@ -90,12 +95,23 @@ class Recovery:
         self._counted = records.load_one(_EPOCH, _Epoch())
         self._committed = next((found for _, found in records.load(_SNAPSHOT_KEY, Snapshot)), None)
         self._phase = _Phase.IDLE
-        self._waits_for: set[str] = set()
-        self._began_s = 0.0
-        #: Number of steps done, and names, when the newest snapshot was begun.
+        #: Tasks that have yet to capture, and to write, their parts of the snapshot that is being made.
+        self._uncaptured: set[str] = set()
+        self._unwritten: set[str] = set()
+        #: Names of the captured state.
+        self._captured: set[str] = set()
+        #: Time when the newest snapshot was begun, and when its present phase began.
+        self._began_s = self._phase_s = -math.inf
+        #: Number of steps done, and names, at the moment of the last committed snapshot.
         self._saved: tuple[int, Collection[str]] = (0, ())
-        #: Tasks that have yet to load the snapshot; None while none is loaded.
+        #: Number of changes by other means than steps: in all, up to the last urgent one, at the newest capture, and at
+        #: that of the last committed snapshot.
+        self._changes = self._urgent_changes = self._captured_changes = self._saved_changes = 0
+        #: Time before which no other snapshot is begun.
+        self._not_before_s = -math.inf
+        #: Tasks that have yet to read, or with `_is_setting` to set, the state of the snapshot; None while none does.
         self._loading: set[str] | None = None
+        self._is_setting = False
         #: Why lost state cannot be restored; empty if it can, or if none is lost.
         self._hopeless = ""
         self._missing_since_s: float | None = None
@@ -112,23 +128,41 @@ class Recovery:
 
     def tick(self, at_s: float) -> list[Command]:
         """Begin a snapshot that is due; abandon one that takes too long to capture. `go_on` must follow."""
-        if self._phase is _Phase.CAPTURING and at_s - self._began_s > CAPTURE_S:
-            late = ", ".join(map(short_task_name, sorted(self._waits_for)))
-            return self._abandon(f"{late} did not capture its state within {CAPTURE_S:g} s")
-        is_due = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
-        if not is_due or not (names := self._directory.names()) or self._lost():
+        if (late := self._late(at_s)) is not None:
+            return self._abandon(late)
+        may_begin = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
+        if not may_begin or not (names := self._directory.names()) or self._lost() or self._members.away():
             return []
         # New state is saved immediately: a task could not return to a snapshot without it.
-        has_new = names != self._saved[1]
-        if has_new or (at_s - self._began_s >= self._every_s and self._ledger.steps_done != self._saved[0]):
-            self._phase, self._began_s = _Phase.PAUSING, at_s
+        is_new = names != self._saved[1] or self._urgent_changes > self._saved_changes
+        is_changed = self._ledger.steps_done != self._saved[0] or self._changes > self._saved_changes
+        if at_s >= self._not_before_s and (is_new or (is_changed and at_s - self._began_s >= self._every_s)):
+            self._phase, self._began_s, self._phase_s = _Phase.PAUSING, at_s, at_s
+            self._not_before_s = at_s + min(RETRY_S, self._every_s)
             self._pauses.ask(_SNAPSHOT)
         return []
+
+    def _late(self, at_s: float) -> str | None:
+        """Why the snapshot that is being made takes too long; None if it does not."""
+        tasks, limit_s, what = {
+            _Phase.PAUSING: (self._pauses.waits_for, PAUSE_S, "still runs a step after"),
+            _Phase.CAPTURING: (self._uncaptured, CAPTURE_S, "did not capture its state within"),
+            _Phase.WRITING: (self._unwritten, WRITE_S, "did not write its part within"),
+        }.get(self._phase, ((), math.inf, ""))
+        if at_s - self._phase_s <= limit_s:
+            return None
+        return f"{', '.join(map(short_task_name, sorted(tasks))) or 'a worker'} {what} {limit_s:g} s"
+
+    def changed(self, *, is_urgent: bool) -> None:
+        """State was changed by other means than steps of runs, such as `dflow.restore`, which is urgent."""
+        self._changes += 1
+        self._urgent_changes = self._changes if is_urgent else self._urgent_changes
 
     def captured(self, report: StateCaptured) -> None:
         """A task has captured its part. `go_on` must follow."""
         if self._phase is _Phase.CAPTURING and self._making is not None and report.number == self._making.number:
-            self._waits_for.discard(report.task)
+            self._uncaptured.discard(report.task)
+            self._captured.update(report.keys)
 
     def written(self, report: StateWritten) -> list[Command]:
         """A task has written its part, or failed. `go_on` must follow."""
@@ -136,22 +170,23 @@ class Recovery:
             return []
         if report.failure:
             return self._abandon(f"{short_task_name(report.task)}: {report.failure}")
-        self._waits_for.discard(report.task)
+        self._unwritten.discard(report.task)
         return []
 
     def loaded(self, report: StateLoaded) -> list[Command]:
         """A task has loaded the snapshot, or failed. `go_on` must follow."""
-        if self._loading is None or report.epoch != self._counted.epoch:
+        if self._loading is None or (report.epoch, report.is_set) != (self._counted.epoch, self._is_setting):
             return []
         if not report.failure:
             self._loading.discard(report.task)
             return []
-        self._loading = None
+        self._loading, self._is_setting = None, False
         self._hopeless = f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}"
         return [Log(self._hopeless), *self._pauses.withdraw(_RETURN, self._members.connections())]
 
     def joined(self, task: str) -> list[Command]:
         """A task has joined, perhaps as another process. `go_on` must follow."""
+        self._hopeless = ""
         if self._loading is not None and self._committed is not None and task in self._committed.tasks:
             self._loading.add(task)
             return self._load([task])
@@ -159,6 +194,8 @@ class Recovery:
 
     def left(self, task: str) -> list[Command]:
         """A task has left. `go_on` must follow."""
+        if self._loading is not None and self._committed is not None and task in self._committed.tasks:
+            self._loading.add(task)  # its next process has to load
         return self._left_or_replaced(task)
 
     def _left_or_replaced(self, task: str) -> list[Command]:
@@ -185,16 +222,20 @@ class Recovery:
                 return self._abandon("")
             self._counted = msgspec.structs.replace(self._counted, number=self._counted.number + 1)
             self._records.put(_EPOCH, self._counted)
-            names = self._directory.names()
-            self._making = Snapshot(self._counted.number, tasks, names, self._ledger.copy())
-            self._saved = self._ledger.steps_done, names
-            self._phase, self._waits_for, self._began_s = _Phase.CAPTURING, {*tasks}, at_s
+            self._making = Snapshot(self._counted.number, tasks, self._directory.names(), self._ledger.copy())
+            self._uncaptured, self._unwritten, self._captured = {*tasks}, {*tasks}, set()
+            self._captured_changes = self._changes
+            self._phase, self._phase_s = _Phase.CAPTURING, at_s
             commands.append(self._to(tasks, CaptureState(self._making.number)))
-        if self._phase is _Phase.CAPTURING and not self._waits_for and self._making is not None:
-            self._phase, self._waits_for = _Phase.WRITING, {*self._making.tasks}
+        if self._phase is _Phase.CAPTURING and not self._uncaptured and self._making is not None:
+            if not self._captured.issuperset(self._making.names):
+                return [*commands, *self._abandon("")]  # a placed variable is not created yet
+            self._phase, self._phase_s = _Phase.WRITING, at_s
             commands += self._pauses.withdraw(_SNAPSHOT, live)
-        elif self._phase is _Phase.WRITING and not self._waits_for and self._making is not None:
+        if self._phase is _Phase.WRITING and not self._unwritten and self._making is not None:
             self._phase, self._committed, self._making = _Phase.IDLE, self._making, None
+            self._saved = self._committed.ledger.steps_done, self._committed.names
+            self._saved_changes = self._captured_changes
             self._records.put(_SNAPSHOT_KEY, self._committed)
             commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
         return commands
@@ -202,7 +243,9 @@ class Recovery:
     def _abandon(self, why: str) -> list[Command]:
         """End the snapshot that is being made; the last committed one stays."""
         commands = self._pauses.withdraw(_SNAPSHOT, self._members.connections())
-        self._phase, self._making, self._waits_for = _Phase.IDLE, None, set()
+        if why:
+            self._not_before_s = self._began_s + self._every_s
+        self._phase, self._making = _Phase.IDLE, None
         log = [Log(f"a snapshot of the state is abandoned, and the next is due in {self._every_s:g} s: {why}")]
         return [*(log if why else []), *commands]
 
@@ -210,10 +253,12 @@ class Recovery:
         commands: list[Command] = []
         lost = self._lost()
         if lost and not self._is_returning and not self._hopeless:
-            self._hopeless = self._why_not(lost)
+            self._hopeless = self._why_not()
             if not self._hopeless:
                 commands = self._abandon("")
                 self._pauses.ask(_RETURN, is_urgent=True)
+            elif self._every_s:
+                commands = [Log(f"{', '.join(lost[:MOST_NAMED])} cannot be restored: {self._hopeless}")]
         if not lost and not self._is_returning:
             self._hopeless = ""
         if self._loading is None and self._pauses.reached == _RETURN and self._committed is not None:
@@ -222,15 +267,18 @@ class Recovery:
                 return commands  # it is started again, or declared dead and replaced
             self._counted = msgspec.structs.replace(self._counted, epoch=self._counted.epoch + 1)
             self._records.put(_EPOCH, self._counted)
-            self._loading = {*self._committed.tasks}
+            self._loading, self._is_setting = {*self._committed.tasks}, False
             commands += self._load(self._committed.tasks)
-        if self._loading is not None and not self._loading:
-            commands += self._returned()
+        if self._loading is not None and not self._loading and self._committed is not None:
+            if self._is_setting:
+                return [*commands, *self._returned()]
+            self._loading, self._is_setting = {*self._committed.tasks}, True
+            commands += self._load(self._committed.tasks)
         return commands
 
     def _returned(self) -> list[Command]:
         assert self._committed is not None
-        self._loading = None
+        self._loading, self._is_setting = None, False
         redone = self._ledger.steps_done - self._committed.ledger.steps_done
         self._ledger.return_to(self._committed.ledger)
         self._directory.restored(self._committed.names)
@@ -239,25 +287,27 @@ class Recovery:
         live = self._members.connections()
         return [
             Log(f"{where} returned to snapshot {self._committed.number}; {max(0, redone)} steps are done again"),
+            *map(Log, self._ledger.take_news()),
             Broadcast(_peers(live.values()), StateRestored(self._counted.epoch)),
             *self._pauses.withdraw(_RETURN, live),
         ]
 
     def _load(self, tasks: Collection[str]) -> list[Command]:
         assert self._committed is not None
-        return [self._to(tasks, LoadState(self._committed.number, self._counted.epoch))]
+        return [self._to(tasks, LoadState(self._committed.number, self._counted.epoch, self._is_setting))]
 
     def _lost(self) -> tuple[str, ...]:
         return self._directory.lost()
 
-    def _why_not(self, lost: Collection[str]) -> str:
-        """Why this lost state cannot be restored; empty if it can."""
+    def _why_not(self) -> str:
+        """Why lost state cannot be restored; empty if it can."""
         if not self._every_s:
             return "no snapshots are made: start the cluster with --snapshots DIR"
         if self._committed is None:
             return "it was lost before the first snapshot was complete"
-        missing = sorted({*lost} - {*self._committed.names})
-        return f"snapshot {self._committed.number} has no {', '.join(missing[:5])}" if missing else ""
+        # Also state that is not lost: steps done again would change it twice.
+        missing = sorted({*self._directory.names()} - {*self._committed.names})
+        return f"snapshot {self._committed.number} has no {', '.join(missing[:MOST_NAMED])}" if missing else ""
 
     def _answered(self, at_s: float) -> list[Command]:
         """Answer the requests that wait, if their answer is known."""
@@ -266,7 +316,7 @@ class Recovery:
             return []
         away = [task for task in self._directory.holders() if self._members.connections().get(task) is None]
         if self._hopeless or not self._every_s:
-            why = self._hopeless or self._why_not(())
+            why = self._hopeless or self._why_not()
             return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
         if away or self._is_returning or self._lost():
             self._missing_since_s = self._missing_since_s or at_s

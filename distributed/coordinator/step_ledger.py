@@ -82,14 +82,18 @@ class _WorkerRecord(msgspec.Struct, frozen=True):
 
 
 class LedgerCopy(msgspec.Struct, frozen=True):
-    """The runs at one moment between two steps, by name; claimed steps that are not reported are in the pool."""
+    """The runs at one moment between two steps, by name; claimed steps that are not reported are in the pool.
+
+    rounds  for each run of synchronous training, the numbers of rounds done and of all, as far as workers reported them
+    """
 
     runs: dict[str, _RunRecord]
+    rounds: dict[str, tuple[int, int]] = {}
 
     @property
     def steps_done(self) -> int:
-        """Number of steps done in these runs."""
-        return sum(run.done for run in self.runs.values())
+        """Number of steps and rounds done in these runs."""
+        return sum(run.done for run in self.runs.values()) + sum(done for done, _ in self.rounds.values())
 
 
 class StepLedger:
@@ -130,12 +134,18 @@ class StepLedger:
 
     def copy(self) -> LedgerCopy:
         """Return a copy of the runs, made while no worker runs a step."""
-        return LedgerCopy({name: run.record(is_copy=True) for name, run in self._runs.items()})
+        return LedgerCopy({name: run.record(is_copy=True) for name, run in self._runs.items()}, dict(self._rounds))
 
     def return_to(self, copy: LedgerCopy) -> None:
         """Return the runs to a copy; the claims made since are void, and workers that wait for steps still wait."""
+        self._rounds = dict(copy.rounds)
         for name, run in self._runs.items():
+            was_done = run.done == run.total_steps
             run.return_to(copy.runs.get(name, _RunRecord(run.total_steps, 0, ((0, run.total_steps),))))
+            if was_done and run.done < run.total_steps:
+                self._news.append(
+                    f"run {name!r} was complete, and has {run.done} of {run.total_steps} steps done now: run it again"
+                )
 
     def hold(self, is_held: bool) -> list[SendReply]:
         """Hold back claims, or answer those that were held back."""
@@ -145,10 +155,9 @@ class StepLedger:
     def _answer_waiting(self) -> list[SendReply]:
         return [] if self.is_held else [reply for run in self._runs.values() for reply in run.answer_waiting()]
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether no step that a worker left unreported is still to be done by another one."""
-        return not any(run.left_over and (run.holding or run.sharing) for run in self._runs.values())
+    def is_clear(self, asker: str) -> bool:
+        """Whether no step that a worker left unreported is still to be done by another worker than `asker`."""
+        return not any(run.left_over and (run.holding | run.sharing) - {asker} for run in self._runs.values())
 
     def take_news(self) -> list[str]:
         """Return the texts for the log since the last call."""

@@ -34,14 +34,19 @@ class StepPauses:
         self.is_on = self._is_reached = self._is_broken = False
 
     @property
-    def _first(self) -> str:
-        """The task of the pause that is on or comes next; empty if there is none."""
-        return next(iter(self._requests), "")
-
-    @property
     def reached(self) -> str:
         """The task whose pause is reached; empty if none is."""
-        return self._first if self._is_reached else ""
+        return self.first if self._is_reached else ""
+
+    @property
+    def waits_for(self) -> frozenset[str]:
+        """The tasks whose report the pause that is on waits for."""
+        return frozenset(self._waits_for)
+
+    @property
+    def first(self) -> str:
+        """The task of the pause that is on or comes next; empty if there is none."""
+        return next(iter(self._requests), "")
 
     def has_request(self, task: str) -> bool:
         """Whether the task waits for a pause, or is in one."""
@@ -57,7 +62,7 @@ class StepPauses:
             self._urgent = task
             if not self.is_on:
                 self._requests = {task: ask, **self._requests}
-        is_again = self._is_reached and task == self._first
+        is_again = self._is_reached and task == self.first
         return [SendReply(ask, StepsPaused(self._number))] if is_again and ask is not None else []
 
     def go_on(self, live: Mapping[str, int | None], is_clear: bool) -> list[Broadcast | SendReply]:
@@ -67,7 +72,7 @@ class StepPauses:
         is_clear  whether no step of a dead worker may be applied on some tasks only
         """
         commands: list[Broadcast | SendReply] = []
-        is_clear = is_clear or self._first == self._urgent
+        is_clear = is_clear or self.first == self._urgent
         if self._requests and not self.is_on and is_clear:
             self._number += 1
             self.is_on, self._is_broken, self._waits_for = True, False, {*live}
@@ -76,7 +81,7 @@ class StepPauses:
             return self._end(live)
         if self.is_on and not self._is_reached and not self._waits_for:
             self._is_reached = True
-            if (ask := self._requests[self._first]) is not None:
+            if (ask := self._requests[self.first]) is not None:
                 commands.append(SendReply(ask, StepsPaused(self._number)))
         return commands
 
@@ -89,7 +94,7 @@ class StepPauses:
         self, task: str, number: int, live: Mapping[str, int | None]
     ) -> tuple[bool, list[Broadcast | SendReply]]:
         """End the pause of a task; return whether steps were paused until now. `go_on` must follow."""
-        were_paused = self._is_reached and not self._is_broken and (task, number) == (self._first, self._number)
+        were_paused = self._is_reached and not self._is_broken and (task, number) == (self.first, self._number)
         return were_paused, self.withdraw(task, live)
 
     def joined(self, task: str, peer: int) -> list[Broadcast | SendReply]:
@@ -107,13 +112,15 @@ class StepPauses:
 
     def withdraw(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
         """End the pause of a task, or withdraw its request for one. `go_on` must follow."""
-        is_its_own = self.is_on and task == self._first
+        is_its_own = self.is_on and task == self.first
         self._requests.pop(task, None)
         return self._end(live) if is_its_own else []
 
     def _end(self, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
         self.is_on = self._is_reached = False
         self._waits_for = set()
+        if self._urgent in self._requests:
+            self._requests = {self._urgent: self._requests.pop(self._urgent), **self._requests}
         return [_hold(live, 0)]
 
 

@@ -112,7 +112,7 @@ class VariableDirectory:
         """Note that the present processes of their tasks hold these variables."""
         for name in names:
             placement = self._placements.get(name)
-            if placement is not None:
+            if placement is not None and self._members.process(placement.info.task):
                 self._bind(name, placement)
         self._lost = None
 
@@ -175,7 +175,7 @@ class VariableDirectory:
 
 
 #: What a user can do about lost state.
-REMEDY = "start the whole cluster again; with --snapshots DIR its variables would have been restored"
+REMEDY = "start the whole cluster again; see docs/reliability.md for variables that survive"
 
 
 def lost_text(names: Sequence[str], task: str, end: str, *, is_replaced: bool) -> str:

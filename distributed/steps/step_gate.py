@@ -71,9 +71,9 @@ class StepGate:
         while True:
             if not may_try.wait(until_s - time.monotonic()):
                 raise DeadlineExceeded(
-                    f"{short_task_name(self._task)} has held back its next step for {timeout_s:g} s, while another "
-                    "task saves the state of all tasks",
-                    "see the output of the task that saves",
+                    f"{short_task_name(self._task)} has held back its next step for {timeout_s:g} s, while the state "
+                    "of all tasks is saved or restored",
+                    "see the coordinator's output, and that of a task that saves",
                 )
             may_try.clear()
             if self.enter(may_try.set):

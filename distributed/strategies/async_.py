@@ -20,17 +20,10 @@ from msgspec.structs import replace
 
 from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.strategies.strategy import Strategy, StrategyCluster, arguments_of
+from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, arguments_of, is_recovered
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
-
-#: Most failures in a row of a step, whose tasks were lost and came back.
-MOST_FAILURES = 3
-#: Pause before a step that failed is tried again, for each failure in a row, in s.
-RETRY_S = 0.5
-#: Least time between a worker's reports of the steps that it has done.
-REPORT_S = 0.25
 
 
 class Async(Strategy):
@@ -92,8 +85,8 @@ class Async(Strategy):
                     yield outcome
             except BaseException as error:
                 failures += 1
-                is_loss = pending and isinstance(error, TaskLost) and failures <= MOST_FAILURES
-                if is_loss and is_recovered(self._cluster, failures):
+                is_loss = pending and (isinstance(error, TaskLost) or self._cluster.epoch != epoch)
+                if is_loss and is_recovered(self._cluster, error, failures):
                     # After a return to a snapshot, the steps done since are repeated.
                     count = done.count if self._cluster.epoch == epoch else 0
                     batches = itertools.chain(pending, batches)
@@ -110,22 +103,6 @@ class Async(Strategy):
             is_whole = done.count == len(claimed)
             news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
             claimed = coordinator.ask(news).steps
-
-
-def is_recovered(cluster: StrategyCluster, failures: int) -> bool:
-    """Wait until no state of tasks is lost; return whether that is so, and a step can be tried again.
-
-    failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
-              coordinator may not know of a loss yet
-    """
-    epoch = cluster.epoch
-    try:
-        cluster.await_recovery()
-    except DflowError:  # the step's own error says more
-        return False
-    if cluster.epoch == epoch:
-        time.sleep(RETRY_S * failures)
-    return True
 
 
 @dataclass

@@ -110,7 +110,7 @@ class RoundPart:
         )
         self._cluster.requests.ask(self._host, message, payload)
 
-    def call(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
+    def run_step(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
         """As `Gradients.call`, while no state of tasks is captured or restored."""
         with self._cluster.steps.server.gate.step(self._cluster.steps.timeout_s):
             return gradients.call(step, batch, number)

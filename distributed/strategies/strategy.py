@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,7 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
 if TYPE_CHECKING:
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
 
 #: By prefix, the numbers of the runs that the program does not name.
 _run_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+#: Least time between a worker's reports of the steps that it has done.
+REPORT_S = 0.25
+#: Most failures in a row of a step, whose tasks were lost and came back.
+MOST_FAILURES = 3
+#: Pause before a step that failed is tried again, for each failure in a row, in s.
+RETRY_S = 0.5
 
 
 class StrategyCluster(Protocol):
@@ -104,6 +113,26 @@ class Strategy(ABC):
         self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
         """Yield the result of each step that this worker does in the run; each is called within `guard.step()`."""
+
+
+def is_recovered(cluster: StrategyCluster, error: BaseException, failures: int) -> bool:
+    """Wait until no state of tasks is lost; return whether that is so, and a step that failed can be tried again.
+
+    error     the step's, which gets a note if the state cannot be restored
+    failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
+              coordinator may not know of a loss yet
+    """
+    if failures > MOST_FAILURES:
+        return False
+    epoch = cluster.epoch
+    try:
+        cluster.await_recovery()
+    except DflowError as refusal:
+        error.add_note(str(refusal))
+        return False
+    if cluster.epoch == epoch:
+        time.sleep(RETRY_S * failures)
+    return True
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from dflow.distributed.process.termination import TerminationGuard
-from dflow.distributed.strategies.async_ import MOST_FAILURES, REPORT_S, Async, is_recovered
+from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
-from dflow.distributed.strategies.strategy import Strategy, StrategyCluster
+from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, is_recovered
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -102,7 +102,7 @@ class Sync(Strategy):
                     while opening.done < steps:
                         started = time.perf_counter()
                         with guard.step():
-                            outcome, is_fresh = part.call(gradients, step, batch, opening.number)
+                            outcome, is_fresh = part.run_step(gradients, step, batch, opening.number)
                             step_s, done, failures = time.perf_counter() - started, opening.number, 0
                             self.accepted += is_fresh
                             self.dropped += not is_fresh
@@ -120,9 +120,7 @@ class Sync(Strategy):
                     # After a return to a snapshot the openings and accumulators from before it are no more.
                     is_loss = isinstance(error, TaskLost) or self._cluster.epoch != epoch
                     failures += 1
-                    if is_fetching or not is_loss or failures > MOST_FAILURES:
-                        raise
-                    if not is_recovered(self._cluster, failures):
+                    if is_fetching or not is_loss or not is_recovered(self._cluster, error, failures):
                         raise
                     done = -1
         finally:

@@ -406,17 +406,22 @@ class _AggregatedRun:
                 self._updated(mean)
                 return
             self._handle(self._rounds.mean_taken)
-            update, done = self.update, self._rounds.done
+            update, rounds = self.update, self._rounds
         assert update is not None
-        self.submit(self._apply, update, mean, done)
+        self.submit(self._apply, update, mean, rounds, rounds.done)
 
-    def _apply(self, update: _MeanUpdate, mean: Sequence[Any], done: int) -> None:
-        if not self.gate.enter(partial(self.submit, self._apply, update, mean, done)):
+    def _apply(self, update: _MeanUpdate, mean: Sequence[Any], rounds: Rounds, done: int) -> None:
+        if not self.gate.enter(partial(self.submit, self._apply, update, mean, rounds, done)):
             return
 
         def ended(error: BaseException | None) -> None:
             self.gate.leave()
-            self._updated(error)
+            if self._rounds is rounds:
+                self._updated(error)
+
+        if self._rounds is not rounds:  # the run has returned to an earlier round
+            self.gate.leave()
+            return
 
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
         round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done)

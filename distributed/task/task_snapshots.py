@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -33,6 +35,7 @@ from dflow.lowering.state.applied_steps import AppliedCall
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, StepCancelled
+from dflow.tracing.ir.types import ArrayType
 
 LOGGER = logging.getLogger("dflow")
 
@@ -40,12 +43,37 @@ LOGGER = logging.getLogger("dflow")
 _APPLIED, _ROUNDS = "applied", "rounds"
 
 
+def _usable(folder: Path, task: str) -> Path:
+    """Return the folder of a task's parts within `folder`. Raises CheckpointError if no file can be written there."""
+    own = folder / task.replace(":", "-")
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=own):
+            pass
+    except OSError as error:
+        raise CheckpointError(
+            f"{task}: expected a folder that can be written for --snapshots, got {folder}: {error.strerror or error}",
+            "give another folder",
+        ) from error
+    return own
+
+
+class _Part(NamedTuple):
+    """A part that was read: values of variables that are here and that are not, and the records beside them."""
+
+    known: Mapping[str, Any]
+    new: Mapping[str, tuple[ArrayType, Any]]
+    applied: tuple[AppliedCall, ...]
+    rounds: tuple[RunCopy, ...]
+
+
 class TaskSnapshots:
-    """The parts of the task `task`, which holds `store`, in the folder `folder`; the methods are called one at a time.
+    """The parts of the task `task`, which holds `store`, in the folder `folder`; thread-safe.
 
     runs    its parts of steps, cancelled when it returns to a snapshot
     rounds  its runs of synchronous training
     folder  None if the task was started without one: it then reports that it cannot write
+    raises  CheckpointError if no file can be written into the folder
     tell    notifies the coordinator
     """
 
@@ -59,19 +87,22 @@ class TaskSnapshots:
         tell: Callable[[Notice], None],
     ) -> None:
         self._task, self._store, self._runs, self._rounds, self._tell = task, store, runs, rounds, tell
-        self._folder = None if folder is None else folder / short_task_name(task).replace(":", "-")
-        self._lock = threading.Lock()
+        self._folder = None if folder is None else _usable(folder, short_task_name(task))
+        #: Held while state is captured or set, and while a part is written or read.
+        self._state_lock, self._disk_lock = threading.Lock(), threading.Lock()
+        #: The state that was read for a return, and the return whose state was set last.
+        self._read: tuple[LoadState, _Part] | None = None
+        self._set_epoch = 0
 
     def handle(self, message: Notice) -> None:
         """Do what the coordinator asks for, and report it. Runs on a thread that may wait."""
-        with self._lock:
-            match message:
-                case CaptureState(number):
-                    self._report(lambda: self._write(number), lambda why: StateWritten(self._task, number, why))
-                case LoadState(number, epoch):
-                    self._report(lambda: self._load(number), lambda why: StateLoaded(self._task, epoch, why))
-                case SnapshotCommitted(number):
-                    self._remove_others(number)
+        match message:
+            case CaptureState(number):
+                self._report(lambda: self._write(number), lambda why: StateWritten(self._task, number, why))
+            case LoadState(_, epoch, is_set):
+                self._report(lambda: self._load(message), lambda why: StateLoaded(self._task, epoch, is_set, why))
+            case SnapshotCommitted(number):
+                self._remove(lambda other: other < number)
 
     def _report(self, do: Callable[[], None], report: Callable[[str], Notice]) -> None:
         try:
@@ -83,13 +114,15 @@ class TaskSnapshots:
             self._tell(report(""))
 
     def _write(self, number: int) -> None:
-        values = self._store.snapshot(self._store.keys())
-        rest = {_APPLIED: self._store.applied.copy(), _ROUNDS: self._rounds.copy()}
-        self._tell(StateCaptured(self._task, number))
-        place = self._part(number)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
-            fill_folder(part, values, msgspec.to_builtins(rest, str_keys=True))
+        with self._state_lock:
+            values = self._store.snapshot(self._store.keys())
+            rest = {_APPLIED: self._store.applied.copy(), _ROUNDS: self._rounds.copy()}
+        self._tell(StateCaptured(self._task, number, tuple(values)))
+        with self._disk_lock:
+            place = self._part(number)
+            self._remove(lambda other: other > number)  # parts of an earlier cluster
+            with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
+                fill_folder(part, values, msgspec.to_builtins(rest, str_keys=True))
 
     def _part(self, number: int) -> Path:
         if self._folder is None:
@@ -98,26 +131,45 @@ class TaskSnapshots:
             )
         return self._folder / str(number)
 
-    def _load(self, number: int) -> None:
+    def _load(self, message: LoadState) -> None:
+        """Read a part, or set what was read, once for each return: the request may come again."""
+        with self._state_lock:
+            if message.epoch == self._set_epoch:
+                return
+            if self._read is None or self._read[0].epoch != message.epoch:
+                self._read = message, self._read_part(message.number)
+            if message.is_set:
+                self._set(self._read[1], message.number)
+                self._read, self._set_epoch = None, message.epoch
+
+    def _read_part(self, number: int) -> _Part:
         files = read_arrays(self._part(number))
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
         here = {name: name for name in files.types if name in self._store}
+        for name in here:
+            if (held := self._store.type(name)) != files.types[name]:
+                raise CheckpointError(f"variable {name!r} holds {held}, and the snapshot has {files.types[name]}")
         known = self._store.read_saved(files, here)
-        new = {name: own_copy(value) for name, value in files.each({n: None for n in files.types if n not in here})}
+        absent = files.each(dict.fromkeys(name for name in files.types if name not in here))
+        new = {name: (files.types[name], own_copy(value)) for name, value in absent}
+        return _Part(known, new, applied, rounds)
+
+    def _set(self, part: _Part, number: int) -> None:
         error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {number}")
         for step in self._runs.steps():
             self._runs.cancel(step, error)
-        for name, value in new.items():
-            self._store.create(name, files.types[name], lambda value=value: value)  # type: ignore[misc]
-        self._store.replace(known)
-        self._store.applied.return_to(applied)
-        self._rounds.return_to(rounds)
+        # First the record: an attempt that has begun before changes nothing any more.
+        self._store.applied.return_to(part.applied)
+        for name, (type, value) in part.new.items():
+            self._store.create(name, type, lambda value=value: value)  # type: ignore[misc]
+        self._store.replace(part.known)
+        self._rounds.return_to(part.rounds)
 
-    def _remove_others(self, number: int) -> None:
-        """Remove the parts of earlier snapshots, and of later ones that were abandoned."""
-        if self._folder is None or not (self._folder / str(number)).exists():
+    def _remove(self, is_removed: Callable[[int], bool]) -> None:
+        """Remove the parts of the snapshots with these numbers."""
+        if self._folder is None or not self._folder.is_dir():
             return
         for part in self._folder.iterdir():
-            if part.name.isdigit() and int(part.name) < number:
+            if part.name.isdigit() and is_removed(int(part.name)):
                 shutil.rmtree(part, ignore_errors=True)

@@ -32,6 +32,7 @@ from dflow.distributed.wire.messages.checkpoints import (
     SaveVariables,
 )
 from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.snapshots import StateChanged
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
 from dflow.distributed.worker.variable_batch import (
@@ -162,10 +163,11 @@ class ClusterHome(ClusterResources):
 
         def set_all() -> None:
             releasing.pop_all()
+            ends = dict.fromkeys(messages, EndRestore(*restore, is_set=True))
             try:
-                self._ask(dict.fromkeys(messages, EndRestore(*restore, is_set=True)))
+                self._requests.coordinator.with_steps_paused(lambda: self._ask(ends), self._steps.timeout_s)
             finally:
-                self._steps.state_changed()
+                self._changed(is_urgent=True)
 
         with ExitStack() as releasing:
             releasing.callback(release)
@@ -194,7 +196,12 @@ class ClusterHome(ClusterResources):
         try:
             self._requests.ask(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
         finally:
-            self._steps.state_changed()
+            self._changed(is_urgent=False)
+
+    def _changed(self, *, is_urgent: bool) -> None:
+        """Note a change of state by other means than a step."""
+        self._steps.state_changed()
+        self._requests.coordinator.tell(StateChanged(self._requests.task, is_urgent))
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
         """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""

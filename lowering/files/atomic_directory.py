@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from dflow.lowering.files.owner_lock import OwnerLock
-from dflow.tracing.errors import CheckpointError, CheckpointExists
+from dflow.tracing.errors import CheckpointError, CheckpointExists, DflowError
 
 Part = TypeVar("Part")
 
@@ -117,7 +117,7 @@ def refused_by_the_disk(place: Path) -> Iterator[None]:
     """Raise CheckpointError, with the reason, where the disk refuses to write at `place`."""
     try:
         yield
-    except CheckpointError:  # subclasses may be OSErrors too
+    except DflowError:  # subclasses may be OSErrors too
         raise
     except OSError as error:
         raise CheckpointError(

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from dflow.lowering.values.index_set import IndexSet
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import StepCancelled, StrategyError
 
 LOGGER = logging.getLogger("dflow")
 
@@ -44,10 +44,12 @@ class _CallRecord:
 
     `whole`  the steps whose parts have ended here
     `begun`  for each other step, the number of changes made by key
+    `is_void` whether the process has returned to an earlier record
     """
 
     whole: IndexSet = field(default_factory=IndexSet)
     begun: dict[int, dict[str, int]] = field(default_factory=dict)
+    is_void: bool = False
 
 
 class AppliedCall(msgspec.Struct, frozen=True):
@@ -79,8 +81,10 @@ class AppliedSteps:
             )
 
     def return_to(self, copy: Iterable[AppliedCall]) -> None:
-        """Return to a copy of the record. Attempts that have begun do not count any more."""
+        """Return to a copy of the record. Attempts that have begun change nothing any more: they fail."""
         with self._lock:
+            for record in self._by_call.values():
+                record.is_void = True
             self._by_call = {
                 (one.run, one.call): _CallRecord(IndexSet(range(*pair) for pair in one.whole), dict(one.begun))
                 for one in copy
@@ -107,7 +111,8 @@ class StepAttempt:
     def once(self, keys: Sequence[str], change: Callable[[], Result], otherwise: Callable[[], Result]) -> Result:
         """Return `change()`, or `otherwise()` if an earlier attempt has made this change of the state under `keys`.
 
-        raises  StrategyError if an earlier attempt has changed some of `keys` here and not the others
+        raises  StrategyError if an earlier attempt has changed some of `keys` here and not the others; StepCancelled if
+                the process has returned to an earlier record since this attempt was made
         """
         if not self.begins(keys):
             return otherwise()
@@ -120,6 +125,8 @@ class StepAttempt:
     def begins(self, keys: Sequence[str]) -> bool:
         """Record the next change of the state under `keys`; return whether it is new. See `once`."""
         with self._lock:
+            if self._applied.is_void:
+                raise StepCancelled(f"the state that step {self._step.number} uses was restored meanwhile")
             counts = self._counts
             for key in keys:
                 counts[key] = counts.get(key, 0) + 1

@@ -300,8 +300,8 @@ def _a_failed_step_as_done(original: Any) -> Any:
     return run
 
 
-#: The host of the rounds and another task cannot reach each other for a while, and both live.
-_APART = "cut=ps:0/ps:1@0.6+14"
+#: The host of the rounds and another task cannot reach each other for a while, from the first update on, and both live.
+_APART = "cut=ps:0/ps:1@0.4134+14"
 
 #: Workers die, and come back when the rounds should be over.
 _DIES = "kill=worker:1@0.6+60,kill=worker:2@1+60"

@@ -12,12 +12,13 @@ class CaptureState(Notice, frozen=True):
 
 
 class StateCaptured(Notice, frozen=True):
-    """The task has captured its part of the snapshot `number`."""
+    """The task has captured its part of the snapshot `number`, the variables `keys`."""
 
     speaker = "task"
 
     task: str
     number: int
+    keys: tuple[str, ...] = ()
 
 
 class StateWritten(Notice, frozen=True):
@@ -37,20 +38,31 @@ class SnapshotCommitted(Notice, frozen=True):
 
 
 class LoadState(Notice, frozen=True):
-    """To a task: return to the snapshot `number`, as a part of the return `epoch` of all tasks."""
+    """To a task: read the snapshot `number` for the return `epoch` of all tasks; with `is_set`, set the state read."""
 
     number: int
     epoch: int
+    is_set: bool = False
 
 
 class StateLoaded(Notice, frozen=True):
-    """The task has returned to its snapshot; or could not, for `failure`."""
+    """The task has read its part of a snapshot, or with `is_set` has set it; or could not, for `failure`."""
 
     speaker = "task"
 
     task: str
     epoch: int
+    is_set: bool = False
     failure: str = ""
+
+
+class StateChanged(Notice, frozen=True):
+    """The task has changed variables by other means than steps of runs; they must be saved soon if that `is_urgent`."""
+
+    speaker = "task"
+
+    task: str
+    is_urgent: bool = False
 
 
 class StateRestored(Notice, frozen=True):

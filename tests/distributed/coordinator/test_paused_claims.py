@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Ticked, Told
+from dflow.distributed.coordinator.coordinator_events import Asked, Broadcast, Command, SendReply, Told
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.pauses import (
@@ -17,10 +17,10 @@ from dflow.distributed.wire.messages.pauses import (
     StepsPaused,
     StepsResumed,
 )
-from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
+from dflow.distributed.wire.messages.roster import Join, Leave
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 
-WORKER0, WORKER1 = "/job:worker/task:0", "/job:worker/task:1"
+WORKER0, WORKER1, WORKER2 = (f"/job:worker/task:{index}" for index in range(3))
 HELD = Broadcast((10, 11), HoldSteps(1))
 
 
@@ -38,6 +38,12 @@ def answers(commands: Iterable[Command]) -> dict[int, Message]:
     return {command.ask: command.message for command in commands if isinstance(command, SendReply)}
 
 
+def holds(commands: Iterable[Command]) -> list[int]:
+    """The numbers of the pauses that tasks are notified of."""
+    messages = [command.message for command in commands if isinstance(command, Broadcast)]
+    return [message.number for message in messages if isinstance(message, HoldSteps)]
+
+
 def test_claims_wait_until_the_steps_are_resumed(state: CoordinatorState) -> None:
     assert HELD in state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0)))
     assert answers(state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))) == {}
@@ -50,28 +56,37 @@ def test_claims_wait_until_the_steps_are_resumed(state: CoordinatorState) -> Non
 
 
 def test_a_pause_begins_when_another_worker_has_done_what_a_dead_one_left(state: CoordinatorState) -> None:
+    state.handle(Asked(0.1, 12, 3, Join(WORKER2, "h:2")))
+    assert answers(state.handle(Asked(0.2, 12, 4, ClaimSteps("run", WORKER2, 20, 1)))) == {4: Claimed(5, 1)}
+    state.handle(Told(0.3, 11, StepsDone("run", WORKER1, 0, 2)))
+    state.handle(Asked(0.4, 11, 5, Leave(WORKER1, "killed")))  # it leaves the steps 2 to 4
+    assert not holds(state.handle(Asked(0.5, 10, 6, PauseSteps(WORKER0))))
+    claimed = answers(state.handle(Asked(0.6, 12, 7, ClaimSteps("run", WORKER2, 20, 7, 1, 1))))
+    assert claimed == {7: Claimed(2, 3)}
+    assert not holds(state.handle(Told(0.7, 12, StepsDone("run", WORKER2, 2, 2))))
+    assert holds(state.handle(Told(0.8, 12, StepsDone("run", WORKER2, 2, 3)))) == [1]
+
+
+def test_a_pause_does_not_wait_for_steps_that_only_the_asking_worker_could_do(state: CoordinatorState) -> None:
     state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
-    state.handle(Told(9.0, 10, Heartbeat(WORKER0)))
-    state.handle(Told(9.0, 11, StepsDone("run", WORKER1, 0, 2)))
-    state.handle(Ticked(10.5))  # worker 1 leaves the steps 2 to 4
-    assert state.handle(Asked(10.6, 10, 4, PauseSteps(WORKER0))) == []
-    claimed = answers(state.handle(Asked(10.7, 10, 5, ClaimSteps("run", WORKER0, 20, 5, 1, 1))))
-    assert claimed == {5: Claimed(2, 3)}
-    assert not any(isinstance(c, Broadcast) for c in state.handle(Told(10.8, 10, StepsDone("run", WORKER0, 2, 2))))
-    assert Broadcast((10,), HoldSteps(1)) in state.handle(Told(10.9, 10, StepsDone("run", WORKER0, 2, 3)))
+    state.handle(Asked(0.2, 11, 4, Leave(WORKER1, "killed")))
+    assert holds(state.handle(Asked(0.3, 10, 5, PauseSteps(WORKER0)))) == [1]
 
 
 def test_a_worker_that_dies_before_a_pause_is_reached_has_it_begin_again(state: CoordinatorState) -> None:
-    state.handle(Asked(0.1, 10, 3, ClaimSteps("run", WORKER0, 20, 1)))
-    assert HELD in state.handle(Asked(1.0, 10, 4, PauseSteps(WORKER0)))
+    state.handle(Asked(0.1, 12, 3, Join(WORKER2, "h:2")))
+    state.handle(Asked(0.2, 12, 4, ClaimSteps("run", WORKER2, 20, 1)))
+    assert holds(state.handle(Asked(1.0, 10, 5, PauseSteps(WORKER0)))) == [1]
     state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))
-    assert Broadcast((10,), HoldSteps(0)) in state.handle(Asked(1.2, 11, 5, Leave(WORKER1, "killed")))
-    claimed = answers(state.handle(Asked(1.3, 10, 6, ClaimSteps("run", WORKER0, 20, 6, 1, 1))))
-    assert claimed == {6: Claimed(0, 4)}
-    claimed = answers(state.handle(Asked(1.4, 10, 7, ClaimSteps("run", WORKER0, 20, 7, 6, 4))))
-    assert claimed == {7: Claimed(4, 1)}
-    assert Broadcast((10,), HoldSteps(2)) in state.handle(Told(1.5, 10, StepsDone("run", WORKER0, 4, 1)))
-    assert answers(state.handle(Told(1.6, 10, StepsHeld(WORKER0, 2)))) == {4: StepsPaused(2)}
+    assert holds(state.handle(Asked(1.2, 11, 6, Leave(WORKER1, "killed")))) == [0]
+    claimed = answers(state.handle(Asked(1.3, 12, 7, ClaimSteps("run", WORKER2, 20, 7, 1, 1))))
+    assert claimed == {7: Claimed(0, 4)}
+    claimed = answers(state.handle(Asked(1.4, 12, 8, ClaimSteps("run", WORKER2, 20, 8, 7, 4))))
+    assert claimed == {8: Claimed(4, 1)}
+    assert holds(state.handle(Told(1.5, 12, StepsDone("run", WORKER2, 4, 1)))) == [2]
+    for peer, task in ((10, WORKER0), (12, WORKER2)):
+        reached = answers(state.handle(Told(1.6, peer, StepsHeld(task, 2))))
+    assert reached == {5: StepsPaused(2)}
 
 
 def test_steps_that_no_worker_is_left_to_do_hold_back_no_pause(state: CoordinatorState) -> None:
@@ -97,4 +112,4 @@ def test_steps_that_were_left_over_are_known_after_a_restart(state: CoordinatorS
             for change in getattr(command, "changes", ()):
                 rows.update({change.key: change.value})
     restarted = CoordinatorState({"worker": 2}, rows={key: value for key, value in rows.items() if value is not None})
-    assert not restarted._ledger.is_clear
+    assert not restarted._ledger.is_clear("")

@@ -21,10 +21,10 @@ from dflow.distributed.coordinator.coordinator_events import (
     Told,
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
-from dflow.distributed.coordinator.recovery import CAPTURE_S, RETURN_S
+from dflow.distributed.coordinator.recovery import CAPTURE_S, PAUSE_S, RETURN_S
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
+from dflow.distributed.wire.messages.pauses import HoldSteps, PauseSteps, ResumeSteps, StepsHeld
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.roster import Heartbeat, Join
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
@@ -35,6 +35,7 @@ from dflow.distributed.wire.messages.snapshots import (
     Recovered,
     SnapshotCommitted,
     StateCaptured,
+    StateChanged,
     StateLoaded,
     StateRestored,
     StateWritten,
@@ -52,7 +53,7 @@ class Tasks:
     """Two ps tasks and a worker; a ps holds the set of the steps that it has applied, and its disk the parts.
 
     A task handles its notices one by one, when the test has it do so. `fresh` has the ps tasks that are empty since
-    they were started again.
+    they were started again, `created` the names that have been created on each.
     """
 
     def __init__(self, every_s: float = 5.0) -> None:
@@ -69,12 +70,21 @@ class Tasks:
         self.applied: dict[str, set[int]] = {task: set() for task in PS}
         self.disk: dict[str, dict[int, set[int]]] = {task: {} for task in PS}
         self.writing: dict[str, tuple[int, set[int]]] = {}
+        self.read: dict[str, set[int]] = {}
+        self.set_epoch: dict[str, int] = dict.fromkeys(PS, 0)
+        self.created: dict[str, set[str]] = {task: set() for task in PS}
         self.fresh: set[str] = set()
         self.gate = 0
         for task in (*PS, WORKER):
             self.join(task)
         for index, task in enumerate(PS):
-            assert isinstance(self.ask(PlaceVariable(f"v{index}", "float32", (), 4, "ps", on=task)), Placed)
+            self.place(f"v{index}", task)
+
+    def place(self, name: str, task: str, *, is_created: bool = True) -> None:
+        """Have the worker place a variable, and create it."""
+        assert isinstance(self.ask(PlaceVariable(name, "float32", (), 4, "ps", on=task)), Placed)
+        if is_created:
+            self.created[task].add(name)
 
     def handle(self, event: Event) -> list[Command]:
         commands = self.state.handle(event)
@@ -126,8 +136,9 @@ class Tasks:
     def start_again(self, task: str) -> None:
         """Kill a ps, and start it again; its disk stays."""
         self.handle(PeerClosed(self.now_s, self.peer[task], "its process has ended"))
-        self.applied[task] = set()
+        self.applied[task], self.set_epoch[task] = set(), 0
         self.writing.pop(task, None)
+        self.read.pop(task, None)
         self.fresh.add(task)
         self.join(task)
 
@@ -148,16 +159,22 @@ class Tasks:
                     self.tell(task, StepsHeld(task, number))
             case CaptureState(number):
                 self.writing[task] = number, set(self.applied[task])
-                self.tell(task, StateCaptured(task, number))
+                self.tell(task, StateCaptured(task, number, tuple(sorted(self.created[task]))))
             case SnapshotCommitted(number):
                 self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept >= number}
-            case LoadState(number, epoch):
-                self.applied[task] = set(self.disk[task][number])
-                self.fresh.discard(task)
-                self.tell(task, StateLoaded(task, epoch))
+            case LoadState(number, epoch, is_set):
+                self.load(task, number, epoch, is_set)
             case StateRestored():
                 assert task in PS or self.applied[PS[0]] == self.applied[PS[1]]
         return True
+
+    def load(self, task: str, number: int, epoch: int, is_set: bool) -> None:
+        if epoch != self.set_epoch[task]:
+            self.read.setdefault(task, set(self.disk[task][number]))
+            if is_set:
+                self.applied[task], self.set_epoch[task] = self.read.pop(task), epoch
+                self.fresh.discard(task)
+        self.tell(task, StateLoaded(task, epoch, is_set))
 
     def settle(self) -> None:
         """Have all tasks handle everything."""
@@ -238,6 +255,38 @@ def test_a_task_that_is_started_again_while_it_loads_loads_once_more() -> None:
     assert not sent(tasks, StateRestored)
     tasks.settle()
     assert not tasks.fresh
+
+
+def test_a_task_that_dies_after_it_has_loaded_is_waited_for() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[1])
+    for task in (*PS, WORKER, PS[1]):
+        tasks.deliver(task)
+    tasks.handle(PeerClosed(tasks.now_s, tasks.peer.pop(PS[1]), "its process has ended"))
+    tasks.tick(2.0)
+    for _ in range(4):
+        tasks.deliver(PS[0])
+    assert not sent(tasks, StateRestored)
+    tasks.fresh.add(PS[1])
+    tasks.read.clear()
+    tasks.join(PS[1])
+    tasks.settle()
+    assert not tasks.fresh
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1)
+
+
+def test_a_request_to_load_that_comes_again_changes_nothing_later() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[1])
+    for task in (*PS, WORKER, *PS, PS[0]):
+        tasks.deliver(task)
+    tasks.connect(PS[0])  # it has set its state, and its report may be lost
+    assert sent(tasks, LoadState) >= {PS[0]}
+    tasks.settle()
+    assert not tasks.fresh
+    assert tasks.gate == 0
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1)
 
 
@@ -258,7 +307,7 @@ def test_steps_that_a_worker_left_do_not_hold_back_the_return() -> None:
     tasks.snapshot()
     claim(tasks, 1)
     claim(tasks, 2, 1, 5)
-    assert not tasks.state._ledger.is_clear
+    assert not tasks.state._ledger.is_clear("")
     tasks.start_again(PS[1])
     tasks.settle()
     assert not tasks.fresh
@@ -273,9 +322,71 @@ def test_a_task_that_joins_again_while_it_writes_ends_the_snapshot() -> None:
     tasks.connect(PS[0])
     assert tasks.log[-1].endswith("ps:0 has left or joined again")
     tasks.now_s += 10
-    tasks.ask(PlaceVariable("late", "float32", (), 4, "ps"))
+    tasks.place("late", PS[0])
     tasks.snapshot()
     assert [*tasks.disk[PS[0]]] == [2]
+
+
+def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
+    tasks = Tasks()
+    tasks.place("late", PS[0], is_created=False)
+    for _ in range(3):
+        tasks.snapshot()
+    assert tasks.state._recovery._committed is None
+    assert tasks.gate == 0
+    tasks.created[PS[0]].add("late")
+    for _ in range(3):
+        tasks.snapshot()
+    known = tasks.state._recovery._committed
+    assert known is not None
+    assert known.names == ("v0", "v1", "late")
+
+
+def test_a_task_may_write_its_part_before_another_has_captured_its_own() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in (*PS, WORKER, PS[0], PS[0]):
+        tasks.deliver(task)
+    assert [*tasks.disk[PS[0]]] == [1]
+    tasks.settle()
+    assert tasks.state._recovery._committed is not None
+
+
+def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.tell(WORKER, StateChanged(WORKER))
+    tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [1], "an assignment waits for the interval"
+    tasks.tell(WORKER, StateChanged(WORKER, is_urgent=True))
+    tasks.snapshot()
+    tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [2]
+
+
+def test_a_worker_in_a_long_step_ends_the_attempt_at_a_snapshot() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in PS:
+        tasks.deliver(task)
+    assert claim(tasks, 1) is None
+    ask = tasks.asks
+    tasks.tick(PAUSE_S + 1)
+    assert f"worker:0 still runs a step after {PAUSE_S:g} s" in tasks.log[-1]
+    assert tasks.answers[ask] == Claimed(0, 15)
+
+
+def test_the_return_comes_before_a_save_that_cannot_begin() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    claim(tasks, 1)
+    tasks.ask(PauseSteps(WORKER))
+    tasks.start_again(PS[1])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    waiting = tasks.asks
+    tasks.ask(ResumeSteps(WORKER, 1))
+    tasks.settle()
+    assert tasks.answers[waiting] == Recovered(1)
 
 
 def test_a_claim_whose_answer_was_lost_before_the_return_gets_steps_after_it() -> None:
@@ -345,7 +456,7 @@ def test_state_lost_before_the_first_snapshot_stays_lost() -> None:
 def test_state_that_no_snapshot_has_is_named() -> None:
     tasks = Tasks()
     tasks.snapshot()
-    tasks.ask(PlaceVariable("late", "float32", (), 4, "ps", on=PS[0]))
+    tasks.place("late", PS[1])
     tasks.start_again(PS[0])
     assert refusal(tasks) == "the lost state is not restored: snapshot 1 has no late"
 
@@ -370,10 +481,17 @@ def test_a_part_that_cannot_be_loaded_is_the_reason() -> None:
     tasks.start_again(PS[0])
     for task in (*PS, WORKER):
         tasks.deliver(task)
-    tasks.tell(PS[0], StateLoaded(PS[0], 1, "array 'v0' is damaged"))
+    tasks.applied = {task: {1} for task in PS}
+    tasks.deliver(PS[1])
+    tasks.tell(PS[0], StateLoaded(PS[0], 1, failure="array 'v0' is damaged"))
     assert refusal(tasks).endswith("ps:0 could not return to the snapshot: array 'v0' is damaged")
+    assert tasks.applied[PS[1]] == {1}, "no task has set its state"
+    tasks.inbox[PS[0]].clear()
     tasks.settle()
     assert tasks.gate == 0
+    tasks.start_again(PS[0])  # with a good disk
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2)
 
 
 def test_the_coordinator_returns_to_a_snapshot_after_its_own_restart() -> None:
@@ -449,6 +567,7 @@ class RandomRecovery(RuleBasedStateMachine):
     def tick(self, seconds: float) -> None:
         self.tasks.tick(seconds)
 
+    @precondition(lambda self: not self.is_over)  # a run that is over is done by no worker again
     @rule(task=st.sampled_from(PS))
     def kill(self, task: str) -> None:
         self.tasks.start_again(task)

@@ -151,7 +151,7 @@ def test_what_a_process_held_is_lost_to_every_later_asker_until_its_name_is_give
             assert lost.kind == "TaskLost"
             assert lost.text == (
                 "variable 'w' is lost: ps:0 left at 7.0 s: killed, and ps:0 has been started again without it\n"
-                "  start the whole cluster again; with --snapshots DIR its variables would have been restored"
+                "  start the whole cluster again; see docs/reliability.md for variables that survive"
             )
         assert each.place(ask("b")) == Placed(TASKS[1], "b")
         assert each.place(ask("v")) == Placed(TASKS[0], "c")

@@ -65,7 +65,7 @@ def test_a_step_that_finds_it_closed_again_waits_on() -> None:
 def test_a_step_waits_until_its_deadline_and_says_why() -> None:
     gate = StepGate(WORKER)
     gate.close(lambda: None)
-    refused = pytest.raises(DeadlineExceeded, match=r"worker:0 has held back its next step for 0.01 s, while another")
+    refused = pytest.raises(DeadlineExceeded, match=r"worker:0 has held back its next step for 0.01 s, while the state")
     with refused, gate.step(0.01):
         pass
     gate.open()

@@ -150,7 +150,7 @@ def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster
     cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
     cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", {PS: 0}))
     waits = cluster.client.start(NextRound("run", CLIENT, 0, math.inf))
-    until(lambda: bool(cluster.ps._rounds._runs["run"]._asks))
+    until(lambda: bool(cluster.ps.rounds._runs["run"]._asks))
     cluster.ps.close()
     with pytest.raises(errors.TaskLost, match="it closes"):
         waits.wait(DEADLINE_S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +27,7 @@ from dflow.distributed.wire.messages.snapshots import (
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
+from dflow.tracing.errors import CheckpointError, StepCancelled
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
 PS = "/job:ps/task:0"
@@ -101,12 +103,17 @@ def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path
     whole, begun = StepOfRun("run", 4), StepOfRun("run", 5)
     task.store.applied.attempt(whole).ended()
     assert task.store.applied.attempt(begun).begins(["w"])
-    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1), StateWritten(PS, 1)]
+    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1, tuple(VALUES)), StateWritten(PS, 1)]
     task.store.update("w", "assign_add", jnp.ones((2, 3)))
     task.store.write("count", jnp.int32(9))
     task.store.applied.attempt(begun).ended()
+    late = task.store.applied.attempt(StepOfRun("run", 6))
     for one in (task, Task(tmp_path)):
+        before = one.store.snapshot(one.store.keys())
         assert one.do(LoadState(1, 3)) == [StateLoaded(PS, 3)]
+        same(one, before)
+        assert not one.runs.cancelled
+        assert one.do(LoadState(1, 3, is_set=True)) == [StateLoaded(PS, 3, is_set=True)]
         same(one, expected)
         assert one.runs.cancelled == one.runs.steps()
         assert one.rounds.returned == task.rounds.runs
@@ -115,6 +122,11 @@ def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path
         assert not applied.attempt(begun).begins(["w"])
         assert applied.attempt(begun).begins(["count"])
         one.store.update("w", "assign_add", jnp.ones((2, 3)))  # the value is the variable's own
+        # The request comes again, after a reconnection.
+        assert one.do(LoadState(1, 3, is_set=True)) == [StateLoaded(PS, 3, is_set=True)]
+        assert float(one.store.read("w")[0, 0]) == 1
+    with pytest.raises(StepCancelled, match="restored meanwhile"):
+        late.begins(["w"])
 
 
 def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:
@@ -124,19 +136,32 @@ def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: 
         task.do(CaptureState(number))
     task.do(SnapshotCommitted(3))
     assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["3"]
-    task.do(SnapshotCommitted(4))  # this task has no part of it
-    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["3"]
+
+
+def test_parts_of_an_earlier_cluster_are_removed(tmp_path: Path) -> None:
+    for number in (7, 1):
+        task = Task(tmp_path)
+        task.create()
+        task.do(CaptureState(number))
+    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["1"]
 
 
 def test_what_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder, text in ((None, "start it with --snapshots DIR"), (tmp_path / "file", "Not a directory")):
-        task = Task(folder)
+    there = Task(tmp_path)
+    shutil.rmtree(tmp_path / "ps-0")
+    (tmp_path / "ps-0").write_text("")
+    for task, text in ((Task(None), "start it with --snapshots DIR"), (there, "is no folder")):
         task.create()
         captured, written = task.do(CaptureState(1))
-        assert captured == StateCaptured(PS, 1)
+        assert captured == StateCaptured(PS, 1, tuple(VALUES))
         assert isinstance(written, StateWritten)
         assert text in written.failure
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"ps:0: expected a folder that can be written .* got .*/file: Not a dir"):
+        Task(tmp_path / "file")
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "none"])
@@ -165,4 +190,4 @@ def test_a_variable_of_another_type_is_refused(tmp_path: Path) -> None:
     other.store.create("w", ArrayType(np.dtype("float32"), ()), lambda: jnp.zeros(()))
     (loaded,) = other.do(LoadState(1, 1))
     assert isinstance(loaded, StateLoaded)
-    assert "variable 'w' holds f32[]" in loaded.failure
+    assert "variable 'w' holds f32[], and the snapshot has f32[2,3]" in loaded.failure
