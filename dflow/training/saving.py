@@ -326,5 +326,6 @@ def _restored(files: SavedArrays, variables: Mapping[str, Variable]) -> bool:
 def _differs(files: SavedArrays, report: RestoreReport, refused: list[str]) -> str:
     return (
         f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
-        f"  to restore the arrays that fit, call dflow.restore with ignore={refused!r}; where names differ alone, give names="
+        f"  to restore the arrays that fit, call dflow.restore with ignore={refused!r}; "
+        "where names differ alone, give names="
     )

@@ -57,7 +57,7 @@ def test_differences_are_a_table_and_nothing_is_restored(tmp_path: Path) -> None
         r"unexpected +│ dense/b +│ f32\[3\] +│ -",
         r"changed +│ dense/w +│ f32\[2,3\] +│ f32\[3,2\]",
         r"1 arrays fit",
-        r"give ignore=\['missing', 'unexpected', 'changed'\]; where names differ alone, give names=",
+        r"call dflow.restore with ignore=\['missing', 'unexpected', 'changed'\]; where names differ alone, give names=",
     ):
         assert re.search(row, text), text
     jax.tree.map(np.testing.assert_array_equal, dflow.read(model), before)
@@ -73,7 +73,7 @@ def test_what_fits_is_restored_when_that_is_asked_for(tmp_path: Path) -> None:
     assert report.unexpected == {"dense/b": "f32[3]"}
     assert report.changed == {"dense/w": ("f32[2,3]", "f32[3,2]")}
     model["step"].assign(0)
-    with pytest.raises(dflow.CheckpointError, match=r"give ignore=\['missing', 'changed'\]"):
+    with pytest.raises(dflow.CheckpointError, match=r"call dflow.restore with ignore=\['missing', 'changed'\]"):
         dflow.restore(tmp_path / "c", model, ignore=["unexpected"])
     assert int(model["step"]) == 0
     with pytest.raises(dflow.CheckpointError, match=r"(?s)ignore='missing'.*\n.*give it some of \['missing'"):
