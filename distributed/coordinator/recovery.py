@@ -127,7 +127,7 @@ class Recovery:
     # Events.
 
     def tick(self, at_s: float) -> list[Command]:
-        """Begin a snapshot that is due; abandon one that takes too long to capture. `go_on` must follow."""
+        """Begin a snapshot that is due; abandon one that takes too long. `go_on` must follow."""
         if (late := self._late(at_s)) is not None:
             return self._abandon(late)
         may_begin = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
@@ -233,6 +233,8 @@ class Recovery:
             self._phase, self._phase_s = _Phase.WRITING, at_s
             commands += self._pauses.withdraw(_SNAPSHOT, live)
         if self._phase is _Phase.WRITING and not self._unwritten and self._making is not None:
+            if self._committed is None:
+                commands.append(Log(f"the first snapshot, of {len(self._making.names)} variables, is complete"))
             self._phase, self._committed, self._making = _Phase.IDLE, self._making, None
             self._saved = self._committed.ledger.steps_done, self._committed.names
             self._saved_changes = self._captured_changes
