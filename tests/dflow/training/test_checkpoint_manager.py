@@ -283,6 +283,7 @@ def test_two_managers_of_one_folder_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.once
+@pytest.mark.once
 @pytest.mark.parametrize("ends_well", [True, False])
 def test_a_manager_in_another_process_is_refused_until_that_process_ends(tmp_path: Path, ends_well: bool) -> None:
     script = """

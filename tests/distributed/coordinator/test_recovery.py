@@ -598,4 +598,4 @@ class RandomRecovery(RuleBasedStateMachine):
 
 
 TestRandomRecovery = RandomRecovery.TestCase
-TestRandomRecovery.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
+TestRandomRecovery.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)

@@ -145,4 +145,4 @@ class RandomPauses(RuleBasedStateMachine):
 
 
 TestRandomPauses = RandomPauses.TestCase
-TestRandomPauses.settings = settings(max_examples=examples(300), stateful_step_count=50, deadline=None)
+TestRandomPauses.settings = settings(max_examples=examples(150), stateful_step_count=50, deadline=None)

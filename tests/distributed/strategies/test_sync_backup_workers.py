@@ -68,7 +68,8 @@ def test_the_first_of_a_round_are_averaged_and_a_slow_worker_is_dropped_and_coun
     # The average of 1 and 10 in each of six rounds: the third worker's 100 is in none.
     for variable in model.values():
         np.testing.assert_allclose(variable.read(), 6 * 5.5)
-    workers[0].report("ended", 1.0)
+    for worker in workers:
+        worker.report("ended", 1.0)  # after its last report of its rounds
     status = memory.coordinator.status()
     assert [(worker.steps, worker.dropped) for worker in status.workers] == [(6, 0), (6, 0), (1, 1)]
     assert (status.steps_done, status.steps_total) == (6, 6)

@@ -57,7 +57,7 @@ cluster.close()
 """
 
 
-@pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.once)])
 def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path, signal: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN.replace("signal.SIGNAL", f"signal.{signal}"))
     with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "train.py", cwd=tmp_path) as launched:

@@ -29,6 +29,8 @@ from dflow.tracing.devices.task_name import task_name
 from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until
 
+pytestmark = pytest.mark.once
+
 
 class Tasks:
     """A coordinator, two parameter tasks with snapshots in `folder`, and workers."""
@@ -257,7 +259,7 @@ def batches():
             os.kill(pid_of(str(number // 100)), signal.SIGKILL)
         yield jnp.float32(1.0)
 
-for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=6000):
+for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
     pass
 if cluster.elect("report"):
     cluster.report("count", float(count))
@@ -272,9 +274,9 @@ def test_killed_parameter_tasks_are_started_again_and_no_step_is_lost_or_repeate
     with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", *words, cwd=tmp_path) as launched:
         status, output = launched.finish()
     assert status == 0, output
-    assert "Steps: 6000 of 6000" in output
+    assert "Steps: 3000 of 3000" in output
     for index in range(2):
         assert f"ps:{index} ended: killed by SIGKILL; it is started again" in output
     assert len(re.findall(r"ps:0, ps:1 returned to snapshot \d+; \d+ steps are done again", output)) == 2, output
-    assert re.search(r"\n count +6000 ", output), output
-    assert re.search(r"\n other +6000 ", output), output
+    assert re.search(r"\n count +3000 ", output), output
+    assert re.search(r"\n other +3000 ", output), output
