@@ -123,7 +123,7 @@ class CheckpointError(DflowError, ValueError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A manifest or an array of a checkpoint is missing, or its bytes are not those that were saved."""
+    """A manifest or an array of a checkpoint is missing, or its bytes differ from the saved ones."""
 
 
 class CheckpointExists(CheckpointError, FileExistsError):

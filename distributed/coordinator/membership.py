@@ -301,7 +301,7 @@ class Membership:
         return tuple(live.peer for live in self._live.values() if live.peer is not None)
 
     def connections(self) -> dict[str, int | None]:
-        """Return the connections of the live tasks, by task; None for those that are away."""
+        """Return the connections of the live tasks, by task; None for tasks that are away."""
         return {task: live.peer for task, live in self._live.items()}
 
     def away(self) -> tuple[str, ...]:

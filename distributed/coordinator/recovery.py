@@ -127,7 +127,7 @@ class Recovery:
     # Events.
 
     def tick(self, at_s: float) -> list[Command]:
-        """Begin a snapshot that is due; abandon one that takes too long. `go_on` must follow."""
+        """Begin a snapshot if it is time; abandon one that takes too long. `go_on` must follow."""
         if (late := self._late(at_s)) is not None:
             return self._abandon(late)
         may_begin = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
@@ -210,7 +210,7 @@ class Recovery:
     # Decisions.
 
     def go_on(self, at_s: float) -> list[Command]:
-        """Do what is due after an event."""
+        """Carry out the decisions that follow from an event."""
         return [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
 
     def _snapshot_on(self, at_s: float) -> list[Command]:
@@ -324,8 +324,8 @@ class Recovery:
             self._missing_since_s = self._missing_since_s or at_s
             if at_s - self._missing_since_s < RETURN_S or not away:
                 return []
-            who = ", ".join(map(short_task_name, away))
-            return self._settle(Failure("TaskLost", f"{who} did not come back within {RETURN_S:g} s"))
+            names = ", ".join(map(short_task_name, away))
+            return self._settle(Failure("TaskLost", f"{names} did not come back within {RETURN_S:g} s"))
         self._missing_since_s = None
         return self._settle(Recovered(self._counted.epoch))
 

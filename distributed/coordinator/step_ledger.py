@@ -148,7 +148,7 @@ class StepLedger:
                 )
 
     def hold(self, is_held: bool) -> list[SendReply]:
-        """Hold back claims, or answer those that were held back."""
+        """Hold back claims, or answer the claims that were held back."""
         self.is_held = is_held
         return self._answer_waiting()
 

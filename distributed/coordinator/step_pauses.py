@@ -66,9 +66,9 @@ class StepPauses:
         return [SendReply(ask, StepsPaused(self._number))] if is_again and ask is not None else []
 
     def go_on(self, live: Mapping[str, int | None], is_clear: bool) -> list[Broadcast | SendReply]:
-        """Begin the next pause, or answer the request for the present one, if that is due.
+        """Begin the next pause, or answer the request for the present one, if it is time.
 
-        live      the connections of the live tasks, None for those that are away
+        live      the connections of the live tasks, None for tasks that are away
         is_clear  whether no step of a dead worker may be applied on some tasks only
         """
         commands: list[Broadcast | SendReply] = []

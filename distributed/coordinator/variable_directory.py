@@ -174,7 +174,7 @@ class VariableDirectory:
         return Failure("TaskLost", lost) if lost else Placed(known.task, known.process)
 
 
-#: What a user can do about lost state.
+#: Remedy for lost state.
 REMEDY = "start the whole cluster again; see docs/reliability.md for variables that survive"
 
 

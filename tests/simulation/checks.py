@@ -275,7 +275,7 @@ class Checks:
         missing = sorted(set(range(self._steps)) - self._done)
         self.require(not missing, "none lost", f"steps {missing} of {self._steps} are not done at the end")
         for repeated in self.repeated():
-            text = f"step {repeated.step} was tried more than once and nobody died: {repeated.reasons}"
+            text = f"step {repeated.step} was tried more than once and no task died: {repeated.reasons}"
             self.require(all(repeated.reasons), "none lost", text)
         for task, found in statistics.items():
             text = f"{task} holds (plans that run, steps, values, waits) = {_left(found)}"

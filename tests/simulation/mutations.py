@@ -375,7 +375,7 @@ MUTATIONS = (
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
     Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", _doing_nothing, "nothing left"),
-    Mutation("a run that ends tells nobody", task_server, "answer_run", _doing_nothing, "none lost"),
+    Mutation("a run ends without an answer", task_server, "answer_run", _doing_nothing, "none lost"),
     Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
     Mutation("what is acknowledged is kept", _LINK, "acknowledge", _doing_nothing, "bounded"),

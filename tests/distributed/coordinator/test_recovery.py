@@ -182,7 +182,7 @@ class Tasks:
             pass
 
     def snapshot(self) -> None:
-        """Make a snapshot that is due, and commit it."""
+        """Make the next snapshot, and commit it."""
         self.tick()
         self.settle()
 

@@ -60,7 +60,7 @@ class Tasks:
         self.ps[index] = self.start(index)
 
     def await_snapshot(self, steps: int, *, of_rounds: bool = False) -> None:
-        """Wait for a committed snapshot with at least so many steps, or rounds, that are reported as done."""
+        """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
         recovery = self.coordinator._state._recovery
 
         def is_there() -> bool:
