@@ -131,7 +131,7 @@ class Recovery:
         if (late := self._late(at_s)) is not None:
             return self._abandon(late)
         may_begin = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
-        if not may_begin or not (names := self._directory.names()) or self._lost() or self._members.away():
+        if not may_begin or not (names := self._directory.names()) or self._directory.lost() or self._members.away():
             return []
         # New state is saved immediately: a task could not return to a snapshot without it.
         is_new = names != self._saved[1] or self._urgent_changes > self._saved_changes
@@ -218,7 +218,7 @@ class Recovery:
         live = self._members.connections()
         if self._phase is _Phase.PAUSING and self._pauses.reached == _SNAPSHOT:
             tasks = self._directory.holders()
-            if self._lost() or any(live.get(task) is None for task in tasks):
+            if self._directory.lost() or any(live.get(task) is None for task in tasks):
                 return self._abandon("")
             self._counted = msgspec.structs.replace(self._counted, number=self._counted.number + 1)
             self._records.put(_EPOCH, self._counted)
@@ -253,7 +253,7 @@ class Recovery:
 
     def _return_on(self, at_s: float) -> list[Command]:
         commands: list[Command] = []
-        lost = self._lost()
+        lost = self._directory.lost()
         if lost and not self._is_returning and not self._hopeless:
             self._hopeless = self._why_not()
             if not self._hopeless:
@@ -298,9 +298,6 @@ class Recovery:
         assert self._committed is not None
         return [self._to(tasks, LoadState(self._committed.number, self._counted.epoch, self._is_setting))]
 
-    def _lost(self) -> tuple[str, ...]:
-        return self._directory.lost()
-
     def _why_not(self) -> str:
         """Why lost state cannot be restored; empty if it can."""
         if not self._every_s:
@@ -320,7 +317,7 @@ class Recovery:
         if self._hopeless or not self._every_s:
             why = self._hopeless or self._why_not()
             return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
-        if away or self._is_returning or self._lost():
+        if away or self._is_returning or self._directory.lost():
             self._missing_since_s = self._missing_since_s or at_s
             if at_s - self._missing_since_s < RETURN_S or not away:
                 return []
