@@ -17,7 +17,11 @@ DEADLINE_S = 60.0
 
 
 class Spawned:
-    """A process of a test whose output is read line by line; killed at the end of the `with` block."""
+    """A process of a test whose output is read line by line; killed at the end of the `with` block.
+
+    When the block raises, the rest of the output is printed: a script that failed at once is then not taken for one
+    that was slow.
+    """
 
     def __init__(self, *words: str, cwd: Path, **environment: str) -> None:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("DFLOW_")}
@@ -34,10 +38,12 @@ class Spawned:
     def __enter__(self) -> Spawned:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.process.kill()
         self.process.wait()
         assert self.process.stdout is not None
+        if error is not None:
+            print(f"output of {self.process.args}:", *self.lines, *self.process.stdout, sep="\n")
         self.process.stdout.close()
 
     def read_until(self, text: str, times: int = 1) -> list[str]:

@@ -43,8 +43,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import dflow
 
-pytestmark = pytest.mark.once
-
 cluster = dflow.connect()
 with cluster.parameter_servers():
     count = dflow.Variable(lambda: jnp.zeros((), jnp.int32), name="count")
