@@ -19,6 +19,9 @@ from dflow.training import checkpoint_manager, shared_progress
 from dflow.training.shared_progress import SharedProgress
 from tests.dflow.training.managed_run import DEADLINE_S, held_saves, steps_in
 
+# Two workers of one process make variables of one name, at different lines in one test.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+
 
 class Worker:
     """A worker's view of two variables on different tasks, and the step that counts them up together."""
