@@ -212,9 +212,27 @@ class Feed:
         return arrays if self._device is None else [jax.device_put(array, self._device) for array in arrays]
 
     def _put(self, arrays: list[Any]) -> bool:
+        failures = 0
+        while isinstance(answer := self._answer(arrays), BaseException):
+            failures += 1
+            if not self._is_stopped and self._producer.is_recovered(answer, failures):
+                continue
+            if isinstance(answer, QueueClosed | StepCancelled):
+                self._is_over = True
+                return False
+            raise answer
+        with self._lock:
+            self.count += 1
+        return True
+
+    def _answer(self, arrays: list[Any]) -> Any:
+        """Put an element in; return an error, or another value when it is in."""
         # `SimpleQueue.put` is atomic, even when the consumer that frees room is interrupted while calling it.
         done: SimpleQueue[Any] = SimpleQueue()
-        cancel = self._producer.enqueue(arrays, done.put)
+        try:
+            cancel = self._producer.enqueue(arrays, done.put)
+        except DflowError as error:
+            return error
         with self._lock:
             self._waiting.add(cancel)
             is_stopped = self._is_stopped
@@ -223,13 +241,7 @@ class Feed:
         answer = done.get()
         with self._lock:
             self._waiting.discard(cancel)
-            self.count += not isinstance(answer, BaseException)
-        if isinstance(answer, QueueClosed | StepCancelled):
-            self._is_over = True
-            return False
-        if isinstance(answer, BaseException):
-            raise answer
-        return True
+        return answer
 
     def _end(self) -> None:
         with self._lock:

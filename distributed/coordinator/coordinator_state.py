@@ -365,7 +365,7 @@ class CoordinatorState:
 
     @NOTICES.handles(StateChanged)
     def _state_changed(self, notice: StateChanged, event: Told) -> list[Command]:
-        self._recovery.changed(is_urgent=notice.is_urgent)
+        self._recovery.changed()
         return []
 
     @NOTICES.handles(StateWritten)

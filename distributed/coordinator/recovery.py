@@ -102,11 +102,10 @@ class Recovery:
         self._captured: set[str] = set()
         #: Time when the newest snapshot was begun, and when its present phase began.
         self._began_s = self._phase_s = -math.inf
-        #: Number of steps done, and names, at the moment of the last committed snapshot.
-        self._saved: tuple[int, Collection[str]] = (0, ())
-        #: Number of changes by other means than steps: in all, up to the last urgent one, at the newest capture, and at
-        #: that of the last committed snapshot.
-        self._changes = self._urgent_changes = self._captured_changes = self._saved_changes = 0
+        #: Names at the moment of the last committed snapshot.
+        self._saved: Collection[str] = ()
+        #: Number of reports of changed state: in all, at the newest capture, and at the last committed one.
+        self._changes = self._captured_changes = self._saved_changes = 0
         #: Time before which no other snapshot is begun.
         self._not_before_s = -math.inf
         #: Tasks that have yet to read, or with `_is_setting` to set, the state of the snapshot; None while none does.
@@ -134,9 +133,8 @@ class Recovery:
         if not may_begin or not (names := self._directory.names()) or self._directory.lost() or self._members.away():
             return []
         # New state is saved immediately: a task could not return to a snapshot without it.
-        is_new = names != self._saved[1] or self._urgent_changes > self._saved_changes
-        is_changed = self._ledger.steps_done != self._saved[0] or self._changes > self._saved_changes
-        if at_s >= self._not_before_s and (is_new or (is_changed and at_s - self._began_s >= self._every_s)):
+        is_new = names != self._saved or self._changes > self._saved_changes
+        if at_s >= self._not_before_s and (is_new or at_s - self._began_s >= self._every_s):
             self._phase, self._began_s, self._phase_s = _Phase.PAUSING, at_s, at_s
             self._not_before_s = at_s + min(RETRY_S, self._every_s)
             self._pauses.ask(_SNAPSHOT)
@@ -153,10 +151,9 @@ class Recovery:
             return None
         return f"{', '.join(map(short_task_name, sorted(tasks))) or 'a worker'} {what} {limit_s:g} s"
 
-    def changed(self, *, is_urgent: bool) -> None:
-        """State was changed by other means than steps of runs, such as `dflow.restore`, which is urgent."""
+    def changed(self) -> None:
+        """State was changed that no step changes again, by `dflow.restore` or the end of a queue's data."""
         self._changes += 1
-        self._urgent_changes = self._changes if is_urgent else self._urgent_changes
 
     def captured(self, report: StateCaptured) -> None:
         """A task has captured its part. `go_on` must follow."""
@@ -236,7 +233,7 @@ class Recovery:
             if self._committed is None:
                 commands.append(Log(f"the first snapshot, of {len(self._making.names)} variables, is complete"))
             self._phase, self._committed, self._making = _Phase.IDLE, self._making, None
-            self._saved = self._committed.ledger.steps_done, self._committed.names
+            self._saved = self._committed.names
             self._saved_changes = self._captured_changes
             self._records.put(_SNAPSHOT_KEY, self._committed)
             commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
@@ -284,7 +281,7 @@ class Recovery:
         redone = self._ledger.steps_done - self._committed.ledger.steps_done
         self._ledger.return_to(self._committed.ledger)
         self._directory.restored(self._committed.names)
-        self._saved = self._ledger.steps_done, self._directory.names()
+        self._saved = self._directory.names()
         where = ", ".join(map(short_task_name, self._committed.tasks))
         live = self._members.connections()
         return [

@@ -76,7 +76,16 @@ class VariableDirectory:
             return Failure("DeviceError", text)
         task = request.on or (near.info.task if near else "") or min(tasks, key=lambda t: self._load_bytes[t])
         process = self._members.process(task)
-        info = VariableInfo(request.name, request.dtype, request.shape, request.size_bytes, task, request.kind, process)
+        info = VariableInfo(
+            request.name,
+            request.dtype,
+            request.shape,
+            request.size_bytes,
+            task,
+            request.kind,
+            process,
+            request.is_saved,
+        )
         placement = _Placement(self._next_number, info)
         self._records.put(_PLACED + info.name, placement)
         self._next_number += 1
@@ -90,18 +99,18 @@ class VariableDirectory:
         return any((info.task, info.process) == (task, process) for info in known)
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the placed variables, in order of placement."""
-        return tuple(name for name, placement in self._placements.items() if placement.info.kind == "variable")
+        """Return the names of the placed state that snapshots have, in order of placement."""
+        return tuple(name for name, placement in self._placements.items() if placement.info.is_saved)
 
     def holders(self) -> tuple[str, ...]:
-        """Return the tasks on which variables are placed."""
+        """Return the tasks on which such state is placed."""
         infos = (placement.info for placement in self._placements.values())
-        return tuple(dict.fromkeys(info.task for info in infos if info.kind == "variable"))
+        return tuple(dict.fromkeys(info.task for info in infos if info.is_saved))
 
     def lost(self) -> tuple[str, ...]:
-        """Return the variables whose process has left, and whose task has joined as another process since."""
+        """Return such state whose process has left, and whose task has joined as another process since."""
         if self._lost is None:
-            found = [one.info for one in self._placements.values() if one.info.kind == "variable"]
+            found = [one.info for one in self._placements.values() if one.info.is_saved]
             now = {task: self._members.process(task) for task in {info.task for info in found}}
             self._lost = tuple(
                 info.name for info in found if now[info.task] and info.process not in ("", now[info.task])

@@ -40,6 +40,12 @@ _serials = itertools.count()
 _TICKETS = (2**31 - 1,)
 
 
+class _RoundAccumulator(ConditionalAccumulator):
+    """An accumulator of a run, which is not saved: a run that returns to a snapshot makes others."""
+
+    is_saved = False
+
+
 @dataclass(frozen=True)
 class GradientTypes:
     """The types of a step's gradients, and the task of each.
@@ -83,12 +89,12 @@ class GradientTypes:
 
         state_of  returns a context that places new state on the tasks of a job
         """
-        made = {}
+        made: dict[str, ConditionalAccumulator] = {}
         for task in (self.host, *self.others):
             own = self.of_task(task, self._sum(wanted))
             tickets = [_sum_type(_TICKET, wanted) for _ in self.others] if task == self.host else []
             with state_of(split_task_name(task)[0]), device_scope(task):
-                made[task] = ConditionalAccumulator(
+                made[task] = _RoundAccumulator(
                     (own, tickets), name=name if task == self.host else accumulator_on(task, name), limit=wanted
                 )
         return made

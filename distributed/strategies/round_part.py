@@ -67,7 +67,7 @@ class RoundPart:
 
     def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
         self._cluster, self._run, self._job = cluster, run, job
-        place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run")
+        place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = cluster.coordinator.ask(place).task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:

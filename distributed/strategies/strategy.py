@@ -31,13 +31,8 @@ MOST_FAILURES = 3
 RETRY_S = 0.5
 
 
-class StrategyCluster(Protocol):
-    """The part of a cluster that every strategy needs; see `Cluster`."""
-
-    #: The full name of this task.
-    task: str
-    #: Assigns steps to workers, and collects their progress.
-    coordinator: CoordinatorClient
+class RecoveringState(Protocol):
+    """State on other tasks, which return to a snapshot when some of it was lost."""
 
     @property
     def epoch(self) -> int:
@@ -47,6 +42,15 @@ class StrategyCluster(Protocol):
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
         ...
+
+
+class StrategyCluster(RecoveringState, Protocol):
+    """The part of a cluster that every strategy needs; see `Cluster`."""
+
+    #: The full name of this task.
+    task: str
+    #: Assigns steps to workers, and collects their progress.
+    coordinator: CoordinatorClient
 
     def shared_steps(
         self, run: str, prefetch: int
@@ -115,10 +119,10 @@ class Strategy(ABC):
         """Yield the result of each step that this worker does in the run; each is called within `guard.step()`."""
 
 
-def is_recovered(cluster: StrategyCluster, error: BaseException, failures: int) -> bool:
-    """Wait until no state of tasks is lost; return whether that is so, and a step that failed can be tried again.
+def is_recovered(cluster: RecoveringState, error: BaseException, failures: int) -> bool:
+    """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
 
-    error     the step's, which gets a note if the state cannot be restored
+    error     the error of a step or an enqueue, which gets a note if the state cannot be restored
     failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
               coordinator may not know of a loss yet
     """

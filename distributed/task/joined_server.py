@@ -51,7 +51,9 @@ def joined_server(
         undo.callback(server.close)
         server.channel.count_from(server.starter.first)
         client.session.call_on(HoldSteps, partial(_hold_steps, client, server))
-        snapshots = TaskSnapshots(task, server.store, server.runs, server.rounds, snapshot_folder, client.tell)
+        snapshots = TaskSnapshots(
+            task, server.store, server.runs, server.rounds, server.resources, snapshot_folder, client.tell
+        )
         for kind in (CaptureState, LoadState, SnapshotCommitted):
             client.session.call_on(kind, lambda notice: server.threads.submit(snapshots.handle, notice))
         client.session.call_on_roster(server.roster_changed)

@@ -8,12 +8,13 @@ only with operands that match it, whichever peer sent the plan.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from dflow.distributed.steps.plan_checks import MAX_COUNT, MAX_TEXT, check_op
 from dflow.distributed.wire.codec import parse_dtype
@@ -21,7 +22,7 @@ from dflow.distributed.wire.messages.observing import ResourceDepth
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
 from dflow.lowering.queues.accumulators import HeldAccumulator
 from dflow.lowering.queues.held_resources import make_resource
-from dflow.lowering.queues.pending_operations import Cancel, OnResults
+from dflow.lowering.queues.pending_operations import Cancel, OnResults, SavedContents
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
@@ -34,6 +35,18 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, HostType, QueueType, RowsType, array_type_of, parse_type
 
 Held = TypeVar("Held", HeldQueue, HeldAccumulator)
+
+
+class SavedResource(msgspec.Struct, frozen=True):
+    """How a resource was created, and the numbers and the names of the arrays of its `SavedContents`."""
+
+    created: CreateResource
+    numbers: dict[str, Any]
+    arrays: tuple[str, ...]
+
+    def array_name(self, array: str) -> str:
+        """Return the name of an array among those of all state; no variable has a name with the character NUL."""
+        return f"{self.created.name}\0{array}"
 
 
 class TaskResources:
@@ -54,14 +67,41 @@ class TaskResources:
         with self._lock:
             known = self._made.get(message.name)
             if known is None:
-                self._made[message.name] = made
-                self._store.resources[message.name] = made
+                self._add(message.name, made)
         if known is not None and known.description != made.description:
             error = AccumulatorError if isinstance(made.type, AccumulatorType) else QueueError
             raise error(
                 f"{message.name!r} is {known.description} on {self._task} and was asked for as {made.description}; "
                 "give one of the two another name"
             )
+
+    def _add(self, name: str, made: _Checked) -> None:
+        self._made[name] = made
+        self._store.resources[name] = made
+
+    def saved(self) -> tuple[list[SavedResource], dict[str, Any]]:
+        """Return the resources that snapshots have, and their arrays by name."""
+        with self._lock:
+            made = [checked for checked in self._made.values() if checked.created.is_saved]
+        found: list[SavedResource] = []
+        arrays: dict[str, Any] = {}
+        for checked in made:
+            contents = checked.held.saved()
+            one = SavedResource(checked.created, dict(contents.numbers), tuple(contents.arrays))
+            arrays |= {one.array_name(name): array for name, array in contents.arrays.items()}
+            found.append(one)
+        return found, arrays
+
+    def return_to(self, saved: Iterable[SavedResource], arrays: Mapping[str, Any]) -> None:
+        """Set the contents of the resources to those of `saved`; create those that do not exist."""
+        for one in saved:
+            with self._lock:
+                checked = self._made.get(one.created.name)
+                if checked is None:
+                    checked = _made(one.created)
+                    self._add(one.created.name, checked)
+            own = {name: arrays[one.array_name(name)] for name in one.arrays}
+            checked.held.return_to(SavedContents(one.numbers, own))
 
     def executable(self, message: CallResource) -> Executable:
         """Return a plan of one op: its feeds are the operands, its fetches the results.
@@ -118,6 +158,7 @@ class _Checked:
     `description` has its type and settings; `fitting` remembers ops that passed, with the types of their operands.
     """
 
+    created: CreateResource
     held: HeldQueue | HeldAccumulator
     type: HostType
     description: str
@@ -172,7 +213,7 @@ def _made(message: CreateResource) -> _Checked:
         case _:
             raise WireError(f"a resource of the type {message.handle} with {message.settings}")
     held = make_resource(message.name, type, message.settings)
-    return _Checked(held, type, described(type, message.settings))
+    return _Checked(message, held, type, described(type, message.settings))
 
 
 def described(type: HostType, settings: QueueSettings | AccumulatorSettings) -> str:

@@ -161,7 +161,8 @@ class TaskServer:
         self._live: dict[str, TaskInfo] = {}
         #: The plans registered here.
         self.plans = PlanRegistry(name)
-        self._resources = TaskResources(name, self.store)
+        #: The queues and accumulators that it holds for peers.
+        self.resources = TaskResources(name, self.store)
         self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process)
         self.threads = threads or OnDemandThreads(f"dflow {name}")
         self.requests = RequestQueues(self.threads)
@@ -201,7 +202,7 @@ class TaskServer:
         self.rounds = StepAggregator(
             name,
             process,
-            self._resources,
+            self.resources,
             self.starter.start_unattended,
             self.gate,
             self._soon,
@@ -253,7 +254,7 @@ class TaskServer:
             running=held.running,
             waiting=held.rendezvous.waiters,
             held=held.rendezvous.values,
-            depths=self._resources.depths(),
+            depths=self.resources.depths(),
         )
 
     def usage(self) -> TaskUsage:
@@ -431,18 +432,18 @@ class TaskServer:
 
     @REQUESTS.queued(ForgetState)
     def _forget(self, message: ForgetState, arrival: RequestArrival) -> None:
-        held = self.store.table if message.is_variable else self._resources
+        held = self.store.table if message.is_variable else self.resources
         held.forget(message.key, message.reason, message.remedy)
 
     @REQUESTS.queued(CreateResource)
     def _create_resource(self, message: CreateResource, arrival: RequestArrival) -> None:
         self._refuse_for_another_process(message.name, message.process)
-        self._resources.create(message)
+        self.resources.create(message)
 
     @REQUESTS.queued(CallResource)
     def _call_resource(self, message: CallResource, arrival: RequestArrival) -> None:
         operands = decode_arrays(message.operands, arrival.payload)
-        executable = self._resources.executable(message)
+        executable = self.resources.executable(message)
         step = StepId(message.origin, message.step)
         self.runs.run(executable, step, operands, partial(answer_arrays, arrival.responder))
 
@@ -483,7 +484,7 @@ REQUESTS.queued(CreateVariables)(
 )
 for _request in CHECKPOINT_REQUESTS:
     REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
-REQUESTS.queued(FailQueue)(lambda task, message, _: task._resources.fail_queue(message))
+REQUESTS.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))
 REQUESTS.queued(ProposeRounds)(lambda task, message, _: task.rounds.agree(message))
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task.rounds.open(message, arrival.payload))
 REQUESTS.queued(NextRound)(lambda task, message, arrival: task.rounds.ask(message, arrival.responder))

@@ -19,6 +19,7 @@ import msgspec
 
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.task.step_aggregator import RunCopy, StepAggregator
+from dflow.distributed.task.task_resources import SavedResource, TaskResources
 from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
@@ -39,8 +40,9 @@ from dflow.tracing.ir.types import ArrayType
 
 LOGGER = logging.getLogger("dflow")
 
-#: Keys of the record of applied steps, and of the runs of synchronous training, in the metadata of a part.
-_APPLIED, _ROUNDS = "applied", "rounds"
+#: Keys of the record of applied steps, of the runs of synchronous training, and of the queues and accumulators, in the
+#: metadata of a part.
+_APPLIED, _ROUNDS, _RESOURCES = "applied", "rounds", "resources"
 
 
 def _usable(folder: Path, task: str) -> Path:
@@ -59,12 +61,17 @@ def _usable(folder: Path, task: str) -> Path:
 
 
 class _Part(NamedTuple):
-    """A part that was read: values of variables that are here and that are not, and the records beside them."""
+    """A part that was read: values of variables that are here and that are not, and the records beside them.
+
+    contents  the arrays of `resources`, by name
+    """
 
     known: Mapping[str, Any]
     new: Mapping[str, tuple[ArrayType, Any]]
     applied: tuple[AppliedCall, ...]
     rounds: tuple[RunCopy, ...]
+    resources: tuple[SavedResource, ...]
+    contents: Mapping[str, Any]
 
 
 class TaskSnapshots:
@@ -72,6 +79,7 @@ class TaskSnapshots:
 
     runs    its parts of steps, cancelled when it returns to a snapshot
     rounds  its runs of synchronous training
+    resources  its queues and accumulators
     folder  None if the task was started without one: it then reports that it cannot write
     raises  CheckpointError if no file can be written into the folder
     tell    notifies the coordinator
@@ -83,10 +91,12 @@ class TaskSnapshots:
         store: Store,
         runs: PlanRuns,
         rounds: StepAggregator,
+        resources: TaskResources,
         folder: Path | None,
         tell: Callable[[Notice], None],
     ) -> None:
         self._task, self._store, self._runs, self._rounds, self._tell = task, store, runs, rounds, tell
+        self._resources = resources
         self._folder = None if folder is None else _usable(folder, short_task_name(task))
         #: Held while state is captured or set, and while a part is written or read.
         self._state_lock, self._disk_lock = threading.Lock(), threading.Lock()
@@ -116,13 +126,15 @@ class TaskSnapshots:
     def _write(self, number: int) -> None:
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
-            rest = {_APPLIED: self._store.applied.copy(), _ROUNDS: self._rounds.copy()}
-        self._tell(StateCaptured(self._task, number, tuple(values)))
+            resources, contents = self._resources.saved()
+            rest = {_APPLIED: self._store.applied.copy(), _ROUNDS: self._rounds.copy(), _RESOURCES: resources}
+        names = *values, *(one.created.name for one in resources)
+        self._tell(StateCaptured(self._task, number, names))
         with self._disk_lock:
             place = self._part(number)
             self._remove(lambda other: other > number)  # parts of an earlier cluster
             with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
-                fill_folder(part, values, msgspec.to_builtins(rest, str_keys=True))
+                fill_folder(part, {**values, **contents}, msgspec.to_builtins(rest, str_keys=True))
 
     def _part(self, number: int) -> Path:
         if self._folder is None:
@@ -146,14 +158,16 @@ class TaskSnapshots:
         files = read_arrays(self._part(number))
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
+        resources = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
+        contents = {one.array_name(array) for one in resources for array in one.arrays}
         here = {name: name for name in files.types if name in self._store}
         for name in here:
             if (held := self._store.type(name)) != files.types[name]:
                 raise CheckpointError(f"variable {name!r} holds {held}, and the snapshot has {files.types[name]}")
         known = self._store.read_saved(files, here)
-        absent = files.each(dict.fromkeys(name for name in files.types if name not in here))
+        absent = files.each(dict.fromkeys(name for name in files.types if name not in {*here, *contents}))
         new = {name: (files.types[name], own_copy(value)) for name, value in absent}
-        return _Part(known, new, applied, rounds)
+        return _Part(known, new, applied, rounds, resources, files.read(dict.fromkeys(contents)))
 
     def _set(self, part: _Part, number: int) -> None:
         error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {number}")
@@ -164,6 +178,7 @@ class TaskSnapshots:
         for name, (type, value) in part.new.items():
             self._store.create(name, type, lambda value=value: value)  # type: ignore[misc]
         self._store.replace(part.known)
+        self._resources.return_to(part.resources, part.contents)
         self._rounds.return_to(part.rounds)
 
     def _remove(self, is_removed: Callable[[int], bool]) -> None:

@@ -31,7 +31,7 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.roster import EdgeTraffic
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, StateRestored
+from dflow.distributed.wire.messages.snapshots import StateRestored
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.lowering.pipeline import ALONE
@@ -112,7 +112,7 @@ class Cluster:
         )
         self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)
-        self.coordinator.session.call_on(StateRestored, self._restored)
+        self.coordinator.session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch))
         try:
             self._await_other_jobs(settings.join_timeout_s)
         except BaseException:
@@ -184,11 +184,6 @@ class Cluster:
 
             yield step
 
-    def _restored(self, notice: StateRestored) -> None:
-        """Note that all tasks have returned to a snapshot."""
-        self.requests.used.restored()
-        self.steps.restored(notice.epoch)
-
     @property
     def epoch(self) -> int:
         """Number of times that all tasks have returned to a snapshot."""
@@ -196,9 +191,7 @@ class Cluster:
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
-        recovered = self.coordinator.ask(AwaitRecovery(self.task))
-        if recovered.epoch != self.epoch:  # the notice was lost with a connection
-            self._restored(StateRestored(recovered.epoch))
+        self.steps.await_recovery()
 
     def take_part(self, run: str, job: str) -> RoundPart | None:
         """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`.

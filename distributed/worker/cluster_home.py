@@ -32,7 +32,6 @@ from dflow.distributed.wire.messages.checkpoints import (
     SaveVariables,
 )
 from dflow.distributed.wire.messages.message import Answer, Request
-from dflow.distributed.wire.messages.snapshots import StateChanged
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
 from dflow.distributed.worker.variable_batch import (
@@ -71,8 +70,7 @@ class ClusterHome(ClusterResources):
     is_local = False
 
     def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
-        super().__init__(requests, job, steps.state_changed)
-        self._steps = steps
+        super().__init__(requests, steps, job)
         self._ops: dict[tuple[Any, ...], Runner] = {}
         _, index = split_task_name(requests.task)
         self.is_saver = index == 0
@@ -84,10 +82,10 @@ class ClusterHome(ClusterResources):
         return hash(id(self._requests))
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
-        return self._steps.lower(traced, check=check, observe=observe)
+        return self.steps.lower(traced, check=check, observe=observe)
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        return self._steps.runner(traced, check=check, observe=observe)
+        return self.steps.runner(traced, check=check, observe=observe)
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> None:
         refuse_unnamed(variable, f"a variable of {variable.type}", VariableError)
@@ -146,7 +144,7 @@ class ClusterHome(ClusterResources):
             releasing.callback(release)
             keys = {task: tuple(variable.key for variable in held.values()) for task, held in by_task.items()}
             captures = {task: CaptureVariables(*capture, held) for task, held in keys.items()}
-            self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self._steps.timeout_s)
+            self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self.steps.timeout_s)
             yield write
 
     @contextmanager
@@ -165,9 +163,9 @@ class ClusterHome(ClusterResources):
             releasing.pop_all()
             ends = dict.fromkeys(messages, EndRestore(*restore, is_set=True))
             try:
-                self._requests.coordinator.with_steps_paused(lambda: self._ask(ends), self._steps.timeout_s)
+                self._requests.coordinator.with_steps_paused(lambda: self._ask(ends), self.steps.timeout_s)
             finally:
-                self._changed(is_urgent=True)
+                self.tell_changed()
 
         with ExitStack() as releasing:
             releasing.callback(release)
@@ -196,12 +194,7 @@ class ClusterHome(ClusterResources):
         try:
             self._requests.ask(task_of_resource(variable), message, encode_array(jnp.asarray(operands[0])))
         finally:
-            self._changed(is_urgent=False)
-
-    def _changed(self, *, is_urgent: bool) -> None:
-        """Note a change of state by other means than a step."""
-        self._steps.state_changed()
-        self._requests.coordinator.tell(StateChanged(self._requests.task, is_urgent))
+            self.steps.state_changed()
 
     def _run_op(self, variable: Variable, name: str, op: Callable[..., Any], *operands: Any) -> Sequence[Any]:
         """Run one op on the variable as a step of its own; its plan is kept for operands of the same types."""

@@ -7,6 +7,7 @@ op on the task.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.strategies.strategy import is_recovered
+from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
@@ -24,6 +27,7 @@ from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
+from dflow.distributed.wire.messages.snapshots import StateChanged
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
@@ -31,7 +35,8 @@ from dflow.lowering.queues.queue_producer import close_op, enqueue_op, failure_t
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
-from dflow.tracing.errors import DeviceError, DflowError, TaskLost, VariableError
+from dflow.tracing.errors import DeviceError, DflowError, StepCancelled, TaskLost, VariableError
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType
@@ -43,13 +48,10 @@ from dflow.tracing.state.resources import Variable
 
 
 class ClusterResources:
-    """The queues and accumulators on the tasks of one job.
+    """The queues and accumulators on the tasks of one job; `steps` are those of this task."""
 
-    on_used  called after each op
-    """
-
-    def __init__(self, requests: OutgoingRequests, job: str, on_used: Callable[[], None] = lambda: None) -> None:
-        self._requests, self._job, self._on_used = requests, job, on_used
+    def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
+        self._requests, self.steps, self._job = requests, steps, job
 
     def create_resource(self, resource: HostResource) -> Slot:
         """Create the resource on its task, or find it there; return its location.
@@ -62,10 +64,20 @@ class ClusterResources:
         try:
             size_bytes, on = _size_bytes(resource), task_in_scope(resource.title, resource.loc)
             placed = self._requests.place(
-                PlaceVariable(resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on)
+                PlaceVariable(
+                    resource.name,
+                    said,
+                    (),
+                    size_bytes,
+                    self._job,
+                    kind=resource.kind,
+                    on=on,
+                    is_saved=resource.is_saved,
+                )
             )
             self._requests.ask(
-                placed.task, CreateResource(resource.name, str(resource.type), resource.settings, placed.process)
+                placed.task,
+                CreateResource(resource.name, str(resource.type), resource.settings, placed.process, resource.is_saved),
             )
         except (DeviceError, TaskLost) as error:
             raise error.__class__(f"{error}{at(resource.loc)}") from None
@@ -84,12 +96,19 @@ class ClusterResources:
         try:
             answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
         finally:
-            self._on_used()
+            self.steps.state_changed()
+        if op.name == ops.queue_close.name:
+            self.tell_changed()
         return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
 
     def producer(self, queue: Queue, where: str) -> TaskQueueProducer:
         """Return the producing side of a queue; `where` is the user's line that feeds it."""
-        return TaskQueueProducer(self._requests, task_of_resource(queue), queue.key, where)
+        return TaskQueueProducer(self, self._requests, task_of_resource(queue), queue.key, where)
+
+    def tell_changed(self) -> None:
+        """Have the cluster make a snapshot soon, of a change of state that no step does again."""
+        self.steps.state_changed()
+        self._requests.coordinator.tell(StateChanged(self._requests.task))
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""
@@ -105,6 +124,7 @@ class ClusterResources:
 class TaskQueueProducer:
     """The producer of the queue `key` on another task; `where` is the user's line that feeds it."""
 
+    resources: ClusterResources
     requests: OutgoingRequests
     task: str
     key: str
@@ -123,11 +143,28 @@ class TaskQueueProducer:
 
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""
-        self.requests.ask_step(self.task, partial(self._call, close_op(self.where), ()), b"", 0.0)
+        closing = partial(self._call, close_op(self.where), ())
+        self._end(lambda: self.requests.ask_step(self.task, closing, b"", 0.0))
 
     def fail(self, failure: BaseException) -> None:
         """Close the queue with the text of `failure`; see `QueueProducer`."""
-        self.requests.ask(self.task, FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where))
+        message = FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where)
+        self._end(lambda: self.requests.ask(self.task, message))
+
+    def _end(self, end: Callable[[], object]) -> None:
+        """End the queue's data, which no producer does again after a return to a snapshot."""
+        for failures in itertools.count(1):
+            try:
+                end()
+                break
+            except (TaskLost, StepCancelled) as error:
+                if not self.is_recovered(error, failures):
+                    raise
+        self.resources.tell_changed()
+
+    def is_recovered(self, error: BaseException, failures: int) -> bool:
+        """See `QueueProducer`."""
+        return isinstance(error, TaskLost | StepCancelled) and is_recovered(self.resources.steps, error, failures)
 
     def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:
         return CallResource(self.key, op, step.origin, step.number, operands)

@@ -13,8 +13,9 @@ Invariant: `count` gradients were added since the last `Give`, and they are too 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,25 @@ class AccumulatorMachine:
         """Set the step; return the step before."""
         before, self.step = self.step, step
         return before
+
+    def saved(self) -> dict[str, Any]:
+        """Return its numbers, in a form that JSON can hold."""
+        return {
+            "enough": self._enough,
+            "step": self.step,
+            "count": self.count,
+            "dropped": self.dropped,
+            "kept": [*self.kept.items()],
+            "last_ticket": self._last_ticket,
+        }
+
+    def return_to(self, saved: Mapping[str, Any]) -> list[Give]:
+        """Set the numbers to those of `saved`; pending takes go on with them."""
+        self._enough, self.step, self.count, self.dropped = (
+            saved[key] for key in ("enough", "step", "count", "dropped")
+        )
+        self.kept, self._last_ticket = dict(saved["kept"]), saved["last_ticket"]
+        return self._served()
 
     def _served(self) -> list[Give]:
         """Serve the first pending take, if there are enough gradients. None are left then for a second one."""

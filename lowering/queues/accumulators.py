@@ -18,7 +18,15 @@ import numpy as np
 
 from dflow.lowering.queues.accumulator_machine import AccumulatorMachine, Give
 from dflow.lowering.queues.channel import Sent
-from dflow.lowering.queues.pending_operations import Cancel, Found, OnResults, Rule, SharedResource, Waiter
+from dflow.lowering.queues.pending_operations import (
+    Cancel,
+    Found,
+    OnResults,
+    Rule,
+    SavedContents,
+    SharedResource,
+    Waiter,
+)
 from dflow.lowering.queues.resource_rules import copied, giving, immediate, property_of
 from dflow.lowering.values.host_values import as_operand, may_stay_on_host
 from dflow.lowering.values.outcome import Outcome
@@ -71,6 +79,29 @@ class HeldAccumulator(SharedResource):
         with self._lock:
             machine, total = self.machine, self._sum or []
             return machine.step, machine.count, machine.dropped, [np.array(array) for part in total for array in part]
+
+    def saved(self) -> SavedContents:
+        """See `SharedResource`."""
+        with self._lock:
+            numbers, total, kept = self.machine.saved(), self._sum, dict(self._kept)
+        parts = {f"sum {index}": part for index, part in enumerate(total or ())}
+        parts |= {f"gradient {ticket}": tuple(gradient) for ticket, gradient in kept.items()}
+        arrays = {f"{name} {number}": array for name, part in parts.items() for number, array in enumerate(part)}
+        return SavedContents({**numbers, "parts": {name: len(part) for name, part in parts.items()}}, arrays)
+
+    def return_to(self, saved: SavedContents) -> None:
+        """See `SharedResource`."""
+        numbers, sizes = saved.numbers, saved.numbers["parts"]
+        parts = {name: tuple(saved.arrays[f"{name} {k}"] for k in range(size)) for name, size in sizes.items()}
+
+        def act() -> list[Give]:
+            self._sum = (
+                [parts[f"sum {index}"] for index in range(len(self._type.components))] if numbers["count"] else None
+            )
+            self._kept = {ticket: parts[f"gradient {ticket}"] for ticket, _ in numbers["kept"]}
+            return self.machine.return_to(numbers)
+
+        self._do(act, "")
 
     def apply(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
         """Add a gradient; return whether it was fresh."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from dflow.lowering.queues.channel import Sent
 from dflow.lowering.queues.timers import Stoppable, start_timer
@@ -59,6 +59,13 @@ class Waiter:
     count: int = 1
     #: The answer, once it is decided.
     answer: Outcome[Found] | None = None
+
+
+class SavedContents(NamedTuple):
+    """The contents of a queue or an accumulator at one moment: `numbers` that JSON can hold, and arrays by name."""
+
+    numbers: Mapping[str, Any]
+    arrays: Mapping[str, Any]
 
 
 class HeldResource(Protocol):
@@ -106,6 +113,14 @@ class SharedResource(ABC):
     @abstractmethod
     def _clear(self) -> None:
         """Free the contents. The lock is held."""
+
+    @abstractmethod
+    def saved(self) -> SavedContents:
+        """Return the contents without what pending operations have yet to add. The arrays must not be changed."""
+
+    @abstractmethod
+    def return_to(self, saved: SavedContents) -> None:
+        """Set the contents to those of `saved`; pending operations go on with them."""
 
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """See `HeldResource`."""

@@ -50,6 +50,8 @@ class ElementOrder(ABC):
     """The elements of a queue, in the order of their dequeues. `held_back` of them stay until it is closed."""
 
     held_back = 0
+    #: Decides the order, unless the pushes do.
+    random: random.Random | None = None
 
     def __init__(self) -> None:
         self._elements: Any = []
@@ -66,7 +68,7 @@ class ElementOrder(ABC):
         """Remove and return the next element."""
 
     def contents(self) -> list[Element]:
-        """Return the elements, for inspection, without changing them."""
+        """Return the elements without changing them. Pushed into an empty order, they come out as they would here."""
         return list(self._elements)
 
 
@@ -86,7 +88,7 @@ class ShuffleOrder(ElementOrder):
     def __init__(self, seed: int, min_after_dequeue: int) -> None:
         super().__init__()
         self.held_back = min_after_dequeue
-        self._random = random.Random(seed)
+        self.random = self._random = random.Random(seed)
 
     def pop(self) -> Element:
         # The last element moves to the free index, so that a pop takes constant time.
@@ -149,6 +151,11 @@ class QueueMachine:
             failed += [Fail(ticket, len(rest)) for ticket, rest in self._enqueuing.items()]
             self._enqueuing.clear()
         return failed + self._advance()
+
+    def return_to(self, order: ElementOrder, is_closed: bool) -> list[QueueCommand]:
+        """Replace the elements; a closed queue stays closed. Pending operations go on with the new elements."""
+        self.order = order
+        return self.close() if is_closed else self._advance()
 
     def abandon(self, ticket: int) -> list[QueueCommand]:
         """Forget a pending operation: its deadline has passed, or it was cancelled."""

@@ -34,6 +34,13 @@ class QueueProducer(Protocol):
         """Close the queue because of `failure`: a dequeue of more elements than it holds raises FeedError."""
         ...
 
+    def is_recovered(self, error: BaseException, failures: int) -> bool:
+        """Return whether an enqueue that failed with `error` can be tried again, after the queue was lost or restored.
+
+        It may wait until the queue is restored. `failures` is the number of failures in a row.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class HeldQueueProducer:
@@ -53,6 +60,10 @@ class HeldQueueProducer:
     def fail(self, failure: BaseException) -> None:
         """See `QueueProducer`; `failure` becomes the cause of each FeedError."""
         self.held.fail(failure_text(failure), self.where, failure)
+
+    def is_recovered(self, error: BaseException, failures: int) -> bool:
+        """See `QueueProducer`: the queue lives as long as this process."""
+        return False
 
 
 def enqueue_op(where: str) -> ResourceOp:

@@ -5,6 +5,7 @@ The elements in a queue are copies of the arrays that they were made of.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,7 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.lowering.queues.channel import Sent
-from dflow.lowering.queues.pending_operations import Cancel, Found, OnDone, OnResults, Rule, SharedResource, Waiter
+from dflow.lowering.queues.pending_operations import (
+    Cancel,
+    Found,
+    OnDone,
+    OnResults,
+    Rule,
+    SavedContents,
+    SharedResource,
+    Waiter,
+)
 from dflow.lowering.queues.queue_machine import (
     Element,
     ElementOrder,
@@ -106,6 +116,42 @@ class HeldQueue(SharedResource):
         with self._lock:
             return self.machine.order.contents()
 
+    def saved(self) -> SavedContents:
+        """See `SharedResource`. The elements of a component are in one array without dimensions, one after another."""
+        with self._lock:
+            order, is_closed, failure = self.machine.order, self.machine.is_closed, self._failure
+            elements = order.contents()
+            random = None if order.random is None else order.random.getstate()
+        components = list(zip(*elements, strict=True))
+        numbers = {
+            "is_closed": is_closed,
+            "failure": None if failure is None else failure[:2],
+            "random": random,
+            "shapes": [[np.shape(part) for part in parts] for parts in components],
+        }
+        arrays = {
+            str(index): np.concatenate([np.asarray(part).reshape(-1) for part in parts])
+            for index, parts in enumerate(components)
+        }
+        return SavedContents(numbers, arrays)
+
+    def return_to(self, saved: SavedContents) -> None:
+        """See `SharedResource`. A queue that was closed since stays closed: its producers may have ended."""
+        numbers, order = saved.numbers, order_of(self._settings)
+        components = [_cut(saved.arrays[str(index)], shapes) for index, shapes in enumerate(numbers["shapes"])]
+        for element in zip(*components, strict=True):
+            order.push(element)
+        if order.random is not None:
+            version, internal, gauss = numbers["random"]
+            order.random.setstate((version, tuple(internal), gauss))
+
+        def act() -> list[QueueCommand]:
+            if numbers["failure"] is not None:
+                self._failure = self._failure or (*numbers["failure"], None)
+            return self.machine.return_to(order, numbers["is_closed"])
+
+        self._do(act, "")
+
     def _answer(self, command: QueueCommand) -> tuple[int, Outcome[Found]]:
         if isinstance(command, Serve):
             return command.ticket, command.elements
@@ -193,6 +239,13 @@ def order_of(settings: QueueSettings) -> ElementOrder:
             return ShuffleOrder(settings.seed, settings.min_after_dequeue)
         case QueueKind.PRIORITY:
             return PriorityOrder(lambda element: int(np.asarray(element[0])))
+
+
+def _cut(flat: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """Return arrays of these shapes, whose elements are in `flat` one after another."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=int)
+    pieces = np.split(np.asarray(flat), ends[:-1]) if shapes else []
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _rows_of(operands: Sequence[Any]) -> list[Element]:

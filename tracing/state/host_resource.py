@@ -39,6 +39,8 @@ class HostResource:
     batched_remedy: ClassVar[str]
     looped_remedy: ClassVar[str]
     puts: ClassVar[str]
+    #: Whether snapshots of a cluster have its contents.
+    is_saved: ClassVar[bool] = True
     type: HostType
     #: Beside its type, all that decides its results: equal settings and equal ops give equal results.
     settings: QueueSettings | AccumulatorSettings

@@ -20,6 +20,8 @@ class PlaceVariable(Request[Placed], frozen=True):
     `near`  name of a placed variable whose task this one must share, or empty
     `kind`  "variable", or the kind of another resource, such as a queue, whose `dtype` lists all its settings
     `on`    task that must hold it, or empty for any
+
+    Snapshots have its state if it `is_saved`.
     """
 
     name: str
@@ -30,6 +32,7 @@ class PlaceVariable(Request[Placed], frozen=True):
     near: str = ""
     kind: str = "variable"
     on: str = ""
+    is_saved: bool = True
 
 
 class PlacedAll(Message, frozen=True):

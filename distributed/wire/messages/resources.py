@@ -13,13 +13,14 @@ class CreateResource(Request[Ok], frozen=True):
     """Create a queue or an accumulator unless it exists.
 
     `handle` is its type, as graphs print it: `queue<f32[2], i32[]>`. Every creation must repeat type and settings. For
-    `process` see `CreateVariable`.
+    `process` see `CreateVariable`. Snapshots have its contents if it `is_saved`.
     """
 
     name: str
     handle: str
     settings: QueueSettings | AccumulatorSettings
     process: str = ""
+    is_saved: bool = True
 
 
 class CallResource(Request[Arrays], frozen=True):

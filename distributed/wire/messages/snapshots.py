@@ -57,12 +57,11 @@ class StateLoaded(Notice, frozen=True):
 
 
 class StateChanged(Notice, frozen=True):
-    """The task has changed variables by other means than steps of runs; they must be saved soon if that `is_urgent`."""
+    """The task has changed state that must be saved soon, since no step does it again."""
 
     speaker = "task"
 
     task: str
-    is_urgent: bool = False
 
 
 class StateRestored(Notice, frozen=True):

@@ -18,7 +18,10 @@ class Report(Request[Ok], frozen=True):
 
 
 class VariableInfo(msgspec.Struct, frozen=True):
-    """A placed variable, queue or accumulator, by `kind`; for `process` see `Placed`."""
+    """A placed variable, queue or accumulator, by `kind`.
+
+    For `process` see `Placed`, for `is_saved` see `PlaceVariable`.
+    """
 
     name: str
     dtype: str
@@ -27,6 +30,7 @@ class VariableInfo(msgspec.Struct, frozen=True):
     task: str
     kind: str = "variable"
     process: str = ""
+    is_saved: bool = True
 
 
 class WorkerProgress(msgspec.Struct, frozen=True):

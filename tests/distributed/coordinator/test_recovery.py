@@ -196,16 +196,15 @@ def claim(tasks: Tasks, number: int, last: int = 0, done: int = 0) -> Message | 
     return tasks.ask(ClaimSteps("run", WORKER, TOTAL, number, last, done))
 
 
-def test_new_state_is_saved_at_once_and_again_when_steps_were_done() -> None:
+def test_new_state_is_saved_at_once_and_again_after_each_interval() -> None:
     tasks = Tasks()
     tasks.snapshot()
     assert [*tasks.disk[PS[0]]] == [*tasks.disk[PS[1]]] == [1]
-    for _ in range(10):
-        tasks.snapshot()
-    assert [*tasks.disk[PS[0]]] == [1], "nothing has changed since"
-    claim(tasks, 1)
-    claim(tasks, 2, 1, 15)
-    tasks.snapshot()
+    tasks.tick(2.5)
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]] == [1]
+    tasks.tick(2.5)
+    tasks.settle()
     assert [*tasks.disk[PS[0]]] == [*tasks.disk[PS[1]]] == [2]
 
 
@@ -355,10 +354,8 @@ def test_a_task_may_write_its_part_before_another_has_captured_its_own() -> None
 def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
     tasks = Tasks()
     tasks.snapshot()
+    assert [*tasks.disk[PS[0]]] == [1]
     tasks.tell(WORKER, StateChanged(WORKER))
-    tasks.snapshot()
-    assert [*tasks.disk[PS[0]]] == [1], "an assignment waits for the interval"
-    tasks.tell(WORKER, StateChanged(WORKER, is_urgent=True))
     tasks.snapshot()
     tasks.snapshot()
     assert [*tasks.disk[PS[0]]] == [2]

@@ -11,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from msgspec import structs
 
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.task.step_aggregator import RunCopy, StepAggregator
+from dflow.distributed.task.task_resources import TaskResources
 from dflow.distributed.task.task_snapshots import TaskSnapshots
 from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.resources import CreateResource
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
     LoadState,
@@ -25,9 +28,14 @@ from dflow.distributed.wire.messages.snapshots import (
     StateWritten,
 )
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import CheckpointError, StepCancelled
+from dflow.tracing.ir import ops
+from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
 PS = "/job:ps/task:0"
@@ -75,7 +83,8 @@ class Task:
         self.store, self.runs, self.told = Store(), Runs(), list[Notice]()
         self.rounds = Rounds()
         rounds, runs = cast(StepAggregator, self.rounds), cast(PlanRuns, self.runs)
-        self.snapshots = TaskSnapshots(PS, self.store, runs, rounds, folder, self.told.append)
+        self.resources = TaskResources(PS, self.store)
+        self.snapshots = TaskSnapshots(PS, self.store, runs, rounds, self.resources, folder, self.told.append)
 
     def create(self) -> None:
         for key, make in VALUES.items():
@@ -127,6 +136,40 @@ def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path
         assert float(one.store.read("w")[0, 0]) == 1
     with pytest.raises(StepCancelled, match="restored meanwhile"):
         late.begins(["w"])
+
+
+def test_queues_and_accumulators_return_too_except_those_of_runs(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    queue = CreateResource("q", "queue<i32[], f32[?]>", QueueSettings(QueueKind.FIFO, 4))
+    sums = CreateResource("a", "accumulator<f32[2]>", AccumulatorSettings(Reduction.SUM))
+    for message in (queue, sums, structs.replace(sums, name="of a run", is_saved=False)):
+        task.resources.create(message)
+    put(task, 1, [0.5, 1.5])
+    add(task, [1.0, 2.0])
+    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1, ("q", "a")), StateWritten(PS, 1)]
+    put(task, 2, [])
+    add(task, [1.0, 2.0])
+    for one in (task, Task(tmp_path)):
+        assert one.do(LoadState(1, 3)) == [StateLoaded(PS, 3)]
+        assert one.do(LoadState(1, 3, is_set=True)) == [StateLoaded(PS, 3, is_set=True)]
+        assert [(int(number), row.tolist()) for number, row in held(one, "q").contents()] == [(1, [0.5, 1.5])]
+        step, count, dropped, (total,) = held(one, "a").contents()
+        assert (step, count, dropped, total.tolist()) == (0, 1, 0, [1.0, 2.0])
+        one.resources.create(queue)  # of the same type and settings
+
+
+def held(task: Task, name: str) -> Any:
+    return task.resources._made[name].held
+
+
+def put(task: Task, number: int, row: list[float]) -> None:
+    element = np.int32(number), np.array(row, np.float32)
+    wait(lambda done: held(task, "q").enqueue([element], done, 60.0))
+
+
+def add(task: Task, gradient: list[float]) -> None:
+    operands = np.array(gradient, np.float32), np.int32(0)
+    wait(lambda done: held(task, "a").start(ResourceOp(ops.accumulator_apply.name), operands, done))
 
 
 def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:

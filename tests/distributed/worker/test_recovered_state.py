@@ -59,17 +59,20 @@ class Tasks:
         self.ps[index].close()
         self.ps[index] = self.start(index)
 
-    def await_snapshot(self, steps: int, *, of_rounds: bool = False) -> None:
+    def await_snapshot(self, steps: int) -> None:
         """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
         recovery = self.coordinator._state._recovery
 
         def is_there() -> bool:
             known = recovery._committed
-            if known is None or not of_rounds:
-                return known is not None and known.ledger.steps_done >= steps
-            return recovery._saved[0] >= steps and known.number == recovery._counted.number
+            return known is not None and known.ledger.steps_done >= steps
 
         until(is_there)
+
+    def await_reported(self, changes: int) -> None:
+        """Wait for a committed snapshot that is newer than so many reports of changed state."""
+        recovery = self.coordinator._state._recovery
+        until(lambda: recovery._saved_changes >= changes)
 
     def close(self) -> None:
         for worker in self.workers:
@@ -166,7 +169,7 @@ def test_synchronous_rounds_go_on_from_the_snapshot(
         def batches() -> Iterator[Any]:
             for number in itertools.count():
                 if number in (10, 30) and cluster.index == 0:
-                    tasks.await_snapshot(5, of_rounds=True)
+                    tasks.await_snapshot(5)
                     tasks.start_again(order[number // 30])
                 yield jnp.ones(3)
 
@@ -201,6 +204,50 @@ def test_other_functions_of_the_program_use_the_restored_state(tasks: Tasks) -> 
     assert float(total()) == before
     state["b"].assign(jnp.zeros(2))
     assert float(state["b"].read().sum()) == 0.0
+
+
+def queue_on_ps_0(tasks: Tasks) -> tuple[Any, Any]:
+    """A queue on ps:0, and the sum of what was taken out of it, on ps:1."""
+    with tasks.worker.parameter_servers():
+        with dflow.device("ps:0"):
+            queue = dflow.FIFOQueue(4, jnp.int32(0), name="queue")
+        with dflow.device("ps:1"):
+            total = dflow.Variable(0, name="total")
+    return queue, total
+
+
+def test_the_feed_of_a_queue_goes_on_after_its_task_was_started_again(tasks: Tasks) -> None:
+    queue, total = queue_on_ps_0(tasks)
+
+    @dflow.jit
+    def step(number: jax.Array) -> None:
+        total.assign_add(1 + 0 * queue.dequeue())
+
+    def batches() -> Iterator[Any]:
+        for number in itertools.count():
+            if number == 20:
+                tasks.await_snapshot(15)
+                tasks.start_again(0)
+            yield jnp.int32(number)
+
+    with dflow.data.feed(itertools.repeat(np.int32(1)), queue) as feed:
+        for _ in Async(tasks.worker).run(step, batches(), steps=STEPS, name="run"):
+            pass
+        assert feed.is_running()
+    assert tasks.worker.epoch == 1
+    assert int(total.read()) == STEPS
+
+
+def test_a_queue_whose_data_has_ended_gives_its_last_elements_again(tasks: Tasks) -> None:
+    queue, _ = queue_on_ps_0(tasks)
+    dflow.data.feed(map(np.int32, range(3)), queue).join()
+    tasks.await_reported(1)
+    for index in range(2):
+        tasks.start_again(index)
+    tasks.worker.await_recovery()
+    assert [int(queue.dequeue()) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(dflow.QueueClosed):
+        queue.dequeue()
 
 
 def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:
