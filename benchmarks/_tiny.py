@@ -37,6 +37,7 @@ def to(value: Any) -> Callable[[Any], Any]:
 #: By benchmark: the changes that make its constants small, and its options.
 SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "500")),
+    "checkpoint": ({"SMALL": to(10)}, (*ONE_ROUND, "--mib", "1", "--seconds", "1")),
     "cluster_size": ({}, ("--workers", "4", "--steps", "2")),
     "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
     "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),
@@ -62,7 +63,6 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),
     ),
-    "saving": ({"SMALL": to(10)}, (*ONE_ROUND, "--mib", "1", "--seconds", "1")),
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),

@@ -51,9 +51,9 @@ def main() -> None:
                 *row("save", saves(state, folder), given.rounds, size),
                 *row("restore", restores(state, folder), given.rounds, size),
             ]
-            publish("saving", rows, as_json=given.json)
-            publish("saving_while_training", held_up(state, folder, given.rounds), as_json=given.json)
-        publish("saving_by_manager", managed(state, folder, given.rounds, given.seconds), as_json=given.json)
+            publish("checkpoint", rows, as_json=given.json)
+            publish("checkpoint_while_training", held_up(state, folder, given.rounds), as_json=given.json)
+        publish("checkpoint_by_manager", managed(state, folder, given.rounds, given.seconds), as_json=given.json)
     finally:
         shutil.rmtree(folder)
 
