@@ -17,18 +17,36 @@ def launched(
     script: str, words: Sequence[str], *, ps: int, workers: int, timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
     """Run `script` with these arguments on `ps` and `workers` tasks; return the finished process with its output."""
-    command = ["-m", "dflow", "launch", "--ps", str(ps), "--workers", str(workers), str(ROOT / "benchmarks" / script)]
+    command, environment = launch(script, words, ps=ps, workers=workers)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def launch(script: str, words: Sequence[str], *options: str, ps: int, workers: int) -> tuple[list[str], dict[str, str]]:
+    """Return the command that launches `script` on `ps` and `workers` tasks, and its environment."""
+    cluster = ["--ps", str(ps), "--workers", str(workers), *options]
     # A launched script can import modules from its own folder; the package is in the parent folder.
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [sys.executable, *command, *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    script = str(ROOT / "benchmarks" / script)
+    return [sys.executable, "-m", "dflow", "launch", *cluster, script, *words], {**os.environ, "PYTHONPATH": path}
+
+
+def processes(launcher: int) -> dict[str, int]:
+    """Return the processes that a launcher has started, by role, such as `ps:0`."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return {_role(int(child)): int(child) for child in children}
+
+
+def _role(process: int) -> str:
+    words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
+    if "coordinator" in words:
+        return "coordinator"
+    if "task" in words:
+        return f"ps:{words[words.index('--index') + 1]}"
+    environment = Path(f"/proc/{process}/environ").read_text().split("\0")
+    index = next(entry for entry in environment if entry.startswith("DFLOW_INDEX="))
+    return f"worker:{index.partition('=')[2]}"
 
 
 def last_line_of(name: str, words: Sequence[str], *, timeout_s: float, **environment: str) -> str:

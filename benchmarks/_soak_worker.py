@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
+from benchmarks._launched import processes
 
 ROWS, COLUMNS = 10_000, 64
 BATCH = 32
@@ -57,24 +58,10 @@ def main() -> None:
 
 def look() -> dict[str, dict[str, int]]:
     """Return memory, descriptors and threads of each process that the launcher has started."""
-    launcher = os.getppid()
-    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return {role(child): held_by(child) for child in children}
+    return {role: held_by(process) for role, process in processes(os.getppid()).items()}
 
 
-def role(process: str) -> str:
-    """Return the role of a process, from its command line."""
-    words = Path(f"/proc/{process}/cmdline").read_text().split("\0")
-    if "coordinator" in words:
-        return "coordinator"
-    if "task" in words:
-        return f"ps:{words[words.index('--index') + 1]}"
-    environment = Path(f"/proc/{process}/environ").read_text().split("\0")
-    index = next(entry for entry in environment if entry.startswith("DFLOW_INDEX="))
-    return f"worker:{index.partition('=')[2]}"
-
-
-def held_by(process: str) -> dict[str, int]:
+def held_by(process: int) -> dict[str, int]:
     """Return anonymous resident memory in kB, and the numbers of descriptors and threads."""
     folder = Path(f"/proc/{process}")
     status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())

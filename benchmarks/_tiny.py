@@ -63,6 +63,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),
     ),
+    "recovery": ({"STEADY_S": to(1.0)}, (*ONE_ROUND, "--mib", "1")),
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),

@@ -27,6 +27,7 @@ ALONE = (
     "memory",
     "network",
     "null_step",
+    "recovery",
     "soak",
     "startup",
     "step_budget",
