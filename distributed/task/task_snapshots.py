@@ -29,7 +29,7 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateWritten,
 )
-from dflow.lowering.files.array_files import fill_folder, own_copy, read_arrays
+from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import whole_folder
 from dflow.lowering.state.applied_steps import AppliedCall
@@ -67,7 +67,7 @@ class _Part(NamedTuple):
     """
 
     known: Mapping[str, Any]
-    new: Mapping[str, tuple[ArrayType, Any]]
+    new: dict[str, tuple[ArrayType, Any]]
     applied: tuple[AppliedCall, ...]
     rounds: tuple[RunCopy, ...]
     resources: tuple[SavedResource, ...]
@@ -166,7 +166,8 @@ class TaskSnapshots:
                 raise CheckpointError(f"variable {name!r} holds {held}, and the snapshot has {files.types[name]}")
         known = self._store.read_saved(files, here)
         absent = files.each(dict.fromkeys(name for name in files.types if name not in {*here, *contents}))
-        new = {name: (files.types[name], own_copy(value)) for name, value in absent}
+        # `Store.create` copies them.
+        new = {name: (files.types[name], value) for name, value in absent}
         return _Part(known, new, applied, rounds, resources, files.read(dict.fromkeys(contents)))
 
     def _set(self, part: _Part, number: int) -> None:
@@ -175,7 +176,8 @@ class TaskSnapshots:
             self._runs.cancel(step, error)
         # First the record: an attempt that has begun before changes nothing any more.
         self._store.applied.return_to(part.applied)
-        for name, (type, value) in part.new.items():
+        for name in [*part.new]:
+            type, value = part.new.pop(name)  # so that not all of them are in memory twice
             self._store.create(name, type, lambda value=value: value)  # type: ignore[misc]
         self._store.replace(part.known)
         self._resources.return_to(part.resources, part.contents)

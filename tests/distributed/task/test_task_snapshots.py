@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,25 @@ def put(task: Task, number: int, row: list[float]) -> None:
 def add(task: Task, gradient: list[float]) -> None:
     operands = np.array(gradient, np.float32), np.int32(0)
     wait(lambda done: held(task, "a").start(ResourceOp(ops.accumulator_apply.name), operands, done))
+
+
+def test_an_empty_process_copies_what_it_has_read_only_when_it_creates_its_variables(tmp_path: Path) -> None:
+    task, rows = Task(tmp_path), (1000, 100)
+    task.store.create("table", ArrayType(np.dtype("float32"), rows), lambda: jnp.ones(rows))
+    task.do(CaptureState(1))
+    del task
+    assert not (tables := live(rows)), tables
+    again = Task(tmp_path)
+    assert again.do(LoadState(1, 3)) == [StateLoaded(PS, 3)]
+    assert not live(rows)
+    again.do(LoadState(1, 3, is_set=True))
+    assert len(live(rows)) == 1
+
+
+def live(shape: tuple[int, ...]) -> list[jax.Array]:
+    """Return the JAX arrays of this shape."""
+    gc.collect()
+    return [array for array in jax.live_arrays() if array.shape == shape]
 
 
 def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:
