@@ -43,9 +43,9 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="[JOB=]POLICY",
-        help="never (default), or on-failure[:N]: start it again, up to N times in a row (default: 3), after pauses of "
-        "1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script and of the "
-        "coordinator, which goes on where it was. A stock task, ps=POLICY, comes back empty without --snapshots. "
+        help="never (default), or on-failure[:N]: start it again, up to N times in a row (default: 3), immediately, "
+        "then after pauses of 1 s, 2 s, and so on up to 60 s; without a job, of the tasks that run the script and of "
+        "the coordinator, which goes on where it was. A stock task, ps=POLICY, comes back empty without --snapshots. "
         "Repeatable",
     )
     faults.add_argument(

@@ -186,27 +186,23 @@ class _Launch:
         """Restart the task if its pause is over, or record that its process has ended."""
         if task.is_over:
             return
-        if task.running is None:
-            if time.monotonic() >= task.due_s:
-                self._start(task)
-                if task in self._servers:
-                    rest = (
-                        "returns to the newest snapshot, with all other task servers"
-                        if self._plan.snapshots
-                        else "is empty: the variables that it held are lost, and a worker whose steps use them fails, "
-                        "until it is started again and creates them"
-                    )
-                    self._view.show_event(f"{task.name} runs again and {rest}")
-            return
-        status = task.running.poll()
-        if status is None:
-            return
-        if status == TERMINATED:  # a training loop ended between two steps
-            status = -signal.SIGTERM
-        if task in self._workers:
-            self._worker_ended(task, status)
-        else:
-            self._server_ended(task, status, task.running.tail)
+        if task.running is not None and (status := task.running.poll()) is not None:
+            if status == TERMINATED:  # a training loop ended between two steps
+                status = -signal.SIGTERM
+            if task in self._workers:
+                self._worker_ended(task, status)
+            else:
+                self._server_ended(task, status, task.running.tail)
+        if task.running is None and time.monotonic() >= task.due_s:
+            self._start(task)
+            if task in self._servers:
+                rest = (
+                    "returns to the newest snapshot, with all other task servers"
+                    if self._plan.snapshots
+                    else "is empty: the variables that it held are lost, and a worker whose steps use them fails, "
+                    "until it is started again and creates them"
+                )
+                self._view.show_event(f"{task.name} runs again and {rest}")
 
     def _worker_ended(self, task: _Task, status: int) -> None:
         if status == 0 and not self._has_joined(task):
@@ -237,8 +233,9 @@ class _Launch:
         if pause_s is None:
             return False
         task.running, task.due_s = None, now_s + pause_s
+        when = f"in {pause_s:g} s" if pause_s else "immediately"
         self._view.show_event(
-            f"{task.name} ended: {describe_end(status)}; it is started again in {pause_s:g} s "
+            f"{task.name} ended: {describe_end(status)}; it is started again {when} "
             f"(restart {task.restarts.in_a_row} of {task.restarts.limit})"
         )
         return True

@@ -2,7 +2,8 @@
 
 Invariants:
 - a task that finished with status 0 is never restarted;
-- the pause before a restart of a task doubles each time, up to `LONGEST_PAUSE_S`;
+- the first restart of a task is immediate, since steps may wait for it; the pause before the second is `FIRST_PAUSE_S`,
+  and doubles each time, up to `LONGEST_PAUSE_S`;
 - a task that ran for `STEADY_S` before it failed has all its restarts again: the limit is for tasks that fail
   repeatedly, not for long runs on machines that fail now and then.
 """
@@ -35,11 +36,11 @@ class Restarts:
         self.in_a_row = self.count = 0
 
     def pause_s(self, status: int, ran_s: float) -> float | None:
-        """Count an end with `status` after `ran_s`; return the pause before the restart, None for no restart."""
+        """Count an end with `status` after `ran_s`; return the pause before the restart in s, None for no restart."""
         if ran_s >= STEADY_S:
             self.in_a_row = 0
         if status == 0 or self.in_a_row >= self.limit:
             return None
         self.in_a_row += 1
         self.count += 1
-        return float(min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 1), LONGEST_PAUSE_S))
+        return float(min(FIRST_PAUSE_S * 2 ** (self.in_a_row - 2), LONGEST_PAUSE_S)) if self.in_a_row > 1 else 0.0

@@ -252,7 +252,7 @@ client.leave()
     with launch(tmp_path, script, options=["--restart", "on-failure"]) as launched:
         status, output = launched.finish()
     assert status == 0, output
-    assert "coordinator ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 3)" in output
+    assert "coordinator ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)" in output
     assert "Steps: 3 of 3" in output
     assert re.search(r"\n done +3 ", output), output
 
@@ -291,10 +291,10 @@ client.leave()
     with launch(tmp_path, script, options=["--restart", "on-failure:2"]) as launched:
         status, output = launched.finish()
     assert status == 0, output
-    assert "dflow: worker:0 ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 2)" in output
+    assert "dflow: worker:0 ended: killed by SIGKILL; it is started again immediately (restart 1 of 2)" in output
     assert "[worker:0] the second time" in output
     assert (tmp_path / "logs/worker-0.log").read_text() == "the first time\nthe second time\n"
-    assert "it is started again in 1 s (restart 1 of 2)" in (tmp_path / "logs/launcher.log").read_text()
+    assert "it is started again immediately (restart 1 of 2)" in (tmp_path / "logs/launcher.log").read_text()
 
 
 def test_restarts_come_to_an_end(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ client.leave()
     with launch(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"]) as launched:
         status, output = launched.finish()
     assert status == 0, output
-    assert "ps:0 ended: killed by SIGKILL; it is started again in 1 s (restart 1 of 3)" in output
+    assert "ps:0 ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)" in output
     assert "ps:0 runs again and is empty: the variables that it held are lost" in output
 
 

@@ -23,8 +23,8 @@ def test_another_text_is_refused_with_what_is_legal(text: str) -> None:
         restart_limit(text)
 
 
-def test_pauses_double_until_the_limit_is_reached() -> None:
-    assert pauses(4, *[(1, 0.5)] * 5) == [1.0, 2.0, 4.0, 8.0, None]
+def test_the_first_restart_is_immediate_and_pauses_double_until_the_limit_is_reached() -> None:
+    assert pauses(5, *[(1, 0.5)] * 6) == [0.0, 1.0, 2.0, 4.0, 8.0, None]
     assert pauses(9, *[(-9, 0.5)] * 9)[-2:] == [LONGEST_PAUSE_S, LONGEST_PAUSE_S]
 
 
@@ -33,7 +33,7 @@ def test_what_finished_is_not_started_again() -> None:
 
 
 def test_a_steady_run_gives_all_restarts_back() -> None:
-    assert pauses(1, (1, 0.5), (1, STEADY_S), (1, 0.5)) == [1.0, 1.0, None]
+    assert pauses(1, (1, 0.5), (1, STEADY_S), (1, 0.5)) == [0.0, 0.0, None]
 
 
 @given(
@@ -46,5 +46,5 @@ def test_no_more_than_the_limit_in_a_row_and_never_after_a_good_end(limit: int, 
         in_a_row = 0 if ran_s >= STEADY_S else in_a_row
         assert (pause_s is not None) == (status != 0 and in_a_row < limit)
         if pause_s is not None:
-            assert pause_s == min(2.0**in_a_row, LONGEST_PAUSE_S)
+            assert pause_s == (min(2.0 ** (in_a_row - 1), LONGEST_PAUSE_S) if in_a_row else 0.0)
             in_a_row += 1
