@@ -31,7 +31,7 @@ from dflow.distributed.wire.messages.snapshots import (
 )
 from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.array_manifest import MANIFEST
-from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
 from dflow.lowering.state.applied_steps import AppliedCall
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
@@ -52,6 +52,7 @@ def _usable(folder: Path, task: str) -> Path:
         own.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=own):
             pass
+        tidy_all(own)  # parts that an earlier process had not written to the end
     except OSError as error:
         raise CheckpointError(
             f"{task}: expected a folder that can be written for --snapshots, got {folder}: {error.strerror or error}",

@@ -209,6 +209,15 @@ def test_parts_of_an_earlier_cluster_are_removed(tmp_path: Path) -> None:
     assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["1"]
 
 
+def test_the_unfinished_part_of_a_process_that_was_killed_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    Task(tmp_path)
+    folder, token = tmp_path / "ps-0", "0123456789abcdef"
+    (folder / f".7.{token}.writing" / "w").mkdir(parents=True)
+    (folder / f".7.{token}.lock").touch()
+    Task(tmp_path)
+    assert not [*folder.iterdir()]
+
+
 def test_what_cannot_be_written_is_reported(tmp_path: Path) -> None:
     there = Task(tmp_path)
     shutil.rmtree(tmp_path / "ps-0")
