@@ -223,7 +223,8 @@ class Recovery:
             self._uncaptured, self._unwritten, self._captured = {*tasks}, {*tasks}, set()
             self._captured_changes = self._changes
             self._phase, self._phase_s = _Phase.CAPTURING, at_s
-            commands.append(self._to(tasks, CaptureState(self._making.number)))
+            committed = 0 if self._committed is None else self._committed.number
+            commands.append(self._to(tasks, CaptureState(self._making.number, committed)))
         if self._phase is _Phase.CAPTURING and not self._uncaptured and self._making is not None:
             if not self._captured.issuperset(self._making.names):
                 return [*commands, *self._abandon("")]  # a placed variable is not created yet

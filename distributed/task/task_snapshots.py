@@ -108,8 +108,8 @@ class TaskSnapshots:
     def handle(self, message: Notice) -> None:
         """Do what the coordinator asks for, and report it. Runs on a thread that may wait."""
         match message:
-            case CaptureState(number):
-                self._report(lambda: self._write(number), lambda why: StateWritten(self._task, number, why))
+            case CaptureState(number, committed):
+                self._report(lambda: self._write(number, committed), lambda why: StateWritten(self._task, number, why))
             case LoadState(_, epoch, is_set):
                 self._report(lambda: self._load(message), lambda why: StateLoaded(self._task, epoch, is_set, why))
             case SnapshotCommitted(number):
@@ -124,7 +124,7 @@ class TaskSnapshots:
         else:
             self._tell(report(""))
 
-    def _write(self, number: int) -> None:
+    def _write(self, number: int, committed: int) -> None:
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
@@ -133,7 +133,7 @@ class TaskSnapshots:
         self._tell(StateCaptured(self._task, number, names))
         with self._disk_lock:
             place = self._part(number)
-            self._remove(lambda other: other > number)  # parts of an earlier cluster
+            self._remove(lambda other: other != committed)  # abandoned, or of an earlier cluster
             with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
                 fill_folder(part, {**values, **contents}, msgspec.to_builtins(rest, str_keys=True))
 

@@ -6,9 +6,13 @@ from dflow.distributed.wire.messages.message import Message, Notice, Request
 
 
 class CaptureState(Notice, frozen=True):
-    """To a task: capture all state that it holds for the snapshot `number`, report that, and then write it."""
+    """To a task: capture all state that it holds for the snapshot `number`, report that, and then write it.
+
+    committed  number of the newest complete snapshot, 0 for none; the parts of all others can be removed
+    """
 
     number: int
+    committed: int = 0
 
 
 class StateCaptured(Notice, frozen=True):

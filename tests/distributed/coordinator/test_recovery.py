@@ -157,8 +157,9 @@ class Tasks:
                     self.gate = number
                 if number:
                     self.tell(task, StepsHeld(task, number))
-            case CaptureState(number):
+            case CaptureState(number, committed):
                 self.writing[task] = number, set(self.applied[task])
+                self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept == committed}
                 self.tell(task, StateCaptured(task, number, tuple(sorted(self.created[task]))))
             case SnapshotCommitted(number):
                 self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept >= number}

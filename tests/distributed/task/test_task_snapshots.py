@@ -209,6 +209,15 @@ def test_parts_of_an_earlier_cluster_are_removed(tmp_path: Path) -> None:
     assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["1"]
 
 
+def test_parts_of_abandoned_snapshots_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    task.do(CaptureState(1))
+    for number in (2, 3, 4):
+        task.do(CaptureState(number, committed=1))
+        assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"1", str(number)}
+
+
 def test_the_unfinished_part_of_a_process_that_was_killed_is_removed_at_the_next_start(tmp_path: Path) -> None:
     Task(tmp_path)
     folder, token = tmp_path / "ps-0", "0123456789abcdef"
