@@ -156,7 +156,7 @@ class StepLedger:
         return [] if self.is_held else [reply for run in self._runs.values() for reply in run.answer_waiting()]
 
     def is_clear(self, asker: str) -> bool:
-        """Whether no step that a worker left unreported is still to be done by another worker than `asker`."""
+        """Whether no step that failed, or that a worker left unreported, is still to be done by others than `asker`."""
         return not any(run.left_over and (run.holding | run.sharing) - {asker} for run in self._runs.values())
 
     def take_news(self) -> list[str]:
@@ -272,7 +272,8 @@ class _LedgerRun:
     waiting: dict[str, int] = field(default_factory=dict)
     holding: set[str] = field(default_factory=set)
     sharing: set[str] = field(default_factory=set)
-    #: Steps that workers left unreported and that are not done yet: perhaps they are applied on some tasks only.
+    #: Steps that workers left unreported, or that failed, and that are not done yet: perhaps they are applied on some
+    #: tasks only.
     left_over: IndexSet = field(default_factory=IndexSet)
 
     def note(self, worker: _Worker) -> None:
@@ -349,12 +350,19 @@ class _LedgerRun:
         return done
 
     def note_done(self, report: StepsDone) -> int:
-        """Record steps of the worker's newest claim as done; return the number done since its last report."""
+        """Record steps of the worker's newest claim as done; return the number done since its last report.
+
+        A step that has failed counts as one that a dead worker left, until it is done.
+        """
         worker = self.workers.get(report.task)
-        if worker is None or worker.first != report.first or not worker.done < report.done <= worker.count:
+        if worker is None or worker.first != report.first or not worker.done <= report.done <= worker.count:
             return 0
-        self.done += (done := report.done - worker.done)
+        if (done := report.done - worker.done) == 0 and not report.has_failed:
+            return 0
+        self.done += done
         self.left_over.discard(worker.held[:done])
+        if report.has_failed:
+            self.left_over.add(worker.held[done : done + 1])
         self._save(msgspec.structs.replace(worker, done=report.done))
         return done
 

@@ -5,8 +5,8 @@ runs while they capture their state, which takes two messages; the values are wr
 
 Invariants:
 - at most one pause is on; a request is answered when each live task has reported that it runs no shared step;
-- no pause begins while a step of a dead worker may be applied on some tasks only; if a worker dies before the pause is
-  reached, its steps are done first, and the pause begins again;
+- no pause begins while a step of a dead worker, or one that failed, may be applied on some tasks only; if a worker dies
+  or a step fails before the pause is reached, these steps are done first, and the pause begins again;
 - a pause ends by its task's request, or when that task leaves; a pause that a task has not kept, since it joined after
   the others had reported, ends as broken.
 """
@@ -69,7 +69,7 @@ class StepPauses:
         """Begin the next pause, or answer the request for the present one, if it is time.
 
         live      the connections of the live tasks, None for tasks that are away
-        is_clear  whether no step of a dead worker may be applied on some tasks only
+        is_clear  whether no step of a dead worker, or one that failed, may be applied on some tasks only
         """
         commands: list[Broadcast | SendReply] = []
         is_clear = is_clear or self.first == self._urgent

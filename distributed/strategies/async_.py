@@ -76,7 +76,12 @@ class Async(Strategy):
                     started, pending = time.perf_counter(), [batch]
                     with guard.step():
                         with shared_step(range(number, claimed.stop)):
-                            outcome = step(*arguments_of(batch))
+                            try:
+                                outcome = step(*arguments_of(batch))
+                            except BaseException:
+                                # Before a pause that waits for the end of this step: it may be applied in part.
+                                coordinator.tell(StepsDone(run, task, claimed.start, done.count, has_failed=True))
+                                raise
                         done.note(time.perf_counter() - started, outcome)
                         pending, failures = [], 0
                     if time.monotonic() - reported_s > REPORT_S:

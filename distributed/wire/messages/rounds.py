@@ -62,7 +62,8 @@ class ClaimSteps(Request[Claimed], frozen=True):
 class StepsDone(Notice, frozen=True):
     """The first `done` steps of the worker's claim that begins with step `first` are done, and it does the others now.
 
-    The other fields are as in `ClaimSteps`, since the last report.
+    With `has_failed` the step after these has failed, perhaps applied on some tasks only; the worker claims again. The
+    other fields are as in `ClaimSteps`, since the last report.
     """
 
     speaker = "task"
@@ -74,6 +75,7 @@ class StepsDone(Notice, frozen=True):
     step_s: float = 0.0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     not_finite: NotFinite | None = None
+    has_failed: bool = False
 
 
 class RoundsAgreed(Message, frozen=True):

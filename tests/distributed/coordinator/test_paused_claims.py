@@ -89,6 +89,23 @@ def test_a_worker_that_dies_before_a_pause_is_reached_has_it_begin_again(state: 
     assert reached == {5: StepsPaused(2)}
 
 
+def test_a_pause_begins_again_when_a_step_that_failed_is_done(state: CoordinatorState) -> None:
+    assert holds(state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0)))) == [1]
+    state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))
+    # Its step 2 may be applied on some tasks only. It runs no step now, and claims again later.
+    assert holds(state.handle(Told(1.2, 11, StepsDone("run", WORKER1, 0, 2, has_failed=True)))) == [0]
+    assert not answers(state.handle(Told(1.3, 11, StepsHeld(WORKER1, 1))))
+    claimed = answers(state.handle(Asked(1.4, 11, 4, ClaimSteps("run", WORKER1, 20, 4, 1, 2))))
+    assert claimed == {4: Claimed(2, 4)}
+    assert holds(state.handle(Told(1.5, 11, StepsDone("run", WORKER1, 2, 1)))) == [2]
+
+
+def test_a_step_that_failed_before_a_pause_is_asked_for_is_done_first(state: CoordinatorState) -> None:
+    state.handle(Told(0.5, 11, StepsDone("run", WORKER1, 0, 0, has_failed=True)))
+    assert not holds(state.handle(Asked(1.0, 10, 3, PauseSteps(WORKER0))))
+    assert holds(state.handle(Told(1.5, 11, StepsDone("run", WORKER1, 0, 1)))) == [1]
+
+
 def test_steps_that_no_worker_is_left_to_do_hold_back_no_pause(state: CoordinatorState) -> None:
     state.handle(Asked(1.0, 11, 3, Leave(WORKER1, "killed")))
     assert Broadcast((10,), HoldSteps(1)) in state.handle(Asked(1.1, 10, 4, PauseSteps(WORKER0)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.sync import Sync
 from dflow.distributed.transport.memory import MemoryNetwork
-from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
+from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
 from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.tracing.errors import RemoteError, StrategyError, TaskLost, TransportClosed
 
@@ -38,10 +39,23 @@ class Scripted:
         self.claims = list(claims)
         self.told: list[ClaimSteps] = []
         self.left: list[str] = []
+        #: The notices, and the ends of steps, in order.
+        self.notices: list[Notice | str] = []
 
     def shared_steps(self, run: str, prefetch: int) -> Any:
         """Refuse nothing, and begin no step ahead."""
-        return nullcontext(lambda steps: nullcontext())
+        return nullcontext(lambda steps: self._step())
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            self.notices.append("ended")
+
+    def tell(self, notice: Notice) -> None:
+        """Record a notice."""
+        self.notices.append(notice)
 
     def await_recovery(self) -> None:
         """Refuse: what is lost is lost."""
@@ -97,6 +111,20 @@ def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> No
     assert list(Async(source).run(lambda a, b: (a, b), batches, steps=3)) == [(1, 2), (3, 4), (5, 6)]
     assert told(source) == [(2, True), (1, True)]
     assert list(Async(dflow.connect()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
+
+
+def test_a_failed_step_is_announced_before_it_ends_for_those_who_pause_the_steps() -> None:
+    source = Scripted(range(4, 8))
+    numbers = iter(range(4))
+
+    def step(batch: int) -> None:
+        if next(numbers) == 2:
+            raise ValueError("bad batch")
+
+    with pytest.raises(ValueError, match="bad batch"):
+        list(Async(source).run(step, range(9), steps=9, name="run"))
+    failed = StepsDone("run", source.task, 4, 2, has_failed=True)
+    assert source.notices == ["ended", "ended", failed, "ended"]
 
 
 def test_no_batch_is_taken_that_no_step_uses() -> None:
