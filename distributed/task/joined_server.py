@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_time
 from dflow.distributed.task.task_server import TaskServer, TaskSettings
 from dflow.distributed.task.task_snapshots import TaskSnapshots
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages.message import Notice
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
 from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, SnapshotCommitted
@@ -50,12 +53,10 @@ def joined_server(
         )
         undo.callback(server.close)
         server.channel.count_from(server.starter.first)
-        client.session.call_on(HoldSteps, partial(_hold_steps, client, server))
         snapshots = TaskSnapshots(
             task, server.store, server.runs, server.rounds, server.resources, snapshot_folder, client.tell
         )
-        for kind in (CaptureState, LoadState, SnapshotCommitted):
-            client.session.call_on(kind, lambda notice: server.threads.submit(snapshots.handle, notice))
+        follow_coordinator(client.session, server, snapshots.handle)
         client.session.call_on_roster(server.roster_changed)
         client.join(
             task,
@@ -69,9 +70,16 @@ def joined_server(
     return server
 
 
-def _hold_steps(client: CoordinatorClient, server: TaskServer, notice: HoldSteps) -> None:
+def follow_coordinator(session: SessionDriver, server: TaskServer, handle: Callable[[Notice], None]) -> None:
+    """Have the task hold back its steps in pauses, and handle the notices about snapshots on a thread."""
+    session.call_on(HoldSteps, partial(_hold_steps, session, server))
+    for kind in (CaptureState, LoadState, SnapshotCommitted):
+        session.call_on(kind, lambda notice: server.threads.submit(handle, notice))
+
+
+def _hold_steps(session: SessionDriver, server: TaskServer, notice: HoldSteps) -> None:
     """Hold back the shared steps of this task in a pause, or let them begin if none is on."""
     if notice.number:
-        server.gate.close(lambda: client.tell(StepsHeld(server.name, notice.number)))
+        server.gate.close(lambda: session.tell(StepsHeld(server.name, notice.number)))
     else:
         server.gate.open()

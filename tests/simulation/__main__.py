@@ -28,8 +28,8 @@ def parser() -> argparse.ArgumentParser:
         "--program",
         choices=PROGRAMS,
         default=STEPS,
-        help="the workers run steps over all tasks, train synchronously in rounds, or share a queue or variables "
-        f"(default: {STEPS})",
+        help="the workers run steps over all tasks, train synchronously in rounds, share a queue or variables, or run "
+        f"steps that change variables, with snapshots of these (default: {STEPS})",
     )
     made.add_argument(
         "--faults",

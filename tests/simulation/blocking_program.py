@@ -14,6 +14,7 @@ import contextvars
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextvars import ContextVar
 from functools import partial
 from typing import TypeVar
 
@@ -79,6 +80,7 @@ class BlockingProgram:
         self._continue()
 
     def _main(self, run: Callable[[], None]) -> None:
+        CURRENT.set(self)
         self._may_run.acquire()
         try:
             run()
@@ -126,6 +128,10 @@ class BlockingProgram:
         self._timer.stop()
         self._is_done = is_done
         self.process.post(self._continue)
+
+
+#: The program that this thread runs.
+CURRENT: ContextVar[BlockingProgram] = ContextVar("simulated program")
 
 
 def end_wait(future: Future[Result], outcome: Result | BaseException) -> None:

@@ -277,6 +277,10 @@ class Checks:
         for repeated in self.repeated():
             text = f"step {repeated.step} was tried more than once and no task died: {repeated.reasons}"
             self.require(all(repeated.reasons), "none lost", text)
+        self.check_nothing_left(statistics)
+
+    def check_nothing_left(self, statistics: Mapping[str, TaskStatistics]) -> None:
+        """Check that the tasks hold nothing that belongs to a step."""
         for task, found in statistics.items():
             text = f"{task} holds (plans that run, steps, values, waits) = {_left(found)}"
             self.require(not any(_left(found)), "nothing left", text)

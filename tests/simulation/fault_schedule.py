@@ -2,7 +2,7 @@
 
 Simulated are the layers below and above the code under test: the network with its faults and the clock, and what the
 program of a worker computes. Between them run the real `Coordinator`, `SessionDriver`, `TaskServer`, `Peer`,
-`Session`, `Async` and `Sync`.
+`Session`, `Async`, `Sync` and `TaskSnapshots`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,18 @@ from __future__ import annotations
 import logging
 import random
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+
+import pytest
 
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.strategies import async_, strategy
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
@@ -26,13 +30,17 @@ from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues.timers import timers_started_by
 from tests.simulation.checks import HOLDER_S, Checks, Repeated, name_of
 from tests.simulation.events import EventQueue, PendingEvent
-from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults
+from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults, with_drawn_losses
 from tests.simulation.link import Connections, SimulatedTransport
 from tests.simulation.network import Network, Process
-from tests.simulation.programs import PROGRAMS, STEPS, WorkerProgram
+from tests.simulation.programs import PROGRAMS, SNAPSHOTS, STEPS, WorkerProgram
 from tests.simulation.queue_program import NAME as QUEUE_NAME
 from tests.simulation.queue_program import QueueChecks, QueueWorker, contents
 from tests.simulation.rounds_program import RoundChecks, RoundsWorker
+from tests.simulation.simulated_disks import SimulatedDisks
+from tests.simulation.simulated_threads import SimulatedTime
+from tests.simulation.snapshot_checks import SnapshotChecks
+from tests.simulation.snapshots_program import SnapshotsWorker
 from tests.simulation.steps_program import StepsWorker
 from tests.simulation.tasks import AGAIN_S, Member, SimulatedTasks
 from tests.simulation.variables_program import VariableChecks, VariablesWorker
@@ -42,7 +50,10 @@ ADDRESS = f"{COORDINATOR}#listens"
 TICK_S = 1.0
 #: Interval between the checks of waits, memory and completion.
 LOOK_S = 1.0
-#: Longest run of a schedule after its last fault: several times the longest wait of a step.
+#: Time between two snapshots, and the number of steps in the program with snapshots for each of the schedule's.
+SNAPSHOT_EVERY_S = 2.0
+LONGER = 4
+#: Longest run of a schedule after its last fault: several times the longest wait of a step. For more steps it is longer.
 AFTER_FAULTS_S = 120.0
 #: Longest time until all waits and steps have ended, once the run is complete.
 QUIET_S = 30.0
@@ -53,7 +64,8 @@ class FaultSchedule:
     """The parameters of a simulation; equal values give equal events. With `faults` None, they are drawn from the seed.
 
     `program`  what the workers do, one of `PROGRAMS`
-    `steps`    number of steps or rounds of the run; each worker does 2 ops per step on the queue, or 3 on variables
+    `steps`    number of steps or rounds of the run; each worker does 2 ops per step on the queue, or 3 on variables.
+               In the program `snapshots`, a run has 4 times as many steps
     """
 
     seed: int
@@ -72,7 +84,12 @@ class FaultSchedule:
     @property
     def actual_faults(self) -> Faults:
         """The faults, given or drawn."""
-        return drawn_faults(self.seed, self.hosts) if self.faults is None else self.faults
+        if self.faults is not None:
+            return self.faults
+        drawn = drawn_faults(self.seed, self.hosts)
+        if self.program != SNAPSHOTS:
+            return drawn
+        return with_drawn_losses(drawn, self.seed, self.hosts[1 : 1 + self.ps])
 
     def command(self) -> str:
         """Return the command that runs this schedule again, with its log."""
@@ -112,7 +129,7 @@ def simulate(schedule: FaultSchedule, log: Callable[[str], None] | None = None) 
     run = _ScheduleRun(schedule, log)
     LOGGER.addFilter(run.keep_record)
     try:
-        with timers_started_by(run.start_timer):
+        with timers_started_by(run.start_timer), run.patched():
             run.run()
     finally:
         run.close()
@@ -126,7 +143,9 @@ class _ScheduleRun:
         self._schedule = schedule
         self._log = log
         ps = schedule.hosts[1 : 1 + schedule.ps]
-        self.checks = Checks(ps, schedule.steps if schedule.program == STEPS else 0)
+        self._steps = LONGER * schedule.steps if schedule.program == SNAPSHOTS else schedule.steps
+        self._snapshot_checks = SnapshotChecks(ps, self._steps) if schedule.program == SNAPSHOTS else None
+        self.checks = self._snapshot_checks or Checks(ps, self._steps if schedule.program == STEPS else 0)
         self._round_checks = RoundChecks(self.checks.require, ps)
         self._queue_checks = QueueChecks(self.checks.require)
         self._variable_checks = VariableChecks(self.checks.require)
@@ -134,7 +153,11 @@ class _ScheduleRun:
         self._faults = schedule.actual_faults
         self._network = Network(self.events, schedule.seed, self._faults)
         self._connections = Connections()
-        self._tasks = SimulatedTasks(self.events, self._network, self.checks, self._say, ADDRESS, self._connections)
+        self._disks = SimulatedDisks(self.events, self._network, self._faults, schedule.seed)
+        folder, connections = self._disks.folder, self._connections
+        self._tasks = SimulatedTasks(self.events, self._network, self.checks, self._say, ADDRESS, connections, folder)
+        if self._snapshot_checks is not None:
+            self._snapshot_checks.tasks, self._snapshot_checks.disks = self._tasks, self._disks
         self._store = _Store()
         self._workers: dict[Process, WorkerProgram] = {}
         self._steps_done = 0
@@ -151,7 +174,8 @@ class _ScheduleRun:
         for host in self._schedule.hosts:
             self._start(host)
         self._plan_faults()
-        latest_s = self._faults.end_s + AFTER_FAULTS_S
+        longer = LONGER if self._snapshot_checks is not None else 1
+        latest_s = self._faults.end_s + longer * AFTER_FAULTS_S
         step, checks = self.events.step, self.checks
         while not self._was_complete and step(latest_s):
             self._check()
@@ -184,13 +208,27 @@ class _ScheduleRun:
         """Run `call` after `delay_s` in the process that is active now."""
         return self.events.after(delay_s, partial(self._network.process(self._network.active).post, call))
 
+    @contextmanager
+    def patched(self) -> Iterator[None]:
+        """Have strategies and snapshots use the simulated time and disks."""
+        with self._disks.used(), pytest.MonkeyPatch.context() as patch:
+            for module in (async_, strategy):
+                patch.setattr(module, "time", SimulatedTime(self.events))
+            yield
+
     def close(self) -> None:
         """End everything."""
         self._coordinator.close()
         self._tasks.close()
+        self._disks.close()
 
     def _is_complete(self) -> bool:
         live = [worker.is_complete for process, worker in self._workers.items() if process.is_alive]
+        if self._snapshot_checks is not None:
+            # A task that dies after the run takes steps back, so all faults have to be over.
+            is_over = self.events.now_s >= self._faults.end_s and len(live) == self._schedule.workers
+            if not is_over or not self._snapshot_checks.is_settled():
+                return False
         return any(live) and all(live)
 
     def _is_at_rest(self) -> bool:
@@ -212,10 +250,13 @@ class _ScheduleRun:
 
     def _say(self, who: str, text: str) -> None:
         if self._log is not None:
-            self._log(f"{self.events.now_s:9.4f}  {who:<12} {text}")
+            # The folder has another name in each run.
+            self._log(f"{self.events.now_s:9.4f}  {who:<12} {text}".replace(str(self._disks.folder), "DISKS"))
 
     def _said(self, process: Process, message: Message) -> None:
         """Check a message that the coordinator sends to a task."""
+        if self._snapshot_checks is not None:
+            self._snapshot_checks.tells(message)
         live: set[str] = set()
         if isinstance(message, Claimed | Elected | Roster):
             tasks = self._coordinator.status().tasks
@@ -248,10 +289,14 @@ class _ScheduleRun:
             self.checks.arrives(message.task)
         elif isinstance(message, Heartbeat | Join):
             self.checks.lives(str(process), self.events.now_s)
+        if self._snapshot_checks is not None:
+            self._snapshot_checks.hears(message)
 
     def _heard(self, process: Process, message: Message) -> None:
         """After the coordinator has handled a claim, check by how many steps the run has progressed."""
-        if isinstance(message, ClaimSteps):
+        if self._snapshot_checks is not None:
+            self._snapshot_checks.has_heard(message)
+        elif isinstance(message, ClaimSteps):
             before, self._steps_done = self._steps_done, self._coordinator.status().steps_done
             counted = self._steps_done - before
             text = f"{process} reports {message.done} steps and {counted} are counted"
@@ -263,16 +308,20 @@ class _ScheduleRun:
     def _start_coordinator(self) -> Coordinator:
         process = self._network.start(COORDINATOR)
         self._say(str(process), "starts")
+        every_s = 0.0 if self._snapshot_checks is None else SNAPSHOT_EVERY_S
         coordinator = Coordinator(
             SimulatedTransport(self._network, process, self._connections),
             ADDRESS,
             {"ps": self._schedule.ps, "worker": self._schedule.workers},
             store=self._store,
-            settings=CoordinatorSettings(holder_timeout_s=HOLDER_S),
+            settings=CoordinatorSettings(holder_timeout_s=HOLDER_S, snapshot_every_s=every_s),
             tick_s=None,
             clock=lambda: self.events.now_s,
             wall_clock=lambda: self.events.now_s,
         )
+
+        if self._snapshot_checks is not None:
+            self._snapshot_checks.state = coordinator._state
 
         def tick() -> None:
             coordinator.tick()
@@ -310,6 +359,9 @@ class _ScheduleRun:
             case "variables":
                 ops = 3 * schedule.steps
                 return VariablesWorker(member, self._tasks, self._variable_checks, ops, str(schedule.seed))
+            case "snapshots":
+                assert self._snapshot_checks is not None
+                return SnapshotsWorker(member, self._tasks, self._snapshot_checks, self._steps, ps)
             case _:
                 return StepsWorker(member, self._tasks, self.checks, schedule.steps, ps)
 

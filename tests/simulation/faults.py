@@ -57,6 +57,10 @@ class Faults:
     `cut`    no packet passes between two hosts
     `hang`   a host's process does nothing, and then continues
     `slow`   a host takes longer for all its work
+    `full`   a ps's writes of parts of snapshots fail
+    `torn`   the parts of snapshots that a ps has written lose half of a file
+    `flip`   the parts of snapshots that a ps has written have one wrong bit
+    `gone`   the parts of snapshots that a ps has written disappear
     """
 
     loss: float = 0.0
@@ -69,6 +73,10 @@ class Faults:
     cut: tuple[Outage, ...] = ()
     hang: tuple[Outage, ...] = ()
     slow: tuple[Slow, ...] = ()
+    full: tuple[Outage, ...] = ()
+    torn: tuple[Outage, ...] = ()
+    flip: tuple[Outage, ...] = ()
+    gone: tuple[Outage, ...] = ()
 
     def __str__(self) -> str:
         words = []
@@ -83,7 +91,7 @@ class Faults:
     @property
     def outages(self) -> tuple[Outage, ...]:
         """All outages."""
-        return (*self.kill, *self.power, *self.cut, *self.hang)
+        return (*self.kill, *self.power, *self.cut, *self.hang, *self.full, *self.torn, *self.flip, *self.gone)
 
     @property
     def end_s(self) -> float:
@@ -149,7 +157,7 @@ def _slow(value: str) -> Slow:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("loss", "late", "twice", "mixed", "breaks"), _rate),
-    **dict.fromkeys(("kill", "power", "hang"), _outage),
+    **dict.fromkeys(("kill", "power", "hang", "full", "torn", "flip", "gone"), _outage),
     "cut": _cut,
     "slow": _slow,
 }
@@ -187,3 +195,21 @@ def drawn_faults(seed: int, hosts: Sequence[str], busy_s: float = 8.0) -> Faults
         slow=tuple(Slow(draw.choice(list(hosts)), draw.choice([5.0, 50.0])) for _ in some(1)),
     )
     return replace(drawn, breaks=rate(0.1))
+
+
+def with_drawn_losses(faults: Faults, seed: int, ps: Sequence[str]) -> Faults:
+    """Add drawn faults of the state of ps tasks: processes that end, and disks that fail; the same for the same seed.
+
+    Most begin when the first snapshot should be complete.
+    """
+    draw = random.Random(f"losses {seed}")
+
+    def outages(count: int, longest_s: float) -> tuple[Outage, ...]:
+        return tuple(
+            Outage((draw.choice(list(ps)),), round(2 + draw.random() * 7, 2), round(draw.random() * longest_s, 2))
+            for _ in range(count)
+        )
+
+    kill, power = outages(draw.choice([1, 1, 2, 3]), 4.0), outages(draw.choice([0, 0, 1]), 4.0)
+    disk: dict[str, Any] = {name: outages(draw.random() < 0.15, 6.0) for name in ("full", "torn", "flip", "gone")}
+    return replace(faults, kill=(*faults.kill, *kill), power=(*faults.power, *power), **disk)

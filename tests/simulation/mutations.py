@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -34,39 +33,14 @@ from dflow.lowering.state import applied_steps
 from dflow.lowering.values.index_set import IndexSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
-from tests.simulation.programs import QUEUE, ROUNDS, STEPS, VARIABLES
+from tests.simulation.planting import Made, Mutation, doing_nothing, giving
+from tests.simulation.programs import QUEUE, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
+from tests.simulation.snapshot_mutations import SNAPSHOT_MUTATIONS
 
 #: How much is done in a schedule of each program.
-STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4}
+STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4, SNAPSHOTS: 6}
 #: Within so many schedules each has to be found.
 SCHEDULES = 150
-
-Made = Callable[[Any], Any]
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """`attribute` of `owner` replaced by `made(what it was)`; `found_by` is the invariant that fails then.
-
-    `faults` are those of the schedules that shall find it, drawn from their seeds when None; `program` is what the
-    workers do in them.
-    """
-
-    says: str
-    owner: Any
-    attribute: str
-    made: Made
-    found_by: str
-    faults: str | None = None
-    program: str = STEPS
-
-
-def _giving(result: Any) -> Made:
-    return lambda original: lambda *args, **kwargs: result
-
-
-def _doing_nothing(original: Any) -> Any:
-    return lambda *args, **kwargs: []
 
 
 def _without(kind: type) -> Made:
@@ -344,10 +318,10 @@ MUTATIONS = (
         "a holder is given no more time than others",
         variable_directory.VariableDirectory,
         "holds_state",
-        _giving(False),
+        giving(False),
         "holder kept",
     ),
-    Mutation("silence is not noticed", _MEMBERS, "tick", _doing_nothing, "none lost"),
+    Mutation("silence is not noticed", _MEMBERS, "tick", doing_nothing, "none lost"),
     Mutation(
         "who is given up is not disconnected",
         coordinator_state.CoordinatorState,
@@ -357,44 +331,42 @@ MUTATIONS = (
     ),
     Mutation("a barrier passes before all have come", _BARRIERS, "_pass_if_complete", _pass_early, "one view"),
     Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
-    Mutation("whoever asks is elected", elections.Elections, "elect", _giving(True), "one in office"),
-    Mutation("ended steps are forgotten", rendezvous._EndedSteps, "__contains__", _giving(False), "nothing left"),
-    Mutation(
-        "a task's gate hears of no members", member_gate.MemberGate, "roster_changed", _doing_nothing, "none lost"
-    ),
+    Mutation("whoever asks is elected", elections.Elections, "elect", giving(True), "one in office"),
+    Mutation("ended steps are forgotten", rendezvous._EndedSteps, "__contains__", giving(False), "nothing left"),
+    Mutation("a task's gate hears of no members", member_gate.MemberGate, "roster_changed", doing_nothing, "none lost"),
     Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "waits end"),
-    Mutation("an ask is not asked again", _SESSION, "_send_all", _doing_nothing, "none lost"),
-    Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", _doing_nothing, "none lost"),
-    Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", _doing_nothing, "none lost"),
+    Mutation("an ask is not asked again", _SESSION, "_send_all", doing_nothing, "none lost"),
+    Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", doing_nothing, "none lost"),
+    Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", doing_nothing, "none lost"),
     Mutation("a failed step is reported as done", async_.Async, "run", _a_failed_step_as_done, "none lost"),
-    Mutation("a task records no applied step", _ATTEMPT, "begins", _giving(True), "applied once"),
+    Mutation("a task records no applied step", _ATTEMPT, "begins", giving(True), "applied once"),
     Mutation("the end of a part is not recorded", _ATTEMPT, "begins", _by_attempt, "applied once"),
-    Mutation("all steps count as applied", _ATTEMPT, "begins", _giving(False), "none lost"),
+    Mutation("all steps count as applied", _ATTEMPT, "begins", giving(False), "none lost"),
     Mutation("the release of a step brings no number", plan_runs.PlanRuns, "release", _without_number, "applied once"),
-    Mutation("waits have no deadline", deadlines.Deadlines, "add", _doing_nothing, "waits end"),
-    Mutation("waits do not expire", task_channel.TaskChannel, "_expire", _doing_nothing, "waits end"),
-    Mutation("what a step left is kept", task_channel.TaskChannel, "finish", _doing_nothing, "nothing left"),
-    Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", _doing_nothing, "nothing left"),
-    Mutation("a run ends without an answer", task_server, "answer_run", _doing_nothing, "none lost"),
+    Mutation("waits have no deadline", deadlines.Deadlines, "add", doing_nothing, "waits end"),
+    Mutation("waits do not expire", task_channel.TaskChannel, "_expire", doing_nothing, "waits end"),
+    Mutation("what a step left is kept", task_channel.TaskChannel, "finish", doing_nothing, "nothing left"),
+    Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", doing_nothing, "nothing left"),
+    Mutation("a run ends without an answer", task_server, "answer_run", doing_nothing, "none lost"),
     Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
-    Mutation("what is acknowledged is kept", _LINK, "acknowledge", _doing_nothing, "bounded"),
+    Mutation("what is acknowledged is kept", _LINK, "acknowledge", doing_nothing, "bounded"),
     Mutation("nothing is acknowledged in itself", _LINK, "ack_due", _property_giving(False), "bounded"),
     Mutation("an element is given to two", queue_machine.FifoOrder, "pop", _peeking, "taken once", program=QUEUE),
     Mutation("the last in is the first out", queue_machine.FifoOrder, "pop", _the_last, "in order", program=QUEUE),
-    Mutation("a waiter that gave up is served", _QUEUE, "abandon", _doing_nothing, "refused", program=QUEUE),
+    Mutation("a waiter that gave up is served", _QUEUE, "abandon", doing_nothing, "refused", program=QUEUE),
     Mutation("what finds no room counts as in", _QUEUE, "_let_in", _served, "none lost", program=QUEUE),
     Mutation("what was refused goes in", _QUEUE, "close", _let_all_in, "refused", program=QUEUE),
-    Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", _giving(True), "counted once", program=ROUNDS),
+    Mutation("a stale gradient counts", _ACCUMULATOR, "is_fresh", giving(True), "counted once", program=ROUNDS),
     Mutation("a sum is not reset", accumulators.HeldAccumulator, "_answer", _keeping, "counted once", program=ROUNDS),
     Mutation("a gradient is lost", _HELD, "_with", _the_old, "first m", program=ROUNDS),
     Mutation("a task sums others than the host", _HELD, "_sum_of", _all_kept, "applied once", program=ROUNDS),
     Mutation("one gradient less is enough", _ROUNDS, "_enough", _one_less, "first m", program=ROUNDS),
-    Mutation("a dead worker is waited for", _ROUNDS, "leave", _doing_nothing, "the dead", _DIES, ROUNDS),
-    Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", _doing_nothing, "the dead", _DIES, ROUNDS),
+    Mutation("a dead worker is waited for", _ROUNDS, "leave", doing_nothing, "the dead", _DIES, ROUNDS),
+    Mutation("fewer are not enough", _ACCUMULATOR, "set_enough", doing_nothing, "the dead", _DIES, ROUNDS),
     Mutation("a round is told of again", _ROUNDS, "ready", _done_before, "later rounds", program=ROUNDS),
     Mutation("a failed update fails the run for ever", _ROUNDS, "open", _once_failed, "none lost", _APART, ROUNDS),
-    Mutation("no process is recorded", membership.Membership, "process", _giving(""), "one life", program=VARIABLES),
+    Mutation("no process is recorded", membership.Membership, "process", giving(""), "one life", program=VARIABLES),
     Mutation(
         "a write may come before the news of the death that led to it",
         member_gate.MemberGate,
@@ -405,6 +377,7 @@ MUTATIONS = (
         VARIABLES,
     ),
     Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
+    *SNAPSHOT_MUTATIONS,
 )
 
 

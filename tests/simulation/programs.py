@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-#: Asynchronous steps claimed from the coordinator; synchronous training by rounds; a shared queue; shared variables.
-STEPS, ROUNDS, QUEUE, VARIABLES = PROGRAMS = ("steps", "rounds", "queue", "variables")
+#: Asynchronous steps claimed from the coordinator; synchronous training by rounds; a shared queue; shared variables;
+#: asynchronous steps that change variables, with snapshots of them.
+STEPS, ROUNDS, QUEUE, VARIABLES, SNAPSHOTS = PROGRAMS = ("steps", "rounds", "queue", "variables", "snapshots")
 
 
 class WorkerProgram(Protocol):

@@ -103,7 +103,7 @@ class StepsWorker(TrainingWorker):
         self._checks = checks
         self._steps = steps
         self._ps = tuple(ps)
-        self._plan = member.server.plans.add(*_worker_plan(member.name, self._ps))
+        self._plan = member.server.plans.add(*self.own_plan())
         self._handles: dict[Member, int] = {}
         self._starter = _Starter(member)
         self._loop = StepsAhead(self._starter, RUN, 0)
@@ -117,6 +117,14 @@ class StepsWorker(TrainingWorker):
             yield self._loop.iteration
         finally:
             self._loop.cancel("the loop ended")
+
+    def own_plan(self) -> tuple[Plan, list[Program]]:
+        """Return this worker's part of a step; its feed is the attempt's number."""
+        return _worker_plan(self.task, self._ps)
+
+    def plan_of(self, host: str, member: Member) -> tuple[Plan, list[Program]]:
+        """Return a ps task's part of a step."""
+        return _ps_plan(host, self.task, partial(self._apply, member))
 
     def run(self) -> None:
         """Run steps until the coordinator reports the run as complete."""
@@ -219,8 +227,7 @@ class StepsWorker(TrainingWorker):
         if member is None:
             return 0
         if member not in self._handles:
-            plan = _ps_plan(host, self.task, partial(self._apply, member))
-            self._handles[member] = member.server.plans.add(*plan)
+            self._handles[member] = member.server.plans.add(*self.plan_of(host, member))
         return self._handles[member]
 
     def _apply(self, member: Member, number: Any) -> tuple[()]:

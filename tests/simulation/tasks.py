@@ -7,15 +7,18 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
+from dflow.distributed.task.joined_server import follow_coordinator
 from dflow.distributed.task.task_server import TaskServer, TaskSettings, TaskStatistics
+from dflow.distributed.task.task_snapshots import TaskSnapshots
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
-from dflow.distributed.wire.messages.message import Answer, Request
+from dflow.distributed.wire.messages.message import Answer, Notice, Request
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
@@ -63,18 +66,22 @@ class Member(BlockingProgram):
         self._tasks = tasks
         # As in a task server: its state is worth keeping, and it has no program that would have to restart.
         settings = SessionSettings(rejoins_anew=process.host.startswith("ps:"), heartbeat_s=HEARTBEAT_S)
-        self._driver = SessionDriver(
+        self.driver = SessionDriver(
             transport,
             tasks.coordinator,
-            lambda: self._driver.tell(Heartbeat(self.name)),
+            lambda: self.driver.tell(Heartbeat(self.name)),
             name=self.name,
             process=str(process),
             settings=settings,
             clock=clock,
         )
-        self._driver.call_on_roster(self._take_over)
-        self._driver.call_on_lost(self._given_up)
-        self._driver.open_later()
+        folder = tasks.snapshot_folder if process.host.startswith("ps:") else None
+        server = self.server
+        self._snapshots = TaskSnapshots(self.name, server.store, server.runs, server.rounds, folder, self.driver.tell)
+        follow_coordinator(self.driver, server, self._follow)
+        self.driver.call_on_roster(self._take_over)
+        self.driver.call_on_lost(self._given_up)
+        self.driver.open_later()
 
     def say(self, text: str) -> None:
         """Add a line to the log."""
@@ -98,7 +105,7 @@ class Member(BlockingProgram):
     def ask_coordinator(self, message: Request[Answer], timeout_s: float = ASK_S) -> Answer:
         """Send the coordinator a request and wait for its answer, even while it is absent."""
         what = f"the coordinator's answer to {type(message).__name__}"
-        return self.wait(what, timeout_s, self._driver.start(message))
+        return self.wait(what, timeout_s, self.driver.start(message))
 
     def ask(
         self,
@@ -140,8 +147,12 @@ class Member(BlockingProgram):
             self.ask_coordinator(Leave(self.name, FINISHED))
         except DflowError as error:
             self.say(f"could not say that it leaves: {error}")
-        self._driver.close(FINISHED)
+        self.driver.close(FINISHED)
         self.server.close()
+
+    def _follow(self, notice: Notice) -> None:
+        """Do what the coordinator asks for in a program of its own, since that may wait for a lock or the disk."""
+        BlockingProgram(self._tasks.events, self.process).start(partial(self._snapshots.handle, notice))
 
     def _take_over(self, roster: Roster) -> None:
         self._checks.roster(str(self.process), roster)
@@ -165,8 +176,11 @@ class SimulatedTasks:
         says: Callable[[str, str], None],
         coordinator: str,
         connections: Connections,
+        snapshot_folder: Path | None = None,
     ) -> None:
         self.coordinator = coordinator
+        #: The folder of the parts of snapshots of all ps tasks; None for none.
+        self.snapshot_folder = snapshot_folder
         self.events = events
         self.network = network
         self.checks = checks

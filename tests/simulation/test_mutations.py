@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulation.mutations import MUTATIONS, Mutation, find
+from tests.simulation.mutations import MUTATIONS, find
+from tests.simulation.planting import Mutation
 
 
 @pytest.mark.once

@@ -21,16 +21,17 @@ from tests.simulation.faults import (
     drawn_faults,
     parse_faults,
 )
-from tests.simulation.programs import PROGRAMS, QUEUE, ROUNDS, STEPS, VARIABLES
+from tests.simulation.programs import PROGRAMS, QUEUE, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 
 #: Number of schedules of each program, more than find any planted fault (`mutations.SCHEDULES`), and work done in one.
-SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200}
-SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3}
+SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200, SNAPSHOTS: 30}
+SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3, SNAPSHOTS: 6}
 PARTS = 10
 HOSTS = FaultSchedule(0).hosts
 
 times = st.integers(0, 800).map(lambda hundredths: hundredths / 100)
 spans = st.sampled_from([0.05, 0.5, 3.0, 12.0, 20.0])
+disk_outages = st.builds(Outage, st.tuples(st.sampled_from(HOSTS[1:3])), times, spans)
 rates = st.sampled_from([0.0, 0.05, 0.3])
 
 
@@ -53,6 +54,10 @@ faults = st.builds(
     ),
     hang=lists(st.builds(Outage, st.tuples(st.sampled_from(HOSTS)), times, spans), 2),
     slow=lists(st.builds(Slow, st.sampled_from(HOSTS), st.sampled_from([5.0, 50.0])), 1),
+    full=lists(disk_outages, 1),
+    torn=lists(disk_outages, 1),
+    flip=lists(disk_outages, 1),
+    gone=lists(disk_outages, 1),
 )
 
 
@@ -137,8 +142,42 @@ def test_a_fault_that_cannot_be_is_refused(text: str, why: str) -> None:
 
 
 def test_a_program_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no program 'dance'; there are steps, rounds, queue, variables"):
+    with pytest.raises(
+        ValueError, match="there is no program 'dance'; there are steps, rounds, queue, variables, snap"
+    ):
         simulate(FaultSchedule(0, program="dance"))
+
+
+def test_all_tasks_return_to_a_snapshot_when_one_dies_and_steps_are_done_again() -> None:
+    log: list[str] = []
+    ended = simulate(FaultSchedule(0, faults=parse_faults("kill=ps:0@4+0.5"), program=SNAPSHOTS), log.append)
+    assert not ended.broken, str(ended)
+    assert [line for line in log if "ps:0, ps:1 returned to snapshot" in line]
+    applied = [line.partition("applies ")[2] for line in log if "applies" in line and " ps:1 " in line]
+    steps = {line.split()[1] for line in applied}
+    assert len(steps) == 36
+    assert len(applied) > 2 * len(steps)
+
+
+@pytest.mark.parametrize("fault", ["torn", "flip", "gone"])
+def test_no_worker_goes_on_without_state_that_cannot_be_restored(fault: str) -> None:
+    log: list[str] = []
+    faults = parse_faults(f"{fault}=ps:0@0+9,kill=ps:1@4+0.5")
+    ended = simulate(FaultSchedule(0, faults=faults, program=SNAPSHOTS), log.append)
+    assert not ended.broken, str(ended)
+    refused = {line.split()[1] for line in log if "is refused" in line and "ps:0 could not return" in line}
+    assert refused == {"worker:0", "worker:1", "worker:2"}
+    restarted = next(number for number, line in enumerate(log) if "ps:1'1" in line)
+    assert not [line for line in log[restarted:] if "applies" in line]
+
+
+def test_a_full_disk_leaves_the_snapshot_before() -> None:
+    log: list[str] = []
+    faults = parse_faults("full=ps:0@2.5+9,kill=ps:1@5+0.5")
+    ended = simulate(FaultSchedule(0, faults=faults, program=SNAPSHOTS), log.append)
+    assert not ended.broken, str(ended)
+    assert [line for line in log if "is abandoned" in line and "No space left" in line]
+    assert [line for line in log if "returned to snapshot 1;" in line]
 
 
 def test_the_command_that_shows_a_schedule_again_names_its_program() -> None:

@@ -1,0 +1,224 @@
+"""Invariants of variables in snapshots, checked in the program `snapshots`.
+
+By the names that a report gives them:
+- `applied once`   a step is applied to a variable at most once in its present history;
+- `one moment`     the variables of all tasks have the same steps, among them all that the ledger counts as done: in a
+                   committed snapshot, after a return to it, and at the end. Excepted is a step that is not done and
+                   was left by a worker when no other took part in the run: its record is in each part;
+- `none lost`      a step that is counted as done is applied to each variable. Lost state is restored, unless no
+                   snapshot is committed, the newest one lacks a variable, or the schedule damaged a part of it;
+- `same variable`  no value is read or changed that began with another initial value than the variable did first;
+- `all read`       no task sets the state of a snapshot before each has read its part;
+- `bounded`        at the end a task's folder has at most two parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.task.task_server import TaskStatistics
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.rounds import ClaimSteps, StepsDone
+from dflow.distributed.wire.messages.snapshots import (
+    CaptureState,
+    LoadState,
+    SnapshotCommitted,
+    StateLoaded,
+    StateRestored,
+)
+from dflow.lowering.files.array_files import read_arrays
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import CheckpointError
+from tests.simulation.checks import Attempt, Checks
+from tests.simulation.simulated_disks import SimulatedDisks
+from tests.simulation.steps_program import RUN
+from tests.simulation.tasks import SimulatedTasks
+
+Values = Mapping[str, Any]
+
+
+def names_on(host: str) -> tuple[str, str]:
+    """Return the names of the variables of a ps task."""
+    return f"first of {host}", f"second of {host}"
+
+
+class SnapshotChecks(Checks):
+    """The checks of one schedule. `gave_up` is whether a worker has ended since lost state could not be restored."""
+
+    def __init__(self, ps: Sequence[str], steps: int) -> None:
+        super().__init__(ps, steps)
+        self.gave_up = False
+        #: Set by the schedule's run, which makes them after this.
+        self.state: CoordinatorState
+        self.tasks: SimulatedTasks
+        self.disks: SimulatedDisks
+        self._creations = itertools.count(1)
+        #: The number at the end of each variable, which its first user has seen.
+        self._created: dict[str, int] = {}
+        #: The values in each committed snapshot, without damaged parts.
+        self._committed: dict[int, Values] = {}
+        #: Steps that were perhaps applied on some tasks only when a snapshot was captured, and no worker took part.
+        self._halves: set[int] = set()
+        #: The tasks that have read their parts for each return.
+        self._have_read: dict[int, set[str]] = {}
+
+    # Variables.
+
+    def initial(self, length: int) -> Any:
+        """Return an initial value that is different from all others."""
+        value = np.zeros(length, np.int32)
+        value[-1] = next(self._creations)
+        return value
+
+    def read(self, who: str, name: str, value: Any) -> None:
+        """A task reads or changes a variable, or loads it."""
+        first = self._created.setdefault(name, int(value[-1]))
+        text = f"{who} has {name!r} of creation {value[-1]}, and the first one used was of creation {first}"
+        self.require(first == value[-1], "same variable", text)
+
+    def changes(self, process: str, name: str, value: Any, number: int) -> Attempt:
+        """A process is about to apply an attempt to a variable of this value."""
+        attempt = self._attempts[number]
+        self.read(process, name, value)
+        text = f"{process} applies step {attempt.step} of {attempt.worker} to {name!r}, which has it"
+        self.require(value[attempt.step] == 0, "applied once", text)
+        return attempt
+
+    def refused(self, why: str) -> None:
+        """The coordinator refuses to restore lost state."""
+        recovery = self.state._recovery
+        committed = recovery._committed
+        if not why.startswith("the lost state is not restored: "):
+            return  # the worker has left
+        if "before the first snapshot" in why:
+            is_right = not self._committed
+        elif " could not return to the snapshot" in why and committed is not None:
+            is_right = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
+        else:
+            names = () if committed is None else committed.names
+            is_right = " has no " in why and not {*self.state._directory.names()} <= {*names}
+        self.require(is_right, "none lost", why)
+
+    # Messages.
+
+    def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
+        """See `Checks`; a claim from before a return is void."""
+        void = {task for task, one in self.state._ledger._runs[RUN].workers.items() if one.is_void}
+        self._held = {task: held for task, held in self._held.items() if task not in void}
+        super().claimed(worker, steps, live)
+
+    def tells(self, message: Message) -> None:
+        """The coordinator is about to send a message to a task."""
+        run = self.state._ledger._runs.get(RUN)
+        if isinstance(message, CaptureState) and run is not None and not run.holding | run.sharing:
+            self._halves.update(*run.left_over.ranges())
+        committed = self.state._recovery._committed
+        if committed is None:
+            return
+        if isinstance(message, SnapshotCommitted) and message.number not in self._committed:
+            self._check_commit()
+        elif isinstance(message, StateRestored):
+            self._check_one_moment(f"after the return to snapshot {committed.number}", self._present())
+            self._check_same_as(committed.number)
+        elif isinstance(message, LoadState) and message.is_set:
+            missing = {*committed.tasks} - self._have_read.get(message.epoch, set())
+            text = f"return {message.epoch} is carried out, and {sorted(missing)} have not read their parts"
+            self.require(not missing, "all read", text)
+
+    def hears(self, message: Message) -> None:
+        """The coordinator is about to handle a message of a task."""
+        if isinstance(message, StateLoaded) and not message.failure:
+            self._have_read.setdefault(message.epoch, set()).add(message.task)
+
+    def has_heard(self, message: Message) -> None:
+        """The coordinator has handled a message of a task: check steps that it counts as done."""
+        recovery = self.state._recovery
+        if not isinstance(message, ClaimSteps | StepsDone) or recovery._is_returning or self.state._directory.lost():
+            return
+        for name, value in self._present().items():
+            self.read("a task", name, value)
+            missing = [step for step in self._done_steps() if value[step] == 0]
+            self.require(not missing, "none lost", f"steps {missing} count as done, and {name!r} does not have them")
+
+    def _check_commit(self) -> None:
+        committed, found = self.state._recovery._committed, dict[str, Any]()
+        assert committed is not None
+        for task in committed.tasks:
+            host = short_task_name(task)
+            if (host, committed.number) in self.disks.damaged:
+                continue
+            text = f"snapshot {committed.number} is committed, and the part of {host}"
+            try:
+                files = read_arrays(self.disks.part(host, committed.number))
+                values = {name: np.array(value) for name, value in files.each(dict.fromkeys(files.types))}
+            except CheckpointError as error:
+                self.require(False, "one moment", f"{text} cannot be read: {error}")
+                continue
+            missing = {name for name in committed.names if name in names_on(host)} - {*values}
+            self.require(not missing, "one moment", f"{text} has no {sorted(missing)}")
+            found |= values
+        self._committed[committed.number] = found
+        pool = committed.ledger.runs[RUN].pool if RUN in committed.ledger.runs else ((0, self._steps),)
+        self._check_one_moment(f"in snapshot {committed.number}", found, self._without(pool))
+
+    def _check_same_as(self, number: int) -> None:
+        present = self._present()
+        for name, value in self._committed.get(number, {}).items():
+            text = f"after the return to snapshot {number} {name!r} is {present.get(name)}, and it has {value}"
+            self.require(name not in present or np.array_equal(present[name], value), "one moment", text)
+
+    def _check_one_moment(self, when: str, values: Values, done: Sequence[int] | None = None) -> None:
+        done = self._done_steps() if done is None else done
+        first = next(iter(values), "")
+        whole = [step for step in range(self._steps) if step not in self._halves or step in done]
+        for name, value in values.items():
+            self.read(when, name, value)
+            text = f"{when} {name!r} is {value[:-1]}, and {first!r} is {values[first][:-1]}"
+            self.require(np.array_equal(value[whole], values[first][whole]), "one moment", text)
+            missing = [step for step in done if value[step] != 1]
+            self.require(not missing, "one moment", f"{when} steps {missing} are done, and {name!r} is {value[:-1]}")
+
+    def _present(self) -> Values:
+        """Return the variables of the processes that hold them, as far as these are alive."""
+        found: dict[str, Any] = {}
+        for info in self.state._directory.variables():
+            member = self.tasks.member(short_task_name(info.task))
+            if member is not None and str(member.process) == info.process and info.name in member.server.store:
+                found[info.name] = np.array(member.server.store.snapshot([info.name])[info.name])
+        return found
+
+    def _done_steps(self) -> Sequence[int]:
+        """Return the steps that the ledger counts as done."""
+        runs = self.state._ledger.copy().runs
+        return self._without(runs[RUN].pool if RUN in runs else ((0, self._steps),))
+
+    def _without(self, pool: Sequence[tuple[int, int]]) -> Sequence[int]:
+        return sorted({*range(self._steps)} - {step for pair in pool for step in range(*pair)})
+
+    # The end.
+
+    def is_settled(self) -> bool:
+        """Whether the coordinator knows the processes of all ps tasks, and has restored lost state or given it up."""
+        recovery, members = self.state._recovery, self.state._membership
+        for host in self._tasks:
+            member = self.tasks.member(host)
+            if member is None or members.process(member.name) != str(member.process):
+                return False
+        return not recovery._is_returning and (not self.state._directory.lost() or bool(recovery._hopeless))
+
+    def end(self, statistics: Mapping[str, TaskStatistics]) -> None:
+        """Check the final state: all steps have ended, and no event is pending."""
+        self.check_nothing_left(statistics)
+        self.require(self.is_settled(), "waits end", "lost state is neither restored nor given up at the end")
+        for host in self._tasks:
+            parts = sorted(part.name for part in self.disks.part(host, 0).parent.iterdir())
+            self.require(len(parts) <= 2, "bounded", f"{host} keeps {parts}")
+        if self.state._directory.lost():
+            self.refused(f"the lost state is not restored: {self.state._recovery._hopeless}")
+        else:
+            self._check_one_moment("at the end", self._present())

@@ -1,0 +1,178 @@
+"""Faults planted in the code of snapshots and of returns to them; see `mutations`, which finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from dflow.distributed.coordinator import recovery, step_ledger, variable_directory
+from dflow.distributed.steps import step_gate
+from dflow.distributed.task import task_snapshots
+from dflow.distributed.wire.messages.snapshots import StateCaptured
+from dflow.lowering.state import applied_steps
+from tests.simulation.blocking_program import CURRENT
+from tests.simulation.planting import Made, Mutation, doing_nothing, giving
+from tests.simulation.programs import SNAPSHOTS
+
+#: A worker's step is applied on one task only, and the worker dies.
+_HALF = "cut=worker:0/ps:1@2.3+8,kill=worker:0@3.5+5"
+
+#: A ps task dies in the middle of the run, once or twice, or with a worker; or when another one's disk is full.
+_TWICE, _BOTH = "kill=ps:0@3+0.5,kill=ps:0@6+0.5", "kill=ps:0@3+0.5,kill=worker:1@3.2+0.5"
+_DIES, _FULL = "kill=ps:0@3+0.5", "full=ps:1@2.5+9,kill=ps:0@4.5+0.5"
+
+#: Steps take longer than their deadline.
+_LOSSES = "loss=0.3,mixed=0.3,breaks=0.2"
+
+_RECOVERY, _PARTS = recovery.Recovery, task_snapshots.TaskSnapshots
+
+
+def _no_part_awaited(original: Any) -> Any:
+    def captured(self: Any, report: Any) -> None:
+        original(self, report)
+        self._unwritten.clear()
+
+    return captured
+
+
+def _no_capture_awaited(original: Any) -> Any:
+    def captured(self: Any, report: Any) -> None:
+        original(self, report)
+        if self._making is not None:
+            self._uncaptured.clear()
+            self._captured.update(self._making.names)
+
+    return captured
+
+
+def _ledger_of_the_commit(original: Any) -> Any:
+    def snapshot_on(self: Any, at_s: float) -> Any:
+        if self._making is not None and not self._unwritten:
+            self._making = msgspec.structs.replace(self._making, ledger=self._ledger.copy())
+        return original(self, at_s)
+
+    return snapshot_on
+
+
+def _only_the_first(original: Any) -> Any:
+    def load(self: Any, tasks: Any) -> Any:
+        if not self._is_setting:
+            return original(self, tasks)
+        self._loading.intersection_update([*tasks][:1])
+        return original(self, [*tasks][:1])
+
+    return load
+
+
+def _the_newest(original: Any) -> Any:
+    def load(self: Any, tasks: Any) -> Any:
+        committed = self._committed
+        self._committed = msgspec.structs.replace(committed, number=self._counted.number)
+        commands = original(self, tasks)
+        self._committed = committed
+        return commands
+
+    return load
+
+
+def _without_reading(original: Any) -> Any:
+    def load(self: Any, tasks: Any) -> Any:
+        self._is_setting = True
+        return original(self, tasks)
+
+    return load
+
+
+def _bound_to_the_next_process(original: Any) -> Any:
+    def joined(self: Any, task: str) -> None:
+        original(self, task)
+        for name, placement in list(self._placements.items()):
+            if placement.info.task == task:
+                self._bind(name, placement)
+
+    return joined
+
+
+def _claims_kept(original: Any) -> Any:
+    def return_to(run: Any, copy: Any) -> None:
+        run.workers, workers = {}, run.workers
+        original(run, copy)
+        run.workers = workers
+
+    return return_to
+
+
+def _without_failures(original: Any) -> Any:
+    return lambda run, report: original(run, msgspec.structs.replace(report, has_failed=False))
+
+
+def _idle_at_once(original: Any) -> Any:
+    def close(gate: Any, on_idle: Any) -> None:
+        original(gate, on_idle)
+        on_idle()
+
+    return close
+
+
+def _captured_after_the_report(original: Any) -> Any:
+    def write(parts: Any, number: int, committed: int) -> None:
+        parts._tell(StateCaptured(parts._task, number, parts._store.keys()))
+        CURRENT.get().sleep(0.7)
+        original(parts, number, committed)
+
+    return write
+
+
+def _successful(original: Any) -> Any:
+    return lambda self, report: original(self, msgspec.structs.replace(report, failure=""))
+
+
+def _always_the_first(original: Any) -> Any:
+    return lambda parts, message: original(parts, msgspec.structs.replace(message, epoch=1))
+
+
+def _removed_before_the_commit(original: Any) -> Any:
+    def write(parts: Any, number: int, committed: int) -> None:
+        original(parts, number, 0)
+
+    return write
+
+
+def _planted(says: str, owner: Any, attribute: str, made: Made, found_by: str, faults: str | None = None) -> Mutation:
+    return Mutation(says, owner, attribute, made, found_by, faults, SNAPSHOTS)
+
+
+SNAPSHOT_MUTATIONS = (
+    _planted("a snapshot is committed before it is written", _RECOVERY, "captured", _no_part_awaited, "one moment"),
+    _planted("the pause ends before all have captured", _RECOVERY, "captured", _no_capture_awaited, "one moment"),
+    _planted("a snapshot has a later ledger", _RECOVERY, "_snapshot_on", _ledger_of_the_commit, "one moment"),
+    _planted("one task alone returns", _RECOVERY, "_load", _only_the_first, "one moment", _DIES),
+    _planted("a snapshot that is not committed is loaded", _RECOVERY, "_load", _the_newest, "none lost", _FULL),
+    _planted("a part that failed counts as written", _RECOVERY, "written", _successful, "one moment", _FULL),
+    _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
+    _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
+    _planted("the ledger does not return", step_ledger.StepLedger, "return_to", doing_nothing, "one moment"),
+    _planted("claims outlive a return", step_ledger._LedgerRun, "return_to", _claims_kept, "done once"),
+    _planted(
+        "a dead worker's step is not awaited", step_ledger.StepLedger, "is_clear", giving(True), "one moment", _HALF
+    ),
+    _planted(
+        "a failed step is not done first", step_ledger._LedgerRun, "note_done", _without_failures, "one moment", _LOSSES
+    ),
+    _planted("a step that runs is not awaited", step_gate.StepGate, "close", _idle_at_once, "one moment"),
+    _planted(
+        "a lost variable is made again",
+        variable_directory.VariableDirectory,
+        "joined",
+        _bound_to_the_next_process,
+        "same variable",
+        _BOTH,
+    ),
+    _planted("a task captures after its report", _PARTS, "_write", _captured_after_the_report, "one moment"),
+    _planted(
+        "a part goes before the next is committed", _PARTS, "_write", _removed_before_the_commit, "none lost", _FULL
+    ),
+    _planted("a part has no applied steps", applied_steps.AppliedSteps, "copy", giving(()), "applied once"),
+    _planted("applied steps do not return", applied_steps.AppliedSteps, "return_to", doing_nothing, "none lost", _DIES),
+)
