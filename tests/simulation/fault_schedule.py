@@ -53,7 +53,7 @@ LOOK_S = 1.0
 #: Time between two snapshots, and the number of steps in the program with snapshots for each of the schedule's.
 SNAPSHOT_EVERY_S = 2.0
 LONGER = 4
-#: Longest run of a schedule after its last fault: several times the longest wait of a step. For more steps it is longer.
+#: Longest run of a schedule after its last fault: several times the longest wait of a step; longer for more steps.
 AFTER_FAULTS_S = 120.0
 #: Longest time until all waits and steps have ended, once the run is complete.
 QUIET_S = 30.0

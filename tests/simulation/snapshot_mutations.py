@@ -145,7 +145,9 @@ def _planted(says: str, owner: Any, attribute: str, made: Made, found_by: str, f
 
 SNAPSHOT_MUTATIONS = (
     _planted("a snapshot is committed before it is written", _RECOVERY, "captured", _no_part_awaited, "one moment"),
-    _planted("the pause ends before all have captured", _RECOVERY, "captured", _no_capture_awaited, "one moment"),
+    _planted(
+        "the pause ends before all have captured", _RECOVERY, "captured", _no_capture_awaited, "one moment", "late=0.3"
+    ),
     _planted("a snapshot has a later ledger", _RECOVERY, "_snapshot_on", _ledger_of_the_commit, "one moment"),
     _planted("one task alone returns", _RECOVERY, "_load", _only_the_first, "one moment", _DIES),
     _planted("a snapshot that is not committed is loaded", _RECOVERY, "_load", _the_newest, "none lost", _FULL),
