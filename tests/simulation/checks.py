@@ -84,7 +84,8 @@ class Checks:
         self._given_up: set[tuple[str, float]] = set()
         self._done: set[int] = set()
         self._rosters: dict[str, Roster] = {}
-        self._holders: set[str] = set()
+        #: By process, the time when the first variable was placed on it.
+        self._holders: dict[str, float] = {}
         self._dead: set[str] = set()
         #: By process, the times of its signs of life at the coordinator.
         self._heard_at_s: dict[str, list[float]] = {}
@@ -184,17 +185,19 @@ class Checks:
 
     # Membership.
 
-    def holds(self, process: str) -> None:
+    def holds(self, process: str, now_s: float) -> None:
         """The coordinator has placed a variable on a process."""
-        self._holders.add(process)
+        self._holders.setdefault(process, now_s)
 
     def lives(self, process: str, now_s: float) -> None:
         """The coordinator receives a sign of life of a process."""
         self._heard_at_s.setdefault(process, []).append(now_s)
 
     def _check_holder(self, who: str, info: TaskInfo) -> None:
-        if info.left_at_s is None or info.process not in self._holders - self._dead:
+        if info.left_at_s is None or info.process not in self._holders.keys() - self._dead:
             return
+        if info.left_at_s < self._holders[info.process]:
+            return  # it joined again, and has become a holder since
         silent_s = info.left_at_s - max(at_s for at_s in self._heard_at_s[info.process] if at_s <= info.left_at_s)
         text = f"{who} learns that {info.process} left ({info.left}), which was silent for {silent_s:.2f} s"
         self.require(silent_s >= HOLDER_S, "holder kept", text)

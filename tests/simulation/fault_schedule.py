@@ -269,7 +269,7 @@ class _ScheduleRun:
             case Claimed() if self._wants_more.get(process):
                 self.checks.told_complete(str(process), self._coordinator.status().steps_done)
             case Placed():
-                self.checks.holds(message.process)
+                self.checks.holds(message.process, self.events.now_s)
             case BarrierPassed():
                 self.checks.passed(name_of(str(process)), message)
             case Elected(True):

@@ -24,6 +24,8 @@ LATENCY_S = 0.0005
 JITTER_S = 0.0005
 #: Time after which a lost packet is resent; it doubles each time.
 RESEND_S = 0.2
+#: Longest time until a new thread of a process begins.
+LATE_S = 1.0
 #: Time that a process takes to handle one message.
 HANDLING_S = 0.0001
 
@@ -194,6 +196,10 @@ class Network:
     def breaks(self) -> bool:
         """Decide at random whether a stream breaks on a packet."""
         return self._faults.breaks > 0 and self._random.random() < self._faults.breaks
+
+    def late_start_s(self) -> float:
+        """Draw the time until a new thread of a process begins, which is mostly 0."""
+        return self._random.random() * LATE_S if self._random.random() < 0.2 else 0.0
 
     def draw(self) -> float:
         """Draw a random number from 0 to 1."""

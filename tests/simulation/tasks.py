@@ -151,8 +151,18 @@ class Member(BlockingProgram):
         self.server.close()
 
     def _follow(self, notice: Notice) -> None:
-        """Do what the coordinator asks for in a program of its own, since that may wait for a lock or the disk."""
-        BlockingProgram(self._tasks.events, self.process).start(partial(self._snapshots.handle, notice))
+        """Do what the coordinator asks for in a program of its own, since that may wait for a lock or the disk.
+
+        As a thread, it may be overtaken by a later one before it begins.
+        """
+        program = BlockingProgram(self._tasks.events, self.process)
+
+        def handle() -> None:
+            if (late_s := self._tasks.network.late_start_s()) > 0:
+                program.sleep(late_s)
+            self._snapshots.handle(notice)
+
+        program.start(handle)
 
     def _take_over(self, roster: Roster) -> None:
         self._checks.roster(str(self.process), roster)
