@@ -101,6 +101,8 @@ class TaskSnapshots:
         self._folder = None if folder is None else _usable(folder, short_task_name(task))
         #: Held while state is captured or set, and while a part is written or read.
         self._state_lock, self._disk_lock = threading.Lock(), threading.Lock()
+        #: The greatest number of a part that this process has begun to write.
+        self._newest = 0
         #: The state that was read for a return, and the return whose state was set last.
         self._read: tuple[LoadState, _Part] | None = None
         self._set_epoch = 0
@@ -133,7 +135,9 @@ class TaskSnapshots:
         self._tell(StateCaptured(self._task, number, names))
         with self._disk_lock:
             place = self._part(number)
-            self._remove(lambda other: other != committed)  # abandoned, or of an earlier cluster
+            # Those of abandoned snapshots or of an earlier cluster; not a later one, if this thread was overtaken.
+            self._remove(lambda other: other != committed and not number < other <= self._newest)
+            self._newest = max(self._newest, number)
             with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
                 fill_folder(part, {**values, **contents}, msgspec.to_builtins(rest, str_keys=True))
 

@@ -218,6 +218,16 @@ def test_parts_of_abandoned_snapshots_are_removed_by_the_next_one(tmp_path: Path
         assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"1", str(number)}
 
 
+def test_a_request_whose_thread_begins_late_leaves_the_part_of_a_later_snapshot(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    for number in (1, 3, 2):
+        task.do(CaptureState(number, committed=0 if number == 1 else 1))
+    assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"1", "2", "3"}
+    task.do(CaptureState(4, committed=3))
+    assert {part.name for part in (tmp_path / "ps-0").iterdir()} == {"3", "4"}
+
+
 def test_the_unfinished_part_of_a_process_that_was_killed_is_removed_at_the_next_start(tmp_path: Path) -> None:
     Task(tmp_path)
     folder, token = tmp_path / "ps-0", "0123456789abcdef"
