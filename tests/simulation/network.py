@@ -25,7 +25,7 @@ JITTER_S = 0.0005
 #: Time after which a lost packet is resent; it doubles each time.
 RESEND_S = 0.2
 #: Longest time until a new thread of a process begins.
-LATE_S = 1.0
+LATE_S = 3.0
 #: Time that a process takes to handle one message.
 HANDLING_S = 0.0001
 

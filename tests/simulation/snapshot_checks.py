@@ -9,7 +9,7 @@ By the names that a report gives them:
                    snapshot is committed, the newest one lacks a variable, or the schedule damaged a part of it;
 - `same variable`  no value is read or changed that began with another initial value than the variable did first;
 - `all read`       no task sets the state of a snapshot before each has read its part;
-- `bounded`        at the end a task's folder has at most two parts.
+- `bounded`        at the end a task's folder has at most three parts.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class SnapshotChecks(Checks):
         self.require(self.is_settled(), "waits end", "lost state is neither restored nor given up at the end")
         for host in self._tasks:
             parts = sorted(part.name for part in self.disks.part(host, 0).parent.iterdir())
-            self.require(len(parts) <= 2, "bounded", f"{host} keeps {parts}")
+            self.require(len(parts) <= 3, "bounded", f"{host} keeps {parts}")
         if self.state._directory.lost():
             self.refused(f"the lost state is not restored: {self.state._recovery._hopeless}")
         else:

@@ -150,7 +150,7 @@ def test_a_program_that_there_is_not_is_refused() -> None:
 
 def test_all_tasks_return_to_a_snapshot_when_one_dies_and_steps_are_done_again() -> None:
     log: list[str] = []
-    ended = simulate(FaultSchedule(0, faults=parse_faults("kill=ps:0@4+0.5"), program=SNAPSHOTS), log.append)
+    ended = simulate(FaultSchedule(0, faults=parse_faults("kill=ps:0@5+0.5"), program=SNAPSHOTS), log.append)
     assert not ended.broken, str(ended)
     assert [line for line in log if "ps:0, ps:1 returned to snapshot" in line]
     applied = [line.partition("applies ")[2] for line in log if "applies" in line and " ps:1 " in line]
