@@ -48,11 +48,10 @@ def names_on(host: str) -> tuple[str, str]:
 
 
 class SnapshotChecks(Checks):
-    """The checks of one schedule. `gave_up` is whether a worker has ended since lost state could not be restored."""
+    """The checks of one schedule."""
 
     def __init__(self, ps: Sequence[str], steps: int) -> None:
         super().__init__(ps, steps)
-        self.gave_up = False
         #: Set by the schedule's run, which makes them after this.
         self.state: CoordinatorState
         self.tasks: SimulatedTasks
@@ -95,13 +94,12 @@ class SnapshotChecks(Checks):
         committed = recovery._committed
         if not why.startswith("the lost state is not restored: "):
             return  # the worker has left
-        if "before the first snapshot" in why:
-            is_right = not self._committed
-        elif " could not return to the snapshot" in why and committed is not None:
+        if " could not return to the snapshot" in why and committed is not None:
             is_right = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
         else:
             names = () if committed is None else committed.names
-            is_right = " has no " in why and not {*self.state._directory.names()} <= {*names}
+            is_known = "before the first snapshot" in why or " has no " in why
+            is_right = is_known and not {*self.state._directory.names()} <= {*names}
         self.require(is_right, "none lost", why)
 
     # Messages.

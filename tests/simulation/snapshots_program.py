@@ -117,7 +117,7 @@ class SnapshotsWorker(StepsWorker):
                 except DflowError as refusal:
                     self._member.say(f"is refused: {refusal}")
                     refusals += 1
-                    self.is_complete = self._state_checks.gave_up = refusals == REFUSALS
+                    self.is_complete = refusals == REFUSALS
 
     def _place_on(self, host: str) -> None:
         """Place the variables of a ps task, and create them there unless they exist."""
