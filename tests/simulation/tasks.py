@@ -77,7 +77,9 @@ class Member(BlockingProgram):
         )
         folder = tasks.snapshot_folder if process.host.startswith("ps:") else None
         server = self.server
-        self._snapshots = TaskSnapshots(self.name, server.store, server.runs, server.rounds, folder, self.driver.tell)
+        self._snapshots = TaskSnapshots(
+            self.name, server.store, server.runs, server.rounds, server.resources, folder, self.driver.tell
+        )
         follow_coordinator(self.driver, server, self._follow)
         self.driver.call_on_roster(self._take_over)
         self.driver.call_on_lost(self._given_up)
