@@ -20,7 +20,7 @@ PEERS := .venv-tensorflow
 DEPENDENCIES := $(VENV)/.dependencies-$(SERIES)
 STAMP := $(VENV)/.installed-$(SERIES)
 # Ray's tests run on one Python, as its wheel is large and its start slow.
-EXTRAS := examples,metrics,models,security,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
+EXTRAS := examples,metrics,models,orbax,security,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
 # JAX ended its support of Python 3.11 at 0.10.2; every later Python takes the newer line.
 PINS := constraints/python$(if $(filter 3.11,$(SERIES)),3.11,3.12).txt
 

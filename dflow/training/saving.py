@@ -20,6 +20,8 @@ import msgspec
 from dflow.lowering.files.array_files import make_places, write_manifest
 from dflow.lowering.files.array_manifest import MANIFEST, damaged
 from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.orbax_layout import SUFFIX as ORBAX_SUFFIX
+from dflow.lowering.files.orbax_layout import check_types
 from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
 from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
 from dflow.lowering.state_backend import StateBackend
@@ -54,7 +56,8 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     """Write the values of variables to the directory `path`, all at one moment.
 
     If `path` ends in `.safetensors`, it is a file of that format, which has fewer dtypes and no checksums, and whose
-    values go through this process.
+    values go through this process. If it ends in `.orbax`, the parts of the names are the keys of nested dicts for
+    Orbax, as in the checkpoints of Flax programs.
 
     variables  a pytree of variables, generators and optimizers (meaning their slots); or the name of a container
     overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
@@ -78,7 +81,10 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     if place.endswith(SUFFIX):
         write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
         return
-    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder, captured(named) as write:
+    is_tree = place.endswith(ORBAX_SUFFIX)
+    if is_tree:
+        check_types({name: entry.variable.type for name, entry in named.items()})
+    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder, captured(named, is_tree=is_tree) as write:
         write(folder, {})
 
 
@@ -136,17 +142,18 @@ class NamedVariable:
 
 
 @contextmanager
-def captured(named: Mapping[str, NamedVariable]) -> Iterator[WriteCheckpoint]:
+def captured(named: Mapping[str, NamedVariable], *, is_tree: bool = False) -> Iterator[WriteCheckpoint]:
     """Take the values at one moment; the context gives a function that writes them and the manifest into a folder.
 
     Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
+    `is_tree` is as for `make_places`.
     """
     types = {name: entry.variable.type.strong for name, entry in named.items()}
     with ExitStack() as stack:
         parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(named).items()]
 
         def write(folder: Path, metadata: Mapping[str, Any]) -> None:
-            places = make_places(folder, types)
+            places = make_places(folder, types, is_tree=is_tree)
             for write_part in parts:
                 write_part(folder, places)
             write_manifest(folder, types, places, {**_generators(named), **metadata})

@@ -28,6 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
+from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
@@ -43,8 +44,6 @@ _FLUSHED_BYTES = 1 << 20
 _GROUP = {"zarr_format": 3, "node_type": "group", "attributes": {}}
 _PART = re.compile(r"[A-Za-z0-9_-](?:[A-Za-z0-9_.-]*[A-Za-z0-9_-])?")
 _PART_LENGTH = 200
-#: Names of the files of zarr, Orbax and dflow.
-_RESERVED = {MANIFEST, "zarr.json", "_METADATA", "_CHECKPOINT_METADATA", "_sharding", "array_metadatas", "descriptor"}
 
 Transfer = TypeVar("Transfer")
 
@@ -55,9 +54,12 @@ def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, 
     write_manifest(folder, write_parts(folder, arrays, places), places, metadata or {})
 
 
-def make_places(folder: Path, names: Iterable[str]) -> dict[str, str]:
-    """Prepare an empty folder for arrays of these names; return their paths within it, for `write_parts`."""
-    places = _places(names)
+def make_places(folder: Path, names: Iterable[str], *, is_tree: bool = False) -> dict[str, str]:
+    """Prepare an empty folder for arrays of these names; return their paths within it, for `write_parts`.
+
+    `is_tree` is whether the folder has Orbax's tree layout. Raises CheckpointError for names that it cannot have.
+    """
+    places = tree_places(names) if is_tree else _places(names)
     for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
         (folder / group).mkdir(exist_ok=True)
         _write(folder / group / "zarr.json", _GROUP)
@@ -79,7 +81,7 @@ def write_manifest(
     folder: Path, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
 ) -> None:
     """Write the manifest of a folder, after all its arrays."""
-    _write(folder / "_METADATA", _orbax_metadata(types, places))
+    _write(folder / METADATA, orbax_metadata(types, places))
     entries = {name: ArrayEntry(places[name], str(type)) for name, type in types.items()}
     (folder / MANIFEST).write_text(manifest_text(secrets.token_hex(16), entries, metadata))
 
@@ -211,10 +213,11 @@ def _neighbours(place: Path) -> str:
 
 
 def _folders_in(place: Path) -> list[str]:
-    """Return the names of the folders of arrays in a folder, sorted."""
+    """Return the names of the checkpoints in a folder, sorted."""
     try:
         entries = [entry for entry in place.iterdir() if not is_of_an_attempt(entry.name)]
-        return sorted(entry.name for entry in entries if (entry / MANIFEST).is_file())
+        marks = (MANIFEST, METADATA)
+        return sorted(entry.name for entry in entries if any((entry / mark).is_file() for mark in marks))
     except OSError:
         return []
 
@@ -329,28 +332,6 @@ def _first_line(error: Exception) -> str:
     return line if len(line) <= 300 else f"{line[:80]} ... {line[-200:]}"
 
 
-def _orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata that Orbax expects: a tree of one level, whose keys are the paths of the arrays."""
-    return {
-        "tree_metadata": {
-            str((places[name],)): {
-                "key_metadata": [{"key": places[name], "key_type": 2}],
-                "value_metadata": {
-                    # For a jax.Array Orbax would require its devices.
-                    "value_type": "np.ndarray",
-                    "skip_deserialize": False,
-                    "write_shape": list(stored_type(type)[1]),
-                },
-            }
-            for name, type in types.items()
-        },
-        "use_ocdbt": False,
-        "use_zarr3": True,
-        "store_array_data_equal_to_fill_value": True,
-        "custom_metadata": None,
-    }
-
-
 def _places(names: Iterable[str]) -> dict[str, str]:
     """Return the path of each array within the folder: its name, if that is safe, else a coded path.
 
@@ -364,7 +345,7 @@ def _places(names: Iterable[str]) -> dict[str, str]:
         parts = name.split("/")
         return (
             all(_PART.fullmatch(part) and len(part) <= _PART_LENGTH for part in parts)
-            and _RESERVED.isdisjoint(parts)
+            and RESERVED.isdisjoint(parts)
             and name.casefold() not in around
             and folded[name.casefold()] == 1
         )

@@ -1,4 +1,4 @@
-"""Saved arrays to read: a folder of arrays, or a file of safetensors."""
+"""Saved arrays to read: a folder of arrays, a checkpoint of Orbax, or a file of safetensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
 from dflow.lowering.files.safetensors_file import SUFFIX, read_safetensors
+from dflow.tracing.errors import NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
 
 
@@ -45,6 +47,13 @@ class SavedArrays(Protocol):
 
 
 def open_arrays(path: str | os.PathLike[str]) -> SavedArrays:
-    """Open the folder, or the file whose name ends in `.safetensors`. Raises as `read_arrays` does."""
-    is_file = os.fspath(path).endswith(SUFFIX) and not os.path.isdir(path)
-    return read_safetensors(path) if is_file else read_arrays(path)
+    """Open the folder, or the file whose name ends in `.safetensors`. Raises as `read_arrays` and `read_orbax` do."""
+    if os.fspath(path).endswith(SUFFIX) and not os.path.isdir(path):
+        return read_safetensors(path)
+    try:
+        return read_arrays(path)
+    except NoCheckpoint:
+        place = Path(os.path.realpath(path))
+        if not is_orbax(place):
+            raise
+    return read_orbax(place)
