@@ -60,7 +60,7 @@ LISTENING = "dflow coordinator listening on "
 LOGGER = logging.getLogger("dflow")
 #: A message to more tasks than these is encoded once for all.
 FEW = 8
-_FIRST_START = "shell/first start"
+_TIME = "shell/time"
 
 
 class Coordinator:
@@ -70,8 +70,7 @@ class Coordinator:
     `store`        holds its state across restarts; closed with the coordinator
     `settings`     its timeouts
     `tick_s`       interval between ticks, which detect silent tasks; None leaves them to calls of `tick`
-    `clock`        seconds since an arbitrary moment
-    `wall_clock`   seconds since a moment that is the same after a restart
+    `clock`        seconds since an arbitrary moment; after a restart its time goes on from the last write
     `on_fault`     called once with the reason when a fault ends the coordinator
     raises         what `transport.listen` raises
     """
@@ -86,17 +85,14 @@ class Coordinator:
         settings: CoordinatorSettings | None = None,
         tick_s: float | None = 0.5,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
         self._store = store or MemoryStore()
         rows = self._store.load()
         self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows)
         self._clock = clock
-        now_s = wall_clock()
-        first_s = msgspec.msgpack.decode(rows[_FIRST_START], type=float) if _FIRST_START in rows else now_s
-        # Times count from the first start. The wall clock may have been set back since.
-        self._started_s = clock() - max(now_s - first_s, 0.0)
+        # The records have times. A wall clock would not do: it may have been set by days in between.
+        self._started_s = clock() - (msgspec.msgpack.decode(rows[_TIME], type=float) if _TIME in rows else 0.0)
         self._on_fault = on_fault
         self._mailbox: Mailbox[Callable[[float], Event]] = Mailbox(self._handle_arrived)
         self._numbering = threading.Lock()
@@ -107,8 +103,6 @@ class Coordinator:
         self._rosters = RosterPacker()
         self._closed = threading.Event()
         try:
-            if _FIRST_START not in rows:
-                self._store.write([Change(_FIRST_START, msgspec.msgpack.encode(now_s))])
             with self._mailbox.lock:
                 # Not posted: a fault before this coordinator listens is raised here, `on_fault` gets the later ones.
                 self._handle_all(deque([lambda at_s: Started(at_s, secrets.token_hex(8))]))
@@ -195,7 +189,8 @@ class Coordinator:
                 else:
                     commands.append(command)
         if changes:
-            self._store.write(changes)
+            now_s = self._clock() - self._started_s
+            self._store.write([*changes, Change(_TIME, msgspec.msgpack.encode(now_s))])
         for command in commands:
             self._carry_out(command)
 

@@ -3,12 +3,15 @@
 Invariants:
 - `write` is all or nothing: after a crash at any point the file holds the changes of the first calls, each complete;
 - when `write` has returned, no crash of the process or the machine loses its changes;
-- at most one process has a file open.
+- at most one process has a file open;
+- a file in which bytes changed is refused, or holds the changes of the first calls: SQLite's log has checksums, and one
+  record is the total of the others' checksums.
 """
 
 from __future__ import annotations
 
 import sqlite3
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -16,7 +19,9 @@ from dflow.distributed.coordinator.durable_records import Change, apply_changes
 from dflow.tracing.errors import ConfigError
 
 #: Version of the tables in the file; a file of another version is refused.
-FORMAT = 2
+FORMAT = 3
+#: Key of the record with the total of all others' checksums.
+_TOTAL = "store/total"
 
 
 class MemoryStore:
@@ -40,11 +45,13 @@ class MemoryStore:
 class SqliteStore:
     """Records in the SQLite file at `path`, created if it does not exist.
 
-    raises  ConfigError when another process has it open, or it is not a file of this format
+    raises  ConfigError when another process has it open, when it is damaged, or not a file of this format
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        #: The checksum of each record, by key.
+        self._sums: dict[str, int] = {}
         try:
             self._database = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -53,12 +60,16 @@ class SqliteStore:
             ) from error
         try:
             self._open()
-        except sqlite3.Error as error:
+            self._check()
+        except sqlite3.OperationalError as error:
             self._database.close()
             raise ConfigError(
                 f"the coordinator's state cannot be kept in {path}: {error}; end the other coordinator that uses it, "
                 "or name another file"
             ) from error
+        except sqlite3.Error as error:
+            self._database.close()
+            raise self._damaged(str(error)) from error
         except ConfigError:
             self._database.close()
             raise
@@ -81,19 +92,45 @@ class SqliteStore:
         database.execute(f"PRAGMA user_version = {FORMAT}")
         database.execute("COMMIT")
 
+    def _check(self) -> None:
+        """Raise ConfigError unless the file is whole and its records are those that were written."""
+        [(found,)] = self._database.execute("PRAGMA quick_check(1)").fetchall()
+        if found != "ok":
+            raise self._damaged(found)
+        rows = self._database.execute("SELECT key, value FROM records").fetchall()
+        if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in rows):
+            raise self._damaged("records of other types")
+        self._sums = {key: _sum(key, value) for key, value in rows if key != _TOTAL}
+        if rows and dict(rows).get(_TOTAL) != self._total():
+            raise self._damaged("records with other checksums")
+
+    def _damaged(self, found: str) -> ConfigError:
+        return ConfigError(
+            f"the coordinator's state {self._path}: expected the records that were written, got: {found}; put a copy "
+            "of it there, or name another file to begin anew"
+        )
+
+    def _total(self) -> bytes:
+        return (sum(self._sums.values()) % (1 << 64)).to_bytes(8, "little")
+
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
-        return dict(self._database.execute("SELECT key, value FROM records").fetchall())
+        rows = dict(self._database.execute("SELECT key, value FROM records").fetchall())
+        rows.pop(_TOTAL, None)
+        return rows
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Apply the changes in one transaction; raises OSError when the file cannot be written."""
+        """Apply the changes in one transaction; raises OSError when the file cannot be written, which ends its use."""
         try:
             self._database.execute("BEGIN IMMEDIATE")
             for change in changes:
                 if change.value is None:
+                    self._sums.pop(change.key, None)
                     self._database.execute("DELETE FROM records WHERE key = ?", (change.key,))
                 else:
+                    self._sums[change.key] = _sum(change.key, change.value)
                     self._database.execute("REPLACE INTO records VALUES (?, ?)", (change.key, change.value))
+            self._database.execute("REPLACE INTO records VALUES (?, ?)", (_TOTAL, self._total()))
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
@@ -101,6 +138,10 @@ class SqliteStore:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+
+def _sum(key: str, value: bytes) -> int:
+    return zlib.crc32(value, zlib.crc32(key.encode()))
 
 
 CoordinatorStore = MemoryStore | SqliteStore

@@ -112,6 +112,66 @@ def test_a_log_of_which_only_a_part_reached_the_disk_holds_the_first_whole_write
     assert set(found) == set(range(len(WRITES) + 1))
 
 
+#: Fills several pages.
+LARGE = b"\x05" * 9000
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Mapping[str, bytes]]:
+    """The files of a store that was closed, and of one that was killed, by name."""
+    path = tmp_path_factory.mktemp("whole") / "state"
+    store = SqliteStore(path)
+    for changes in WRITES:
+        store.write([*changes, Change("large", LARGE)])
+    killed = {file.name: file.read_bytes() for file in path.parent.iterdir()}
+    store.close()
+    return {"state": {"state": path.read_bytes()}, "state-wal": killed}
+
+
+@settings(max_examples=examples(150), deadline=None)
+@given(where=st.integers(0, 2**20), other=st.integers(1, 255), name=st.sampled_from(["state", "state-wal"]))
+def test_a_file_in_which_a_byte_changed_is_refused_or_holds_the_first_whole_writes(
+    where: int,
+    other: int,
+    name: str,
+    files: Mapping[str, Mapping[str, bytes]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    folder = tmp_path_factory.mktemp("damaged")
+    for each, whole in files[name].items():
+        content = bytearray(whole)
+        if each == name:
+            content[where % len(content)] ^= other
+        (folder / each).write_bytes(content)
+    try:
+        survivor = SqliteStore(folder / "state")
+    except ConfigError:
+        return
+    rows = dict(survivor.load())
+    survivor.close()
+    assert rows.pop("large", LARGE) == LARGE
+    assert rows in (states()[-1:] if name == "state" else states())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DELETE FROM records WHERE key = 'c'",
+        "UPDATE records SET value = x'35' WHERE key = 'c'",
+        "UPDATE records SET key = 'e' WHERE key = 'c'",
+        "DELETE FROM records WHERE key = 'store/total'",
+    ],
+)
+def test_records_changed_by_other_means_are_refused(tmp_path: Path, statement: str) -> None:
+    store = SqliteStore(tmp_path / "state")
+    for changes in WRITES:
+        store.write(changes)
+    store._database.execute(statement)
+    store.close()
+    with pytest.raises(ConfigError, match=r"state: expected the records that were written, got: records with other ch"):
+        SqliteStore(tmp_path / "state")
+
+
 def test_a_write_is_on_the_disk_when_it_has_returned(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "state")
     assert store._database.execute("PRAGMA synchronous").fetchone() == (2,)
@@ -136,7 +196,7 @@ def test_a_file_that_is_something_else_is_refused_and_left_as_it_is(tmp_path: Pa
     with sqlite3.connect(other) as database:
         database.execute("CREATE TABLE things (name TEXT)")
     database.close()
-    with pytest.raises(ConfigError, match="no coordinator's state of this version of dflow: its format is 0, and 2"):
+    with pytest.raises(ConfigError, match="no coordinator's state of this version of dflow: its format is 0, and 3"):
         SqliteStore(other)
     with pytest.raises(ConfigError, match="unable to open database file"):
         SqliteStore(tmp_path / "no such folder" / "state")
@@ -230,15 +290,23 @@ def test_a_coordinator_that_cannot_write_at_its_start_does_not_start() -> None:
 
 
 def test_the_time_of_a_coordinator_goes_on_after_a_restart(tmp_path: Path) -> None:
-    for wall_s, expected_s in ((1000.0, 0.0), (1060.0, 60.0), (900.0, 0.0)):
+    """Its deadlines hold although the wall clock is set, and the clock of another process begins anywhere."""
+    network, path = MemoryNetwork(), tmp_path / "state"
+    now_s = 1_000_000.0
+    for began_s, before_s in ((1_000_000.0, 0.0), (5.0, 60.0), (-3e6, 120.0)):
+        now_s = began_s
         coordinator = Coordinator(
-            MemoryNetwork(),
+            network,
             "",
             {},
-            store=SqliteStore(tmp_path / "state"),
+            store=SqliteStore(path),
             tick_s=None,
-            clock=lambda: 5.0,
-            wall_clock=lambda wall_s=wall_s: wall_s,  # type: ignore[misc]
+            clock=lambda: now_s,  # noqa: B023
         )
-        assert coordinator.status().now_s == expected_s
+        assert coordinator.status().now_s == before_s
+        now_s += 60.0
+        client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
+        client.join("/job:worker/task:0", "here")
+        client.close()
+        now_s += 5.0
         coordinator.close()
