@@ -41,6 +41,7 @@ class _Saved(msgspec.Struct, frozen=True):
 
     time_s: float
     metrics: dict[str, float]
+    ran_s: float = 0.0
 
 
 class CheckpointFolder:
@@ -78,7 +79,7 @@ class CheckpointFolder:
             about = msgspec.convert(saved, _Saved)
         except msgspec.ValidationError:  # `dflow.save` wrote it
             return Checkpoint(step, place, os.stat(place / MANIFEST).st_mtime, {}, is_managed=False)
-        return Checkpoint(step, place, about.time_s, about.metrics)
+        return Checkpoint(step, place, about.time_s, about.metrics, about.ran_s)
 
     def lock(self) -> None:
         """Lock the folder, made if needed, and remove what a process that ended has left.
@@ -162,6 +163,6 @@ def this_process() -> str:
     return f"process {os.getpid()} on {platform.node() or 'an unnamed host'}"
 
 
-def metadata_of(time_s: float, metrics: dict[str, float]) -> dict[str, Any]:
-    """Return the metadata of a checkpoint with values of this time."""
-    return {"manager": {"time_s": time_s, "metrics": metrics}}
+def metadata_of(time_s: float, metrics: dict[str, float], ran_s: float) -> dict[str, Any]:
+    """Return the metadata of a checkpoint, as in `Checkpoint`."""
+    return {"manager": {"time_s": time_s, "metrics": metrics, "ran_s": ran_s}}

@@ -43,7 +43,7 @@ class CheckpointManager:
                   the least work and time, by Young and Daly
     keep          number of newest checkpoints to keep
     best          further ones to keep: (metric, count, "min" or "max")
-    keep_one_per  a further one to keep for good in each period of this length, a timedelta
+    keep_one_per  a further one to keep for good in each period of this length of the run, a timedelta
     mtbf          expected mean time between failures for "auto", before the folder's runs have seen any
     names         as for `dflow.save`
     timeout_s     longest time of a save, in s; the calls after it raise DeadlineExceeded
@@ -87,6 +87,8 @@ class CheckpointManager:
         #: The last step whose save was begun, and the last one whose checkpoint is complete.
         self._last = self._complete = self.next_step - 1
         self._started_s = self._saved_s = time.monotonic()
+        #: Time that the earlier runs took until their last checkpoint.
+        self._ran_s = max((one.ran_s for one in self.checkpoints), default=0.0)
         weakref.finalize(self, _left, self._folder, os.getpid())
 
     @property
@@ -200,8 +202,9 @@ class CheckpointManager:
     def _begin(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Capture the values, and start the thread that writes them."""
         number = self._checked_step(step)
-        metadata = metadata_of(time.time(), self._checked_metrics(metrics))
         began_s = time.monotonic()
+        ran_s = self._ran_s + began_s - self._started_s
+        metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s)
         with ExitStack() as stack:
             write = stack.enter_context(captured(self._named))
             if self._progress is not None:

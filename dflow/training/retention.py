@@ -1,7 +1,7 @@
 """Which checkpoints of a folder stay: the newest, the best, and one per period for good.
 
 Invariants: the newest checkpoint stays; and deleting after each save leaves the same checkpoints as one deletion after
-all saves would. The decisions are pure functions of steps, times and metrics.
+all saves would. The decisions are pure functions of steps, times of the runs and metrics.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ class Checkpoint:
     """A complete checkpoint of a `CheckpointManager`'s folder.
 
     path        its folder, for `dflow.restore`
-    time_s      Unix time of its values
+    time_s      Unix time of its values, for people: a clock may be set
     metrics     the metrics given with it
+    ran_s       time that the runs of its folder took until then, in s
     is_managed  whether a manager wrote it; only such a checkpoint may be deleted
     """
 
@@ -30,6 +31,7 @@ class Checkpoint:
     path: Path
     time_s: float
     metrics: Mapping[str, float]
+    ran_s: float = 0.0
     is_managed: bool = True
 
 
@@ -83,6 +85,6 @@ class Retention:
             return
         due_s = -math.inf
         for one in ordered:
-            if one.time_s >= due_s:
+            if one.ran_s >= due_s:
                 yield one
-                due_s = one.time_s + self.period.total_seconds()
+                due_s = one.ran_s + self.period.total_seconds()

@@ -22,11 +22,13 @@ class HandClock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1_000_000.0
+        #: The wall clock is ahead of the other by this.
+        self.ahead_s = 0.0
         for module in (checkpoint_manager, background_save):
             monkeypatch.setattr(module, "time", self)
 
     def time(self) -> float:
-        return self.now_s
+        return self.now_s + self.ahead_s
 
     def monotonic(self) -> float:
         return self.now_s

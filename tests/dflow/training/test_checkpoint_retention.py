@@ -28,10 +28,10 @@ rules = st.fixed_dictionaries(
         "keep_one_per": st.none() | st.sampled_from([timedelta(hours=hours) for hours in (1, 3)]),
     }
 )
-#: Steps since the save before, seconds since it (a clock may be set back), and the loss, if there is one.
+#: Steps since the save before, seconds since it, and the loss, if there is one.
 saves = st.tuples(
     st.integers(1, 3),
-    st.sampled_from([0.0, 600.0, HOUR_S, 2 * HOUR_S, -HOUR_S]),
+    st.sampled_from([0.0, 600.0, HOUR_S, 2 * HOUR_S]),
     st.none() | st.sampled_from([-math.inf, -1.0, 0.0, 0.5, 2.0, math.inf, math.nan]),
 )
 
@@ -51,17 +51,17 @@ def expected(history: Sequence[Checkpoint], rules: dict[str, Any]) -> list[int]:
         latest = history[0]
         retained.add(latest.step)
         for one in history:
-            if one.time_s - latest.time_s >= rules["keep_one_per"].total_seconds():
+            if one.ran_s - latest.ran_s >= rules["keep_one_per"].total_seconds():
                 latest = one
                 retained.add(one.step)
     return sorted(retained)
 
 
 def in_turn(made: Sequence[tuple[int, float, float | None]]) -> list[Checkpoint]:
-    step, time_s, history = -1, 0.0, []
+    step, ran_s, history = -1, 0.0, []
     for steps, seconds, loss in made:
-        step, time_s = step + steps, time_s + seconds
-        history.append(Checkpoint(step, Path(str(step)), time_s, {} if loss is None else {"loss": loss}))
+        step, ran_s = step + steps, ran_s + seconds
+        history.append(Checkpoint(step, Path(str(step)), 0.0, {} if loss is None else {"loss": loss}, ran_s))
     return history
 
 
@@ -81,22 +81,25 @@ def test_deleting_after_each_save_leaves_what_the_whole_history_says(
 
 
 @settings(max_examples=examples(12))
-@given(made=st.lists(st.tuples(saves, st.booleans()), min_size=3, max_size=10), rules=rules)
+@given(made=st.lists(st.tuples(saves, st.booleans(), st.integers(-9, 9)), min_size=3, max_size=10), rules=rules)
 def test_a_manager_leaves_these_checkpoints_also_over_restarts(
-    made: list[tuple[tuple[int, float, float | None], bool]],
+    made: list[tuple[tuple[int, float, float | None], bool, int]],
     rules: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    folder, history = tmp_path_factory.mktemp("run"), in_turn([one for one, _ in made])
+    """The wall clock is set by days before each save; the time between two runs does not count."""
+    folder, history = tmp_path_factory.mktemp("run"), in_turn([one for one, *_ in made])
     with pytest.MonkeyPatch.context() as monkeypatch:
         clock, run = HandClock(monkeypatch), Run()
         start_s, manager = clock.now_s, run.manager(folder, **rules)
-        for count, (one, (_, restarts)) in enumerate(zip(history, made, strict=True), 1):
-            clock.now_s = start_s + one.time_s
+        for count, (one, (_, restarts, days)) in enumerate(zip(history, made, strict=True), 1):
+            clock.now_s, clock.ahead_s = start_s + one.ran_s, days * 24 * HOUR_S
             saved(manager, run, one.step, **one.metrics)
             assert steps_in(manager) == expected(history[:count], rules)
             if restarts:
                 manager.close()
+                start_s += HOUR_S
+                clock.now_s += HOUR_S
                 run = Run()
                 manager = run.manager(folder, **rules)
                 assert (manager.resumed, run.last) == (one.step, one.step)
@@ -115,3 +118,19 @@ def test_the_best_checkpoint_is_named(tmp_path: Path) -> None:
         assert manager.best is not None
         assert (manager.best.step, manager.best.path, manager.best.metrics) == (3, tmp_path / "step_3", {"loss": 1.0})
         assert steps_in(manager) == [1, 3, 4]
+
+
+def test_a_clock_that_is_set_by_days_changes_nothing_that_is_decided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, run = HandClock(monkeypatch), Run()
+    rules: dict[str, Any] = {"keep": 1, "best": ("loss", 1, "min"), "keep_one_per": timedelta(hours=6)}
+    with run.manager(tmp_path, every=timedelta(hours=2), **rules) as manager:
+        for step, days in enumerate([0, 30, -400, 3, 0, 0, 7, -7, 0]):
+            clock.now_s, clock.ahead_s = clock.now_s + HOUR_S, days * 24 * HOUR_S
+            run.set(step)
+            assert manager.step(step, {"loss": 9.0 - (step == 5)}) == (step % 2 == 1)
+            manager.wait()
+        assert [one.step for one in manager.checkpoints] == [1, 5, 7]
+        assert manager.best is not None
+        assert manager.best.step == 5
