@@ -11,6 +11,7 @@ Invariant: a folder called `step_N` is complete at every moment, since it appear
 
 from __future__ import annotations
 
+import logging
 import os
 import platform
 import re
@@ -28,6 +29,8 @@ from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError
 from dflow.training.retention import Checkpoint
 from dflow.training.save_schedule import RunRecord
+
+LOGGER = logging.getLogger("dflow")
 
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)")
 #: Largest size of the record, in bytes.
@@ -133,10 +136,16 @@ class CheckpointFolder:
         return place
 
     def record(self) -> RunRecord:
-        """Return the record of runs; an empty one if there is none, or it is damaged."""
+        """Return the record of runs; an empty one if there is none, or if it is damaged, with a warning."""
         try:
             return msgspec.json.decode(read_regular(self.path / "runs.json", _MOST_BYTES), type=RunRecord)
-        except (OSError, msgspec.MsgspecError):
+        except FileNotFoundError:
+            return RunRecord()
+        except (OSError, msgspec.MsgspecError) as error:
+            LOGGER.warning(
+                "%s is damaged: %s; it is begun again, so every='auto' counts no earlier failure",
+                *(self.path / "runs.json", error),
+            )
             return RunRecord()
 
     def write_record(self, record: RunRecord) -> None:

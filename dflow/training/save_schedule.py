@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -18,6 +18,9 @@ from dflow.tracing.errors import CheckpointError
 
 #: Number of measured saves that the record keeps.
 _SAVES = 5
+#: A record with other numbers is damaged.
+_NOT_NEGATIVE = msgspec.Meta(ge=0)
+_Time = Annotated[float, _NOT_NEGATIVE]
 
 
 class RunRecord(msgspec.Struct, frozen=True):
@@ -30,11 +33,11 @@ class RunRecord(msgspec.Struct, frozen=True):
     running_s  time of the current run until its last save, in s
     """
 
-    failures: int = 0
-    ran_s: float = 0.0
-    save_s: tuple[float, ...] = ()
+    failures: Annotated[int, _NOT_NEGATIVE] = 0
+    ran_s: _Time = 0.0
+    save_s: tuple[_Time, ...] = ()
     running: str | None = None
-    running_s: float = 0.0
+    running_s: _Time = 0.0
 
     def begun(self, process: str) -> RunRecord:
         """Return the record after the start of a run. If the one before was not closed, it has failed."""

@@ -109,6 +109,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise damaged(place, f"the header cannot be read: {error}") from error
     types = {name: _type(place, name, entry, size - 8 - length) for name, entry in entries.items()}
+    _check_order(place, entries, size - 8 - length)
     starts = {name: 8 + length + entry.data_offsets[0] for name, entry in entries.items()}
     return SafetensorsFile(place, f"{size}-{changed_ns}-{zlib.crc32(header)}", types, metadata, starts)
 
@@ -125,6 +126,17 @@ def _type(path: Path, name: str, entry: _Entry, size: int) -> ArrayType:
     if not is_whole or any(part < 0 for part in entry.shape):
         raise damaged(path, f"array {name!r} of shape {[*entry.shape]} has the bytes {start} to {end} of {size}")
     return ArrayType(dtype, entry.shape)
+
+
+def _check_order(path: Path, entries: Mapping[str, _Entry], size: int) -> None:
+    """Raise DamagedCheckpoint unless the arrays follow each other without gaps, as the format demands."""
+    end = 0
+    for offsets, name in sorted((entry.data_offsets, name) for name, entry in entries.items()):
+        if offsets[0] != end:
+            raise damaged(path, f"array {name!r} has the bytes {offsets[0]} to {offsets[1]}, after byte {end}")
+        end = offsets[1]
+    if end != size:
+        raise damaged(path, f"its arrays have {end} of {size} bytes")
 
 
 def write_safetensors(

@@ -161,11 +161,13 @@ def test_an_exception_in_the_block_is_a_failure_of_the_run_and_an_interrupt_is_n
         assert json.loads((tmp_path / "runs.json").read_text())["failures"] == failures
 
 
-def test_a_damaged_record_of_runs_is_begun_again(tmp_path: Path) -> None:
-    (tmp_path / "runs.json").write_text("{")
+@pytest.mark.parametrize("text", ["{", "", '{"failures": -3}', '{"save_s": [-1.0]}', '{"ran_s": -404.0}', "\0" * 60])
+def test_a_damaged_record_of_runs_is_begun_again(tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "runs.json").write_text(text)
     with Run().manager(tmp_path) as manager:
         assert manager.interval_s is None
     assert json.loads((tmp_path / "runs.json").read_text())["failures"] == 0
+    assert caplog.records[0].getMessage().startswith(f"{tmp_path / 'runs.json'} is damaged: ")
 
 
 def test_a_failed_save_is_raised_at_the_next_call_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -75,6 +76,52 @@ def test_a_malformed_file_is_refused_and_changes_nothing(
     with pytest.raises(dflow.CheckpointError):
         dflow.restore(path, w)
     assert w.read().tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("b", "rest", "says"),
+    [
+        ([4, 8], b"", r"array 'b' has the bytes 4 to 8, after byte 8"),
+        ([12, 16], b"1234", r"array 'b' has the bytes 12 to 16, after byte 8"),
+        ([8, 12], b"1", r"its arrays have 12 of 13 bytes"),
+    ],
+    ids=["overlap", "gap", "more"],
+)
+def test_arrays_that_do_not_fill_the_file_are_refused_as_by_the_library(
+    tmp_path: Path, b: list[int], rest: bytes, says: str
+) -> None:
+    """A changed number of the header would shift the values unnoticed."""
+    path, state = tmp_path / "c.safetensors", dflow.variables({"a": jnp.ones(2), "b": jnp.ones(1)})
+    dflow.save(path, state)
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    header["b"]["data_offsets"] = b
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + size :] + rest)
+    with pytest.raises(dflow.DamagedCheckpoint, match=says):
+        dflow.restore(path, state)
+    with pytest.raises(safetensors.SafetensorError):
+        safetensors.numpy.load_file(path)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(where=st.integers(0, 2**20), other=st.integers(1, 255))
+def test_a_changed_byte_changes_no_more_than_the_value_that_it_is_in(
+    where: int, other: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("flipped") / "c.safetensors"
+    state = dflow.variables({"a": jnp.arange(3.0), "b": jnp.arange(4), "c": jnp.ones((2, 2), jnp.bfloat16)})
+    dflow.save(path, state)
+    content = bytearray(path.read_bytes())
+    content[where % len(content)] ^= other
+    path.write_bytes(content)
+    before = [np.asarray(value).tobytes() for value in dflow.read(state).values()]
+    with contextlib.suppress(dflow.CheckpointError):
+        dflow.restore(path, state)
+    after = [np.asarray(value).tobytes() for value in dflow.read(state).values()]
+    pairs = zip(b"".join(before), b"".join(after), strict=True)
+    assert sum(one != two for one, two in pairs) <= 1
 
 
 def test_a_model_is_saved_and_restored(tmp_path: Path) -> None:
