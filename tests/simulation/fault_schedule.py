@@ -317,7 +317,6 @@ class _ScheduleRun:
             settings=CoordinatorSettings(holder_timeout_s=HOLDER_S, snapshot_every_s=every_s),
             tick_s=None,
             clock=lambda: self.events.now_s,
-            wall_clock=lambda: self.events.now_s,
         )
 
         if self._snapshot_checks is not None:
