@@ -160,7 +160,6 @@ class _Launch:
             if time.monotonic() > deadline:
                 raise _Fault(f"the coordinator did not say within {START_S:g} s where it listens; see its output above")
         self._view.show_event(f"to watch: dflow status --watch --coordinator {self._address}")
-        self._client = CoordinatorClient(self._transport, self._address, name="launcher", timeout_s=START_S)
 
     def _start(self, task: _Task) -> None:
         program = self._plan.program(task.task, self._address)
@@ -247,12 +246,14 @@ class _Launch:
 
     def _poll_status(self) -> None:
         answered = False
-        if self._client is not None:
-            try:
-                self._status = self._client.ask(GetStatus(), STATUS_S)
-                answered = True
-            except (DeadlineExceeded, TransportClosed):
-                pass  # busy, or dead, which `_look_at` finds
+        try:
+            if self._client is None:
+                # Each try is short: a coordinator that died after it said its address is started again meanwhile.
+                self._client = CoordinatorClient(self._transport, self._address, name="launcher", timeout_s=STATUS_S)
+            self._status = self._client.ask(GetStatus(), STATUS_S)
+            answered = True
+        except (DeadlineExceeded, TransportClosed):
+            pass  # busy, or dead, which `_look_at` finds
         self._view.show_status(self._status if answered else None, self._rows())
 
     def _rows(self) -> list[TaskRow]:
