@@ -118,8 +118,9 @@ class VariableDirectory:
         return self._lost
 
     def restored(self, names: Iterable[str]) -> None:
-        """Note that the present processes of their tasks hold these variables."""
-        for name in names:
+        """Note that the present processes of their tasks hold these variables, and all runs of synchronous training."""
+        runs = [name for name, placement in self._placements.items() if placement.info.kind == "run"]
+        for name in (*names, *runs):
             placement = self._placements.get(name)
             if placement is not None and self._members.process(placement.info.task):
                 self._bind(name, placement)

@@ -25,7 +25,6 @@ from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredSt
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.wire.messages.plans import ReleasePlan
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.programs.program import LoweredProgram, lower_program
@@ -80,9 +79,9 @@ class ClusterSteps:
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
-        recovered = self._requests.coordinator.ask(AwaitRecovery(self._task))
-        if recovered.epoch != self.epoch:  # the notice was lost with a connection
-            self.restored(recovered.epoch)
+        epoch = self._requests.await_recovery()
+        if epoch != self.epoch:  # the notice was lost with a connection
+            self.restored(epoch)
 
     def restored(self, epoch: int) -> None:
         """Note that all tasks have returned to a snapshot for the `epoch`-th time; plans are registered again."""

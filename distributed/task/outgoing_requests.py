@@ -15,6 +15,7 @@ from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, PlaceVariables, Unplace
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.values.outcome import Outcome
@@ -49,6 +50,15 @@ class OutgoingRequests:
                 yield
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error}; {self.coordinator.describe(task)}") from error
+
+    def await_recovery(self) -> int:
+        """Wait until no state of tasks is lost; return the number of times that all tasks returned to a snapshot.
+
+        raises  TaskLost if lost state cannot be restored
+        """
+        epoch = self.coordinator.ask(AwaitRecovery(self.task)).epoch
+        self.used.restored()
+        return epoch
 
     def ask(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
         """Send another task a request, and wait for its answer.

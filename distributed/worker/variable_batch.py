@@ -11,6 +11,7 @@ tries again.
 from __future__ import annotations
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from dflow.distributed.strategies.strategy import MOST_FAILURES, RETRY_S
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
 from dflow.distributed.wire.failures import error_of
@@ -38,7 +40,7 @@ from dflow.distributed.wire.messages.variables import (
     VariablesCreated,
 )
 from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DflowError, TaskLost
 from dflow.tracing.source import at
 from dflow.tracing.state.initial_value import TypedInitial
 from dflow.tracing.state.resources import Variable
@@ -148,12 +150,26 @@ class VariableBatch:
         with self._lock:
             wanted, self._wanted, self._size_bytes = self._wanted, [], 0
             try:
-                failed = _Creation(self.requests).create(wanted)
+                failed = self._tried(wanted)
             finally:
                 # Also after an error: the next use of a variable without a location creates it.
                 self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
             for variable, error in failed.items():
                 raise type(error)(f"{error}{at(variable.loc)}") from None
+
+    def _tried(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
+        """Create variables; retry those that a lost task has, once all tasks have returned to a snapshot."""
+        failed = _Creation(self.requests).create(wanted)
+        for failures in range(MOST_FAILURES):
+            if not any(isinstance(error, TaskLost) for error in failed.values()):
+                break
+            try:
+                self.requests.await_recovery()
+            except DflowError:  # there is no snapshot, or it cannot be restored
+                break
+            time.sleep(RETRY_S * failures)  # the coordinator may not know of the loss yet
+            failed = _Creation(self.requests).create([each for each in wanted if each.variable in failed])
+        return failed
 
     def create_again(self, variable: Variable) -> None:
         """Like `create`, and also retry a variable that failed before."""

@@ -69,6 +69,12 @@ class Tasks:
 
         until(is_there)
 
+    def await_new_snapshot(self) -> None:
+        """Wait for a committed snapshot that is begun from now on."""
+        recovery = self.coordinator._state._recovery
+        newest = recovery._counted.number
+        until(lambda: recovery._committed is not None and recovery._committed.number > newest)
+
     def await_reported(self, changes: int) -> None:
         """Wait for a committed snapshot that is newer than so many reports of changed state."""
         recovery = self.coordinator._state._recovery
@@ -248,6 +254,55 @@ def test_a_queue_whose_data_has_ended_gives_its_last_elements_again(tasks: Tasks
     assert [int(queue.dequeue()) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(dflow.QueueClosed):
         queue.dequeue()
+
+
+def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: Path) -> None:
+    tasks = Tasks(tmp_path, every_s=0.05, workers=2)
+
+    def weights(cluster: Cluster) -> Any:
+        with cluster.parameter_servers():
+            return [dflow.Variable(lambda: jnp.zeros(3), name=f"w{index}") for index in range(4)]
+
+    try:
+        for index, variable in enumerate(weights(tasks.workers[0])):
+            variable.assign(jnp.full(3, index))
+        tasks.await_new_snapshot()
+        with ThreadPoolExecutor(1) as pool:
+            # The return waits for this step.
+            with tasks.workers[0].server.gate.step(60.0):
+                tasks.start_again(0)
+                until(lambda: tasks.coordinator._state._recovery._is_returning)
+                made = pool.submit(weights, tasks.workers[1])
+                until(lambda: bool(tasks.coordinator._state._recovery._asks) or made.done())
+            found = made.result(60)
+        for index, variable in enumerate(found):
+            np.testing.assert_array_equal(variable.read(), np.full(3, index))
+    finally:
+        tasks.close()
+
+
+@pytest.mark.parametrize("is_during", [True, False])
+def test_a_worker_takes_part_in_rounds_that_began_before_a_return(tmp_path: Path, is_during: bool) -> None:
+    tasks = Tasks(tmp_path, every_s=0.05, workers=2)
+    try:
+        with tasks.workers[0].parameter_servers():
+            dflow.Variable(lambda: jnp.zeros(3), name="w").assign(jnp.ones(3))
+        assert tasks.workers[0].take_part("run", "ps") is not None
+        tasks.await_new_snapshot()
+        with ThreadPoolExecutor(1) as pool:
+            # The return waits for this step.
+            with tasks.workers[0].server.gate.step(60.0):
+                tasks.start_again(0)
+                tasks.start_again(1)
+                if is_during:
+                    part = pool.submit(tasks.workers[1].take_part, "run", "ps")
+                    until(lambda: bool(tasks.coordinator._state._recovery._asks) or part.done())
+            tasks.workers[0].await_recovery()
+            if not is_during:
+                part = pool.submit(tasks.workers[1].take_part, "run", "ps")
+            assert part.result(60) is not None
+    finally:
+        tasks.close()
 
 
 def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:
