@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel pins clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -68,6 +68,11 @@ nightly: $(STAMP)  ## run the random tests for MINUTES=60 in rounds of EFFORT=5 
 
 fuzz: $(STAMP)  ## send FRAMES=1000000 malformed and hostile frames to a live ROLE=task or coordinator, from a new SEED=
 	$(PY) -m tests.fuzz --role $(ROLE) --frames $(FRAMES) $(if $(SEED),--seed $(SEED))
+
+# Unless the command line says otherwise: a round takes about half a minute.
+chaos: MINUTES := 10
+chaos: $(STAMP)  ## kill, pause and cut off processes of real clusters that train, for MINUTES=10, each round from a new SEED=
+	$(PY) -m tests.chaos --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 golden: $(STAMP)  ## rewrite tests/**/*.graphs, outputs in docs and docs/environment.md with what the code gives now
 	$(PY) -m pytest --update-golden tests

@@ -1,4 +1,4 @@
-"""A proxy between two tasks that cuts their connections at any byte, on request."""
+"""A proxy between two tasks that cuts their connections at any byte, or holds the bytes back, on request."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ class Proxy:
         self._open: list[socket.socket] = []
         self.connections = 0
         self.cuts_at_once = False
+        #: Cleared to hold all bytes back.
+        self.passes = threading.Event()
+        self.passes.set()
         threading.Thread(target=self._accept_all, daemon=True).start()
 
     @property
@@ -44,6 +47,7 @@ class Proxy:
 
     def close(self) -> None:
         """Accept no more connections, and cut the open ones."""
+        self.passes.set()
         _cut(self._listening)
         self._listening.close()
         self.cut()
@@ -55,7 +59,11 @@ class Proxy:
                 if self.cuts_at_once:
                     near.close()
                     continue
-                far = socket.create_connection((self._target.host, self._target.port))
+                try:
+                    far = socket.create_connection((self._target.host, self._target.port))
+                except ConnectionRefusedError:
+                    near.close()
+                    continue
                 self.connections += 1
                 with self._lock:
                     self._open += [near, far]
@@ -66,6 +74,7 @@ class Proxy:
         left = self._draw.randint(1, self._most_bytes)
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
+                self.passes.wait()
                 if len(data) >= left:
                     sink.sendall(data[:left])
                     break

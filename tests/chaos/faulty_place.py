@@ -1,0 +1,156 @@
+"""This machine as a place of a launch, where processes and their connections to the coordinator have faults.
+
+A fault reaches the newest process of its task, or the next one while none runs. Invariant: a signal reaches that
+process or none, as it goes through a pid file descriptor.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.place import TaskProgram
+from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.process.child_process import ChildProcess
+from dflow.tracing.devices.task_name import short_task_name
+from tests.chaos.schedule import Fault
+from tests.distributed.proxy import Proxy
+
+#: Time between two looks for a process to be started again, in s.
+POLL_S = 0.05
+NEVER = 1 << 62
+
+
+@dataclass
+class Life:
+    """A process of a task, and the kinds of its faults."""
+
+    task: str
+    child: ChildProcess
+    pidfd: int
+    faults: list[str]
+
+    def signal(self, number: int) -> bool:
+        """Send the process a signal, or none for 0; return whether it had not ended."""
+        try:
+            signal.pidfd_send_signal(self.pidfd, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+class FaultyPlace(ThisMachine):
+    """See the module; `before_restart` is called before the coordinator is started again, while none runs."""
+
+    def __init__(self, before_restart: Callable[[], None]) -> None:
+        super().__init__()
+        self.lives: list[Life] = []
+        #: Set to end all faults that last.
+        self.is_over = threading.Event()
+        self._before_restart = before_restart
+        self._proxies: dict[str, Proxy] = {}
+        #: Number of faults by kind and process that are under way.
+        self._under_way: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self._lock = threading.Lock()
+
+    def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> ChildProcess:
+        """Start a child process whose connection to the coordinator goes through a proxy."""
+        task, environment = short_task_name(program.task), program.environment
+        if program.task == COORDINATOR:
+            if self._newest(task) is not None:
+                self._before_restart()
+        else:
+            address = environment["DFLOW_COORDINATOR"]
+            if task not in self._proxies:
+                self._proxies[task] = Proxy(address, random.Random(0), most_bytes=NEVER)
+            environment = {**environment, "DFLOW_COORDINATOR": self._proxies[task].address}
+        child = super().start(replace(program, environment=environment), on_line)
+        self.lives.append(Life(task, child, os.pidfd_open(child.pid), []))
+        return child
+
+    def inject(self, fault: Fault) -> bool:
+        """Carry out a fault to its end; return whether it began before `is_over`."""
+        while (life := self._newest(fault.task)) is None or not life.signal(0):
+            if self.is_over.wait(POLL_S):
+                return False
+        life.faults.append(fault.kind)
+        match fault.kind:
+            case "kill":
+                life.signal(signal.SIGKILL)
+            case "terminate":
+                life.signal(signal.SIGTERM)
+            case "pause":
+                self._last(fault, life, lambda: life.signal(signal.SIGSTOP), lambda: life.signal(signal.SIGCONT))
+            case "full":
+                self._last(fault, life, lambda: _limit_files(life, 0), lambda: _limit_files(life, None))
+            case "cut" | "hold":
+                every = fault.task == COORDINATOR
+                for proxy in [each for task, each in self._proxies.items() if every or task == fault.task]:
+                    _begin(proxy, fault.kind)
+                self.is_over.wait(fault.for_s)
+                for proxy in [each for task, each in self._proxies.items() if every or task == fault.task]:
+                    _end(proxy, fault.kind)
+        return True
+
+    def _last(self, fault: Fault, life: Life, begin: Callable[[], object], end: Callable[[], object]) -> None:
+        """Begin a fault, and end it after its time unless another of the same kind is under way."""
+        key = fault.kind, life.pidfd
+        with self._lock:
+            self._under_way[key] += 1
+            begin()
+        self.is_over.wait(fault.for_s)
+        with self._lock:
+            self._under_way[key] -= 1
+            if not self._under_way[key]:
+                end()
+
+    def _newest(self, task: str) -> Life | None:
+        return next((life for life in reversed(self.lives) if life.task == task), None)
+
+    def print_stacks(self, limit_s: float) -> None:
+        """End all processes by SIGABRT, at which Python prints the stacks of its threads."""
+        self.is_over.set()
+        deadline = time.monotonic() + limit_s
+        running = [life for life in self.lives if life.signal(signal.SIGCONT) and life.signal(signal.SIGABRT)]
+        while any(life.signal(signal.SIGCONT) for life in running) and time.monotonic() < deadline:
+            threading.Event().wait(POLL_S)
+
+    def close(self) -> None:
+        """Close the proxies too."""
+        self.is_over.set()
+        for proxy in self._proxies.values():
+            proxy.close()
+        for life in self.lives:
+            os.close(life.pidfd)
+        super().close()
+
+
+def _begin(proxy: Proxy, kind: str) -> None:
+    if kind == "hold":
+        proxy.passes.clear()
+    else:
+        proxy.cuts_at_once = True
+        proxy.cut()
+
+
+def _end(proxy: Proxy, kind: str) -> None:
+    if kind == "hold":
+        proxy.passes.set()
+    else:
+        proxy.cuts_at_once = False
+
+
+def _limit_files(life: Life, size_bytes: int | None) -> None:
+    """Set the limit of the size of files that the process writes; None for its highest."""
+    with suppress(ProcessLookupError):
+        _, most = resource.prlimit(life.child.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(life.child.pid, resource.RLIMIT_FSIZE, (most if size_bytes is None else size_bytes, most))

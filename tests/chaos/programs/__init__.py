@@ -1,0 +1,81 @@
+"""The programs that train while faults come, and what must hold when each has ended."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).parents[3]
+#: Time that a batch takes to come, in s: training is long enough for faults, and leaves processor time to recovery.
+BATCH_S = 0.01
+WEIGHTS = "weights.npz"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A script, its number of steps, its arguments, and the check of its results."""
+
+    script: Path
+    steps: int
+    arguments: Callable[[int, Path], tuple[str, ...]]
+    check: Callable[[int, Mapping[str, float], Path], Iterator[str]]
+
+
+def _counters(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    if results != {"count 0": steps, "count 1": steps}:
+        yield f"counters: expected {steps} on each task, got {results}"
+
+
+def _model(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    if results != {"updates": steps}:
+        yield f"updates: expected {steps}, got {results}"
+    if not (folder / WEIGHTS).exists():
+        yield "the weights were not written"
+        return
+    expected = _undisturbed(steps)
+    with np.load(folder / WEIGHTS) as found:
+        for name, value in found.items():
+            if not np.array_equal(value, expected[name]):
+                most = np.abs(value - expected[name]).max()
+                yield f"weights {name!r}: expected those of an undisturbed run, got a difference of up to {most:.3g}"
+
+
+@functools.cache
+def _undisturbed(steps: int) -> Mapping[str, np.ndarray]:
+    """Return the weights after training on a cluster of the same parameter tasks without faults."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["launch", "--ps", "2", "--workers", "2", str(MODEL.script), str(steps), "0", f"{folder}/{WEIGHTS}"]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DFLOW_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "dflow", *words], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        with np.load(f"{folder}/{WEIGHTS}") as found:
+            return dict(found.items())
+
+
+def _digits(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    if not results.get("test accuracy", 0.0) > 0.9:
+        yield f"test accuracy: expected more than 0.9, got {results}"
+
+
+COUNTERS = Program(
+    ROOT / "tests/chaos/programs/counters.py", 2500, lambda steps, _: (str(steps), str(BATCH_S)), _counters
+)
+MODEL = Program(
+    ROOT / "tests/chaos/programs/model.py",
+    500,
+    lambda steps, folder: (str(steps), str(BATCH_S), str(folder / WEIGHTS)),
+    _model,
+)
+DIGITS = Program(ROOT / "examples/digits.py", 800, lambda steps, _: ("--steps", str(steps)), _digits)
+
+PROGRAMS = {"counters": COUNTERS, "model": MODEL, "digits": DIGITS}

@@ -1,0 +1,79 @@
+"""The faults of a round as a value, which its seed determines.
+
+A fault begins when so much of the training is done, and after a further delay. So a schedule is the same on each
+machine, while its times, and what the processes do at these times, differ from run to run.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+COORDINATOR = "coordinator"
+#: Kinds of faults by role. `kill`, `terminate` and `pause` are signals; `cut` and `hold` are of the connection to the
+#: coordinator, of all connections for the coordinator itself; `full` refuses each write to a file.
+KINDS = {
+    "worker": ("kill", "kill", "terminate", "pause", "cut", "hold"),
+    "ps": ("kill", "kill", "terminate", "pause", "cut", "hold", "full"),
+    COORDINATOR: ("kill", "kill", "terminate", "pause", "cut", "full"),
+}
+#: Faults after which a process is started again. The launcher's pauses double with each, so a task has few of them.
+ENDS = ("kill", "terminate")
+MOST_ENDS = 3
+#: Part of the steps after which no fault begins: a parameter task that dies when all steps are done undoes steps that
+#: no worker repeats.
+LAST = 0.75
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of `task` that lasts `for_s`; it begins `after_s` after the part `at` of all steps is done.
+
+    With `at` below 0 the steps need not have begun, nor the first snapshot be complete.
+    """
+
+    kind: str
+    task: str
+    at: float
+    after_s: float = 0.0
+    for_s: float = 0.0
+
+    def __str__(self) -> str:
+        when = "at the start" if self.at < 0 else f"at {self.at:.0%} of the steps"
+        lasting = f" for {self.for_s:g} s" if self.for_s else ""
+        return f"{self.kind} {self.task}{lasting} {when} + {self.after_s:g} s"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The program of a round, its number of workers, and the faults."""
+
+    program: str
+    workers: int
+    faults: tuple[Fault, ...]
+
+
+def drawn_schedule(seed: int, programs: Sequence[str]) -> Schedule:
+    """Draw a schedule, the same for the same seed."""
+    draw = random.Random(f"chaos {seed}")
+    program, workers = draw.choice(list(programs)), draw.choice((2, 3))
+    tasks = ["ps:0", "ps:1", *(f"worker:{index}" for index in range(workers)), COORDINATOR]
+    ended: Counter[str] = Counter()
+
+    def fault(task: str, at: float) -> Fault:
+        kind = draw.choice(KINDS[task.partition(":")[0]])
+        if kind in ENDS and ended[task] == MOST_ENDS:
+            kind = "pause"
+        ended[task] += kind in ENDS
+        for_s = 0.0 if kind in ENDS else draw.choice((0.2, 1.0, 3.0, 12.0))
+        return Fault(kind, task, at, draw.choice((0.0, 0.0, 0.3, 1.5, 4.0)), for_s)
+
+    faults = []
+    if draw.random() < 0.3:
+        faults.append(fault(draw.choice(tasks[2:]), -1.0))
+    for _ in range(draw.randint(3, 5)):
+        at = round(draw.random() * LAST, 2)
+        faults += [fault(task, at) for task in draw.sample(tasks, draw.choice((1, 1, 2, 3)))]
+    return Schedule(program, workers, tuple(sorted(faults, key=lambda one: one.at)))

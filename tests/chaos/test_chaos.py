@@ -1,0 +1,135 @@
+"""A short round of `make chaos` with a fixed seed for two programs; the checks find what they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dflow.distributed.coordinator.coordinator_store import SqliteStore
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.recovery import Snapshot
+from dflow.distributed.coordinator.step_ledger import LedgerCopy
+from dflow.lowering.files.array_files import fill_folder
+from tests.chaos import __main__ as chaos
+from tests.chaos.checks import check_committed, check_lines, silent_workers
+from tests.chaos.faulty_run import Outcome, describe, run_round
+from tests.chaos.programs import PROGRAMS
+from tests.chaos.schedule import COORDINATOR, KINDS, LAST, Schedule, drawn_schedule
+
+#: Limit of a round, in s; it takes half a minute on two idle cores.
+LIMIT_S = 400.0
+
+
+@pytest.mark.once
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("program", "seed", "steps"), [("counters", 2412, 600), ("model", 15306, 200)])
+def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: int, steps: int) -> None:
+    schedule = drawn_schedule(seed, [program])
+    outcome = run_round(schedule, PROGRAMS[program], steps, tmp_path, LIMIT_S)
+    assert not outcome.violations, describe(schedule, outcome, tmp_path / "output.log")
+    assert {fault.task.partition(":")[0] for fault in schedule.faults} == {"ps", "worker", COORDINATOR}
+    assert len(outcome.faults) == len(schedule.faults)
+
+
+def test_a_schedule_follows_from_its_seed() -> None:
+    for seed in range(200):
+        schedule = drawn_schedule(seed, [*PROGRAMS])
+        assert schedule == drawn_schedule(seed, [*PROGRAMS])
+        for fault in schedule.faults:
+            assert fault.kind in KINDS[fault.task.partition(":")[0]]
+            assert fault.at <= LAST
+            assert fault.at >= 0 or not fault.task.startswith("ps")
+
+
+def committed(folder: Path, counts: tuple[int, int], whole: tuple[Any, Any], ledger: dict[str, Any]) -> list[str]:
+    """Return the violations of a snapshot of two tasks with these counters and ranges of applied steps."""
+    for index in range(2):
+        part = folder / f"ps-{index}" / "3"
+        part.mkdir(parents=True)
+        applied = [{"run": "train", "call": 0, "whole": whole[index], "begun": {}}]
+        fill_folder(part, {f"count {index}": np.int32(counts[index])}, {"applied": applied, "rounds": []})
+    records = DurableRecords()
+    tasks = tuple(f"/job:ps/task:{index}" for index in range(2))
+    records.put("snapshot/committed", Snapshot(3, tasks, ("count 0", "count 1"), LedgerCopy(**ledger)))
+    store = SqliteStore(folder / "state")
+    store.write(records.take_changes())
+    store.close()
+    return list(check_committed(folder, folder / "state"))
+
+
+DONE: dict[str, Any] = {"runs": {}, "rounds": {"train": (4, 9)}}
+
+
+@pytest.mark.parametrize(
+    ("counts", "whole", "ledger", "expected"),
+    [
+        ((4, 4), ([(0, 4)], [(0, 4)]), DONE, []),
+        ((4, 5), ([(0, 4)], [(0, 4)]), DONE, ["snapshot 3: 'count 1' is [5] after 4 steps"]),
+        (
+            (4, 4),
+            ([(0, 4)], [(0, 3), (5, 6)]),
+            DONE,
+            ["snapshot 3: ps:1 has 1 steps [5] that others have not, and lacks 1 steps [3]"],
+        ),
+        (
+            (4, 4),
+            ([(0, 3), (2, 3)],) * 2,
+            DONE,
+            [f"snapshot 3: ps:{index} has applied 1 steps twice" for index in (0, 1)],
+        ),
+        (
+            (3, 3),
+            ([(0, 3)],) * 2,
+            DONE,
+            ["snapshot 3: the ledger has 4 rounds as done, and the tasks have applied 3"],
+        ),
+    ],
+)
+def test_a_snapshot_that_is_no_serial_prefix_is_found(
+    tmp_path: Path, counts: Any, whole: Any, ledger: dict[str, Any], expected: list[str]
+) -> None:
+    assert committed(tmp_path, counts, whole, ledger) == expected
+
+
+def test_a_part_that_is_missing_is_found(tmp_path: Path) -> None:
+    assert committed(tmp_path, (4, 4), ([(0, 4)], [(0, 4)]), DONE) == []
+    (tmp_path / "ps-0" / "3" / "dflow.json").unlink()
+    [violation] = check_committed(tmp_path, tmp_path / "state")
+    assert "snapshot 3 is committed, and cannot be read: " in violation
+
+
+def test_a_traceback_is_found() -> None:
+    lines = [("ps:0", "Traceback (most recent call last):"), (COORDINATOR, "Traceback (most recent call last):")]
+    assert list(check_lines(lines, [])) == ["ps:0 printed a traceback", "coordinator printed a traceback"]
+    assert list(check_lines(lines, [COORDINATOR])) == ["ps:0 printed a traceback"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "expected"),
+    [
+        ([("worker:0", ["pause"])], {"worker:0"}),
+        ([("worker:0", ["kill"]), ("worker:1", ["hold"])], set()),
+        ([("worker:0", []), (COORDINATOR, ["cut"])], {"worker:0"}),
+    ],
+)
+def test_only_a_worker_with_a_fault_may_have_been_silent(faults: Any, expected: set[str]) -> None:
+    text = "the coordinator did not take this task back: worker:0 left at 82.1 s: no heartbeat for 10.0 s"
+    lives: Any = [SimpleNamespace(task=task, faults=kinds) for task, kinds in faults]
+    assert silent_workers(lives, [("worker:0", text), ("worker:1", "other")]) == expected
+
+
+def test_a_failed_round_prints_its_seed_its_faults_and_its_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(schedule: Schedule, program: object, steps: int, folder: Path, limit_s: float) -> Outcome:
+        return Outcome(["counters: expected 5"], {}, ["1.00 s: kill ps:0"], [(1.0, "ps:0", "some line")])
+
+    monkeypatch.setattr(chaos, "run_round", run)
+    assert chaos.main(["--minutes", "0", "--seed", "7"]) == 1
+    told = capsys.readouterr().out
+    for text in ("counters: expected 5", "1.00 s: kill ps:0", "[ps:0] some line", "--minutes 0 --seed 7"):
+        assert text in told
