@@ -60,29 +60,31 @@ class ClusterResources:
                 names no task, or another task than the one that holds it
         """
         refuse_unnamed(resource, resource.title, resource.error)
+        failures = 0
+        while True:
+            try:
+                return self._created(resource)
+            except TaskLost as error:
+                failures += 1
+                if not is_recovered(self.steps, error, failures):
+                    raise TaskLost(f"{error}{at(resource.loc)}") from None
+            except DeviceError as error:
+                raise DeviceError(f"{error}{at(resource.loc)}") from None
+            except (VariableError, resource.error) as error:
+                raise resource.error(str(error), at=resource.loc) from None
+
+    def _created(self, resource: HostResource) -> Slot:
         said = described(resource.type, resource.settings)
-        try:
-            size_bytes, on = _size_bytes(resource), task_in_scope(resource.title, resource.loc)
-            placed = self._requests.place(
-                PlaceVariable(
-                    resource.name,
-                    said,
-                    (),
-                    size_bytes,
-                    self._job,
-                    kind=resource.kind,
-                    on=on,
-                    is_saved=resource.is_saved,
-                )
+        size_bytes, on = _size_bytes(resource), task_in_scope(resource.title, resource.loc)
+        placed = self._requests.place(
+            PlaceVariable(
+                resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on, is_saved=resource.is_saved
             )
-            self._requests.ask(
-                placed.task,
-                CreateResource(resource.name, str(resource.type), resource.settings, placed.process, resource.is_saved),
-            )
-        except (DeviceError, TaskLost) as error:
-            raise error.__class__(f"{error}{at(resource.loc)}") from None
-        except (VariableError, resource.error) as error:
-            raise resource.error(str(error), at=resource.loc) from None
+        )
+        self._requests.ask(
+            placed.task,
+            CreateResource(resource.name, str(resource.type), resource.settings, placed.process, resource.is_saved),
+        )
         return Slot(placed.task, resource.name)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
