@@ -91,7 +91,7 @@ def silent_workers(lives: Sequence[Life], lines: Iterable[tuple[str, str]]) -> s
 
     Such a worker ends with an error, since its steps have gone to others, and is started again.
     """
-    refused = {task for task, text in lines if "did not take this task back" in text and "no heartbeat for" in text}
+    refused = {task for task, text in lines if "did not take this task back" in text}
     faulty = {life.task for life in lives if {*life.faults} & {"pause", "cut", "hold"}}
     is_cut_from_all = any(life.task == COORDINATOR and "cut" in life.faults for life in lives)
     return {task for task in refused if task.startswith("worker") and (task in faulty or is_cut_from_all)}
