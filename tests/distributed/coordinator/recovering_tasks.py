@@ -1,0 +1,187 @@
+"""Tasks of a cluster with snapshots, as tests of the coordinator's state have them: they hold sets of applied steps."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from dflow.distributed.coordinator.coordinator_events import (
+    Asked,
+    Broadcast,
+    Command,
+    Event,
+    Log,
+    PeerClosed,
+    Persist,
+    SendReply,
+    Ticked,
+    Told,
+)
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.roster import Heartbeat, Join
+from dflow.distributed.wire.messages.rounds import ClaimSteps
+from dflow.distributed.wire.messages.snapshots import (
+    CaptureState,
+    LoadState,
+    SnapshotCommitted,
+    StateCaptured,
+    StateLoaded,
+    StateRestored,
+    StateWritten,
+)
+
+PS = ("/job:ps/task:0", "/job:ps/task:1")
+WORKER = "/job:worker/task:0"
+TOTAL = 60
+#: Notices that the tasks of this test handle; others are about the members.
+HANDLED = (CaptureState, HoldSteps, LoadState, SnapshotCommitted, StateRestored)
+
+
+class Tasks:
+    """Two ps tasks and a worker; a ps holds the set of the steps that it has applied, and its disk the parts.
+
+    A task handles its notices one by one, when the test has it do so. `fresh` has the ps tasks that are empty since
+    they were started again, `created` the names that have been created on each.
+    """
+
+    def __init__(self, every_s: float = 5.0) -> None:
+        self.settings = CoordinatorSettings(snapshot_every_s=every_s)
+        self.rows: dict[str, bytes] = {}
+        self.state = CoordinatorState({"ps": 2, "worker": 1}, self.settings)
+        self.now_s, self.peers, self.asks = 0.0, 0, 0
+        self.peer: dict[str, int] = {}
+        self.inbox: dict[str, deque[Message]] = {}
+        self.answers: dict[int, Message] = {}
+        self.log: list[str] = []
+        self.lives = 0
+        self.process: dict[str, str] = {}
+        self.applied: dict[str, set[int]] = {task: set() for task in PS}
+        self.disk: dict[str, dict[int, set[int]]] = {task: {} for task in PS}
+        self.writing: dict[str, tuple[int, set[int]]] = {}
+        self.read: dict[str, set[int]] = {}
+        self.set_epoch: dict[str, int] = dict.fromkeys(PS, 0)
+        self.created: dict[str, set[str]] = {task: set() for task in PS}
+        self.fresh: set[str] = set()
+        self.gate = 0
+        for task in (*PS, WORKER):
+            self.join(task)
+        for index, task in enumerate(PS):
+            self.place(f"v{index}", task)
+
+    def place(self, name: str, task: str, *, is_created: bool = True) -> None:
+        """Have the worker place a variable, and create it."""
+        assert isinstance(self.ask(PlaceVariable(name, "float32", (), 4, "ps", on=task)), Placed)
+        if is_created:
+            self.created[task].add(name)
+
+    def handle(self, event: Event) -> list[Command]:
+        commands = self.state.handle(event)
+        for command in commands:
+            match command:
+                case Persist(changes):
+                    for change in changes:
+                        if change.value is None:
+                            self.rows.pop(change.key, None)
+                        else:
+                            self.rows[change.key] = change.value
+                case SendReply(ask, message):
+                    self.answers[ask] = message
+                case Broadcast(peers, message):
+                    for task, peer in self.peer.items():
+                        if peer in peers and isinstance(message, HANDLED):
+                            self.inbox[task].append(message)
+                case Log(text):
+                    self.log.append(text)
+        return commands
+
+    def join(self, task: str) -> None:
+        """Have a new process of a task join."""
+        self.lives += 1
+        self.process[task] = f"process {self.lives}"
+        self.connect(task)
+
+    def connect(self, task: str) -> None:
+        """Have the process of a task join over a new connection."""
+        self.peers, self.asks = self.peers + 1, self.asks + 1
+        self.inbox[task], self.peer[task] = deque(), self.peers
+        self.handle(Asked(self.now_s, self.peers, self.asks, Join(task, "h:0", self.process[task])))
+
+    def ask(self, message: Message) -> Message | None:
+        """The answer of the coordinator to the worker; None if there is none yet."""
+        self.asks += 1
+        self.handle(Asked(self.now_s, self.peer[WORKER], self.asks, message))
+        return self.answers.get(self.asks)
+
+    def tell(self, task: str, message: Message) -> None:
+        self.handle(Told(self.now_s, self.peer[task], message))
+
+    def tick(self, seconds: float = 1.0) -> None:
+        self.now_s += seconds
+        for task in self.peer:
+            self.tell(task, Heartbeat(task))
+        self.handle(Ticked(self.now_s))
+
+    def start_again(self, task: str) -> None:
+        """Kill a ps, and start it again; its disk stays."""
+        self.handle(PeerClosed(self.now_s, self.peer[task], "its process has ended"))
+        self.applied[task], self.set_epoch[task] = set(), 0
+        self.writing.pop(task, None)
+        self.read.pop(task, None)
+        self.fresh.add(task)
+        self.join(task)
+
+    def deliver(self, task: str) -> bool:
+        """Have a task handle its next notice, or write what it captured; return whether there was any."""
+        if task in self.writing:
+            number, values = self.writing.pop(task)
+            self.disk[task][number] = values
+            self.tell(task, StateWritten(task, number))
+            return True
+        if not self.inbox[task]:
+            return False
+        match self.inbox[task].popleft():
+            case HoldSteps(number):
+                if task == WORKER:
+                    self.gate = number
+                if number:
+                    self.tell(task, StepsHeld(task, number))
+            case CaptureState(number, committed):
+                self.writing[task] = number, set(self.applied[task])
+                self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept == committed}
+                self.tell(task, StateCaptured(task, number, tuple(sorted(self.created[task]))))
+            case SnapshotCommitted(number):
+                self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept >= number}
+            case LoadState(number, epoch, is_set):
+                self.load(task, number, epoch, is_set)
+            case StateRestored():
+                assert task in PS or self.applied[PS[0]] == self.applied[PS[1]]
+        return True
+
+    def load(self, task: str, number: int, epoch: int, is_set: bool) -> None:
+        if epoch != self.set_epoch[task]:
+            self.read.setdefault(task, set(self.disk[task][number]))
+            if is_set:
+                self.applied[task], self.set_epoch[task] = self.read.pop(task), epoch
+                self.fresh.discard(task)
+        self.tell(task, StateLoaded(task, epoch, is_set))
+
+    def settle(self) -> None:
+        """Have all tasks handle everything."""
+        while sum(map(self.deliver, self.peer)):
+            pass
+
+    def snapshot(self) -> None:
+        """Make the next snapshot, and commit it."""
+        self.tick()
+        self.settle()
+
+
+def sent(tasks: Tasks, kind: type[Message]) -> set[str]:
+    """The tasks that have a notice of this kind to handle."""
+    return {task for task, notices in tasks.inbox.items() if any(isinstance(one, kind) for one in notices)}
+
+
+def claim(tasks: Tasks, number: int, last: int = 0, done: int = 0) -> Message | None:
+    return tasks.ask(ClaimSteps("run", WORKER, TOTAL, number, last, done))
