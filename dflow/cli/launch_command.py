@@ -53,7 +53,8 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="where stock tasks keep snapshots of their state: one that is started again (--restart ps=on-failure) "
-        "returns to the newest one, all others with it, and training goes on from there",
+        "returns to the newest one, all others with it, and training goes on from there; so does the next launch "
+        "there, unless this one ends with success",
     )
     add_seconds(faults, "--snapshot-every", 60, "time between two snapshots")
     add_backends(parser)
@@ -85,6 +86,11 @@ def _launch(options: argparse.Namespace) -> int:
     try:
         plan = _launch_plan(options)
         backend = backend_of(options)
+        kept = None
+        if options.snapshots is not None and not backend.restarts_tasks:
+            from dflow.distributed.launching.launch_state import LaunchState
+
+            kept = LaunchState(options.snapshots.resolve(), options.script, plan.stock)
         security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
         place, note = backend.place(plan, options, security)
     except DflowError as error:
@@ -100,15 +106,21 @@ def _launch(options: argparse.Namespace) -> int:
     with (
         launch_view(make_console()) as shown,
         contextlib.closing(logs),
+        contextlib.nullcontext() if kept is None else contextlib.closing(kept),
         tempfile.TemporaryDirectory(prefix="dflow-state-") as state,
     ):
         view = LoggedView(shown, logs)
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
+        if kept is not None:
+            view.show_event(kept.news)
         if backend.restarts_tasks:
             plan = replace(plan, restarts={})
         else:
-            plan = _kept_here(plan, f"{state}/coordinator", logs.folder)
-        return launch(stop, plan, place, view, SocketTransport(security=security))
+            plan = _kept_here(plan, f"{state}/coordinator" if kept is None else str(kept.path), logs.folder)
+        status = launch(stop, plan, place, view, SocketTransport(security=security))
+        if kept is not None and status == 0:
+            kept.finish()
+        return status
 
 
 def _proofs(options: argparse.Namespace) -> tuple[Setting, ...]:

@@ -45,7 +45,8 @@ def _task_options(parser: argparse.ArgumentParser) -> None:
         "--snapshots",
         type=Path,
         metavar="DIR",
-        help="where its parts of snapshots are kept; started again with the same folder, it returns to the newest one "
+        help="where its parts of snapshots are kept; started again with the same folder, it returns to the newest one; "
+        "SIGTERM ends it when a snapshot has its state "
         "(default: none are made)",
     )
     add_seconds(parser, "--coordinator-timeout", 600, "end when the coordinator has been unreachable for this time")
@@ -88,7 +89,8 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
         "--state",
         type=Path,
         metavar="FILE",
-        help="where its state is kept; started again with the same file and address it goes on where it was "
+        help="where its state is kept; started again with the same file and address it goes on where it was, or, if "
+        "all tasks have ended, at the newest snapshot "
         "(default: in memory)",
     )
     add_security(parser)

@@ -40,7 +40,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_state import SHELL, CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
@@ -60,7 +60,8 @@ LISTENING = "dflow coordinator listening on "
 LOGGER = logging.getLogger("dflow")
 #: A message to more tasks than these is encoded once for all.
 FEW = 8
-_TIME = "shell/time"
+#: Key of the time of the last write.
+_TIME = f"{SHELL}time"
 
 
 class Coordinator:

@@ -8,6 +8,8 @@ Invariants:
 - what must outlive the coordinator is in a Persist, before the commands that depend on it; a state made from the
   Persists of another one answers, after Started, as that one would;
 - a message that names a task counts only from the connection over which that task joined;
+- with snapshots, a coordinator that starts again takes in no new process before one of the cluster is back. If none
+  comes within the timeout of heartbeats, all have ended: it begins another cluster, which resumes the newest snapshot;
 - the log keeps the newest events in order; while it is complete, replaying it gives the same commands.
 """
 
@@ -39,6 +41,7 @@ from dflow.distributed.coordinator.membership import Membership, MembershipComma
 from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
 from dflow.distributed.coordinator.recovery import Recovery
+from dflow.distributed.coordinator.resumption import newest_snapshot, resumed
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.step_pauses import StepPauses
@@ -54,6 +57,7 @@ from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVa
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (
+    AnnounceLeave,
     AwaitRecovery,
     StateCaptured,
     StateChanged,
@@ -67,6 +71,8 @@ from dflow.tracing.errors import DeviceError
 #: Least time between two requests that all tasks dump their events, in s.
 DUMP_PAUSE_S = 5.0
 _RESULT = "result/"
+#: Prefix of the keys of the shell's own records.
+SHELL = "shell/"
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,17 @@ class CoordinatorState:
         settings: CoordinatorSettings = CoordinatorSettings(),
         rows: Mapping[str, bytes] | None = None,
     ) -> None:
+        self._jobs, self._settings = dict(jobs), settings
+        self.log = EventLog()
+        self._begin(rows or {})
+        #: Keys of all records, and joins of new processes, while it is open whether those of before have all ended.
+        self._rows, self._keys = rows or {}, {*(rows or {})}
+        self._joining: list[Asked] = []
+        self._is_open = settings.snapshot_every_s > 0 and bool(self._membership.connections())
+        self._started = Started(0.0, "")
+
+    def _begin(self, rows: Mapping[str, bytes]) -> None:
+        jobs, settings = self._jobs, self._settings
         self._records = records = DurableRecords(rows)
         self._marks = StateMarks(records)
         self._membership = Membership(
@@ -130,7 +147,6 @@ class CoordinatorState:
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
         self._has_lost_state = False
-        self.log = EventLog()
 
     def handle(self, event: Event) -> list[Command]:
         """Apply the event and return the commands for the shell, in order."""
@@ -139,6 +155,8 @@ class CoordinatorState:
         if self._records.changed:
             self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
+        if self._is_open:
+            self._keys.update(change.key for change in changes)
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
 
@@ -159,10 +177,9 @@ class CoordinatorState:
 
     def _decide(self, event: Event) -> list[Command]:
         match event:
-            case Started(at_s, name):
-                self._marks.started(name)
-                self._membership.start(at_s, name)
-                return []
+            case Started():
+                self._started = event
+                return self._start(event)
             case Asked():
                 return self._asked(event)
             case Told():
@@ -170,9 +187,12 @@ class CoordinatorState:
                 is_taken = handle is not None and not self._refusal(event.peer, event.message)
                 return handle(self, event.message, event) if handle is not None and is_taken else []
             case PeerClosed(at_s, peer, reason):
+                self._joining = [one for one in self._joining if one.peer != peer]
                 self._membership.lose(at_s, peer, reason)
                 return []
             case Ticked(at_s):
+                if self._joining and at_s - self._started.at_s >= self._settings.heartbeat_timeout_s:
+                    return self._begin_anew(at_s)
                 followed = self._follow(self._membership.tick(at_s, self._directory.holds_state))
                 return [
                     *followed,
@@ -180,6 +200,25 @@ class CoordinatorState:
                     *self._tell_stalls(at_s),
                     *self._recovery.tick(at_s),
                 ]
+
+    def _start(self, started: Started) -> list[Command]:
+        self._marks.started(started.cluster)
+        self._membership.start(started.at_s, started.cluster)
+        return self._recovery.start(started.at_s, self._jobs)
+
+    def _begin_anew(self, at_s: float) -> list[Command]:
+        """Begin another cluster, with the newest snapshot of the one whose processes have all ended."""
+        rows, joining = resumed(self._rows, newest_snapshot(self._rows)), self._take_joining()
+        self._begin(rows)
+        self._records.changed.update(dict.fromkeys(key for key in self._keys if not key.startswith(SHELL)) | rows)
+        text = "no process of the cluster has come back, and other processes come: this is another cluster"
+        commands = [Log(text), *self._start(Started(at_s, self._started.cluster))]
+        return [*commands, *(command for event in joining for command in self._asked(event))]
+
+    def _take_joining(self) -> list[Asked]:
+        self._is_open = False
+        joining, self._joining = self._joining, []
+        return joining
 
     def _asked(self, event: Asked) -> list[Command]:
         what = type(event.message).__name__
@@ -283,11 +322,18 @@ class CoordinatorState:
 
     @REQUESTS.handles(PlaceVariable)
     def _place(self, request: PlaceVariable, event: Asked) -> Placed | Failure:
-        return self._directory.place(request)
+        return self._placed(request)
+
+    def _placed(self, request: PlaceVariable) -> Placed | Failure:
+        answer = self._directory.place(request)
+        if isinstance(answer, Failure) and answer.kind == "VariableError" and (number := self._recovery.resumed):
+            text = f"{answer.text}\n  the job goes on from snapshot {number}, which has the first: give the program of "
+            return Failure(answer.kind, f"{text}that snapshot, or another folder for --snapshots")
+        return answer
 
     @REQUESTS.handles(PlaceVariables)
     def _place_all(self, request: PlaceVariables, event: Asked) -> PlacedAll:
-        return PlacedAll(tuple(map(self._directory.place, request.requests)))
+        return PlacedAll(tuple(map(self._placed, request.requests)))
 
     @REQUESTS.handles(Unplace)
     def _unplace(self, request: Unplace, event: Asked) -> Ok:
@@ -302,7 +348,11 @@ class CoordinatorState:
 
     @REQUESTS.handles(AwaitRecovery)
     def _await_recovery(self, request: AwaitRecovery, event: Asked) -> list[Command]:
-        return self._recovery.await_recovery(event.ask)
+        return self._recovery.await_recovery(event.ask, request)
+
+    @REQUESTS.handles(AnnounceLeave)
+    def _announce_leave(self, request: AnnounceLeave, event: Asked) -> list[Command]:
+        return self._recovery.announce_leave(request.task, event.ask)
 
     @REQUESTS.handles(PauseSteps)
     def _pause(self, request: PauseSteps, event: Asked) -> list[Command]:
@@ -324,16 +374,24 @@ class CoordinatorState:
             split_task_name(join.task)
         except DeviceError as error:
             return Failure("DeviceError", str(error))
-        is_known = join.cluster == self._membership.identity.cluster
+        is_known = bool(join.cluster) and join.cluster == self._membership.identity.cluster
         if is_known and (missing := self._marks.missing(join.mark)):
             return self._refuse_newer(event, join, missing)
+        if self._is_open and not is_known:
+            self._joining.append(event)
+            return []
+        joined = self._take_in(join, event, is_known)
+        return [*joined, *(command for other in self._take_joining() for command in self._asked(other))]
+
+    def _take_in(self, join: Join, event: Asked, is_known: bool) -> list[Command]:
         decided = self._membership.join(event.at_s, event.peer, join)
         if isinstance(decided, Failure):
-            return decided
+            return [SendReply(event.ask, decided)]
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
         taken = [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
-        return [*taken, *self._pauses.joined(join.task, event.peer), *self._recovery.joined(join.task)]
+        paused = self._pauses.joined(join.task, event.peer)
+        return [*taken, *paused, *self._recovery.joined(join.task, is_known=is_known)]
 
     def _refuse_newer(self, event: Asked, join: Join, missing: str) -> list[Command]:
         """Refuse a task that has seen newer state than this coordinator has; log it once."""

@@ -45,15 +45,16 @@ class MemoryStore:
 class SqliteStore:
     """Records in the SQLite file at `path`, created if it does not exist.
 
-    raises  ConfigError when another process has it open, when it is damaged, or not a file of this format
+    wait_s  longest wait for another process that has it open, in s
+    raises  ConfigError when another process has it open, it is damaged, or it is not a file of this format
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
         self._path = path
         #: The checksum of each record, by key.
         self._sums: dict[str, int] = {}
         try:
-            self._database = sqlite3.connect(path, timeout=0, isolation_level=None, check_same_thread=False)
+            self._database = sqlite3.connect(path, timeout=wait_s, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
             raise ConfigError(
                 f"the coordinator's state cannot be kept in {path}: {error}; name another file"

@@ -10,13 +10,16 @@ Invariants:
 - tasks return to a snapshot in a pause of the steps, which ends when all of them have set its state, so that no step
   sees a mixture; none sets it before each has read and checked its part;
 - a task returns only to a snapshot that has all of the state that was lost. Other lost state stays lost;
+- a task that announces its leave is answered when a snapshot with its state is committed. The steps stay paused from
+  its capture until all tasks have returned to it, so no step is lost or done again;
+- a cluster that resumes the snapshot of an earlier one (`resumption.py`) loads it as if all tasks had lost their state;
 - a request that waits for recovery is answered: when no state is lost, or with the reason why that cannot be.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 
 import msgspec
@@ -27,8 +30,9 @@ from dflow.distributed.coordinator.membership import Membership
 from dflow.distributed.coordinator.step_ledger import LedgerCopy, StepLedger
 from dflow.distributed.coordinator.step_pauses import StepPauses
 from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
-from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.snapshots import (
+    AwaitRecovery,
     CaptureState,
     LoadState,
     Recovered,
@@ -38,7 +42,8 @@ from dflow.distributed.wire.messages.snapshots import (
     StateRestored,
     StateWritten,
 )
-from dflow.tracing.devices.task_name import short_task_name
+from dflow.distributed.wire.messages.status import VariableInfo
+from dflow.tracing.devices.task_name import short_task_name, task_name
 
 #: Limit of the time until all tasks have captured their state, in s, while the steps are paused.
 CAPTURE_S = 60.0
@@ -48,6 +53,7 @@ PAUSE_S, WRITE_S = 10.0, 600.0
 RETRY_S = 1.0
 #: Longest wait for the process of a task that held state to be started again, in s.
 RETURN_S = 300.0
+NO_SNAPSHOTS = "no snapshots are made: start the cluster with --snapshots DIR"
 #: In place of a task's name: the requests of this file for a pause.
 _SNAPSHOT, _RETURN = "a snapshot", "the return to a snapshot"
 
@@ -57,22 +63,37 @@ class _Phase(Enum):
     PAUSING = "the steps are being paused"
     CAPTURING = "the tasks capture their state"
     WRITING = "the tasks write their parts"
+    HOLDING = "the steps stay paused until tasks that leave are back"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment."""
+    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment.
+
+    at_s    time of the capture, as in events
+    placed  the places of the variables and of the runs of synchronous training
+    """
 
     number: int
     tasks: tuple[str, ...]
     names: tuple[str, ...]
     ledger: LedgerCopy
+    at_s: float
+    placed: tuple[VariableInfo, ...]
 
 
-class _Epoch(msgspec.Struct, frozen=True):
-    """Number of returns to a snapshot, and the number of the newest snapshot, committed or not."""
+class Epoch(msgspec.Struct, frozen=True):
+    """Number of returns to a snapshot, and the number of the newest snapshot, committed or not.
+
+    undone       number of the returns after which steps were undone
+    resumed      number of the snapshot of an earlier cluster that this one resumes; 0 for none
+    is_resuming  whether the tasks have yet to load it
+    """
 
     epoch: int = 0
     number: int = 0
+    undone: int = 0
+    resumed: int = 0
+    is_resuming: bool = False
 
 
 class Recovery:
@@ -92,8 +113,8 @@ class Recovery:
     ) -> None:
         self._records, self._members, self._directory = records, members, directory
         self._ledger, self._pauses, self._every_s = ledger, pauses, every_s
-        self._counted = records.load_one(_EPOCH, _Epoch())
-        self._committed = next((found for _, found in records.load(_SNAPSHOT_KEY, Snapshot)), None)
+        self._counted = records.load_one(EPOCH, Epoch())
+        self._committed = next((found for _, found in records.load(SNAPSHOT, Snapshot)), None)
         self._phase = _Phase.IDLE
         #: Tasks that have yet to capture, and to write, their parts of the snapshot that is being made.
         self._uncaptured: set[str] = set()
@@ -116,36 +137,72 @@ class Recovery:
         self._missing_since_s: float | None = None
         #: Requests that wait for recovery.
         self._asks: list[int] = []
+        #: Tasks with parts of a resumed snapshot that are not expected in this cluster.
+        self._unexpected: tuple[str, ...] = ()
         #: The snapshot that the tasks capture or write.
         self._making: Snapshot | None = None
+        #: Tasks that have announced their leave, and their requests; None for one that is answered.
+        self._leaving: dict[str, int | None] = {}
+        #: Whether a step may have begun since the capture for a leave: a task has joined again, and was not held back.
+        self._is_broken = False
 
     @property
     def _is_returning(self) -> bool:
         return self._loading is not None or self._pauses.has_request(_RETURN)
 
+    @property
+    def resumed(self) -> int:
+        """Number of the snapshot of an earlier cluster that this one resumes; 0 if there is none."""
+        return self._counted.resumed
+
     # Events.
+
+    def start(self, at_s: float, jobs: Mapping[str, int]) -> list[Command]:
+        """The coordinator has started, and expects this many tasks of each job, or any if there is none."""
+        if not self._counted.is_resuming or self._committed is None:
+            return []
+        number, age_s = self._committed.number, at_s - self._committed.at_s
+        if jobs:
+            expected = {task_name(job, index) for job, count in jobs.items() for index in range(count)}
+            self._unexpected = tuple(task for task in self._committed.tasks if task not in expected)
+        done, where = self._committed.ledger.steps_done, ", ".join(map(short_task_name, self._committed.tasks))
+        made = f"made {age_s:.0f} s before this start, with {done} steps done"
+        return [Log(f"resuming snapshot {number}, {made}; {where} load it when all have joined")]
 
     def tick(self, at_s: float) -> list[Command]:
         """Begin a snapshot if it is time; abandon one that takes too long. `go_on` must follow."""
         if (late := self._late(at_s)) is not None:
-            return self._abandon(late)
-        may_begin = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
-        if not may_begin or not (names := self._directory.names()) or self._directory.lost() or self._members.away():
+            return self._abandon(late) if self._phase is not _Phase.HOLDING else [Log(late), *self._release()]
+        if not self._may_begin():
             return []
+        names = self._directory.names()
         # New state is saved immediately: a task could not return to a snapshot without it.
         is_new = names != self._saved or self._changes > self._saved_changes
         if at_s >= self._not_before_s and (is_new or at_s - self._began_s >= self._every_s):
-            self._phase, self._began_s, self._phase_s = _Phase.PAUSING, at_s, at_s
-            self._not_before_s = at_s + min(RETRY_S, self._every_s)
-            self._pauses.ask(_SNAPSHOT)
+            self._begin(at_s)
         return []
+
+    def _may_begin(self) -> bool:
+        """Whether a snapshot can begin now."""
+        is_ready = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
+        if not is_ready or self._counted.is_resuming or not self._directory.names():
+            return False
+        return not self._directory.lost() and not self._members.away()
+
+    def _begin(self, at_s: float) -> None:
+        self._phase, self._began_s, self._phase_s = _Phase.PAUSING, at_s, at_s
+        self._not_before_s = at_s + min(RETRY_S, self._every_s)
+        self._pauses.ask(_SNAPSHOT)
 
     def _late(self, at_s: float) -> str | None:
         """Why the snapshot that is being made takes too long; None if it does not."""
+        # A task that leaves waits as long as it can: it ends the attempt itself, as it leaves.
+        pause_s = math.inf if self._leaving else PAUSE_S
         tasks, limit_s, what = {
-            _Phase.PAUSING: (self._pauses.waits_for, PAUSE_S, "still runs a step after"),
+            _Phase.PAUSING: (self._pauses.waits_for, pause_s, "still runs a step after"),
             _Phase.CAPTURING: (self._uncaptured, CAPTURE_S, "did not capture its state within"),
             _Phase.WRITING: (self._unwritten, WRITE_S, "did not write its part within"),
+            _Phase.HOLDING: (self._leaving, RETURN_S, "announced to leave, and did not come back within"),
         }.get(self._phase, ((), math.inf, ""))
         if at_s - self._phase_s <= limit_s:
             return None
@@ -179,30 +236,54 @@ class Recovery:
             return []
         self._loading, self._is_setting = None, False
         self._hopeless = f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}"
-        return [Log(self._hopeless), *self._pauses.withdraw(_RETURN, self._members.connections())]
+        return [Log(self._hopeless), *self._release()]
 
-    def joined(self, task: str) -> list[Command]:
-        """A task has joined, perhaps as another process. `go_on` must follow."""
+    def joined(self, task: str, *, is_known: bool) -> list[Command]:
+        """A task has joined, as the process `is_known` from before or as another one. `go_on` must follow."""
         self._hopeless = ""
+        self._is_broken = self._is_broken or is_known
         if self._loading is not None and self._committed is not None and task in self._committed.tasks:
             self._loading.add(task)
             return self._load([task])
-        return self._left_or_replaced(task)
+        return self._left_or_replaced(task, is_known=is_known)
 
     def left(self, task: str) -> list[Command]:
         """A task has left. `go_on` must follow."""
+        if self._phase is not _Phase.HOLDING:
+            self._leaving.pop(task, None)
         if self._loading is not None and self._committed is not None and task in self._committed.tasks:
             self._loading.add(task)  # its next process has to load
         return self._left_or_replaced(task)
 
-    def _left_or_replaced(self, task: str) -> list[Command]:
+    def _left_or_replaced(self, task: str, *, is_known: bool = False) -> list[Command]:
         is_part = self._making is not None and task in self._making.tasks
+        is_part = is_part or (is_known and self._phase is _Phase.CAPTURING)  # it may have begun a step
         return self._abandon(f"{short_task_name(task)} has left or joined again") if is_part else []
 
-    def await_recovery(self, ask: int) -> list[Command]:
+    def await_recovery(self, ask: int, request: AwaitRecovery) -> list[Command]:
         """Answer when no state is lost. `go_on` must follow."""
+        is_restored = self._is_returning or (self._directory.lost() and not self._why_not())
+        if request.is_joining and not is_restored and not self._counted.is_resuming:
+            return [SendReply(ask, self._recovered())]
         self._asks.append(ask)
         return []
+
+    def announce_leave(self, task: str, ask: int) -> list[Command]:
+        """Answer when a snapshot has all state of a task that is going to leave. `go_on` must follow."""
+        if task not in self._directory.holders() or self._is_returning or self._phase is _Phase.HOLDING:
+            # Nothing has changed since the last snapshot, or what has is undone by the return.
+            if self._phase is _Phase.HOLDING:
+                self._leaving[task] = None
+            return [SendReply(ask, Ok())]
+        if why := self._hopeless or self._why_not_saved():
+            return [SendReply(ask, Failure("TaskLost", why))]
+        is_too_late = self._phase is _Phase.WRITING and not self._leaving  # steps run again
+        commands = self._abandon("") if is_too_late else []
+        self._leaving[task], self._not_before_s = ask, -math.inf
+        return commands
+
+    def _why_not_saved(self) -> str:
+        return "" if self._every_s else NO_SNAPSHOTS
 
     # Decisions.
 
@@ -213,13 +294,23 @@ class Recovery:
     def _snapshot_on(self, at_s: float) -> list[Command]:
         commands: list[Command] = []
         live = self._members.connections()
+        if self._leaving and at_s >= self._not_before_s and self._may_begin():
+            self._begin(at_s)
         if self._phase is _Phase.PAUSING and self._pauses.reached == _SNAPSHOT:
             tasks = self._directory.holders()
             if self._directory.lost() or any(live.get(task) is None for task in tasks):
                 return self._abandon("")
             self._counted = msgspec.structs.replace(self._counted, number=self._counted.number + 1)
-            self._records.put(_EPOCH, self._counted)
-            self._making = Snapshot(self._counted.number, tasks, self._directory.names(), self._ledger.copy())
+            self._records.put(EPOCH, self._counted)
+            self._making = Snapshot(
+                self._counted.number,
+                tasks,
+                self._directory.names(),
+                self._ledger.copy(),
+                at_s,
+                self._directory.saved(),
+            )
+            self._is_broken = False
             self._uncaptured, self._unwritten, self._captured = {*tasks}, {*tasks}, set()
             self._captured_changes = self._changes
             self._phase, self._phase_s = _Phase.CAPTURING, at_s
@@ -229,22 +320,42 @@ class Recovery:
             if not self._captured.issuperset(self._making.names):
                 return [*commands, *self._abandon("")]  # a placed variable is not created yet
             self._phase, self._phase_s = _Phase.WRITING, at_s
-            commands += self._pauses.withdraw(_SNAPSHOT, live)
+            if not self._leaving:
+                commands += self._pauses.withdraw(_SNAPSHOT, live)
         if self._phase is _Phase.WRITING and not self._unwritten and self._making is not None:
             if self._committed is None:
                 commands.append(Log(f"the first snapshot, of {len(self._making.names)} variables, is complete"))
             self._phase, self._committed, self._making = _Phase.IDLE, self._making, None
             self._saved = self._committed.names
             self._saved_changes = self._captured_changes
-            self._records.put(_SNAPSHOT_KEY, self._committed)
+            self._records.put(SNAPSHOT, self._committed)
             commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
+            if self._leaving:
+                self._phase, self._phase_s = _Phase.HOLDING, at_s
+                names = ", ".join(map(short_task_name, sorted(self._leaving)))
+                commands.append(Log(f"{names} leaves: snapshot {self._committed.number} has all state; steps wait"))
+                commands += self._answer_leaving(Ok())
         return commands
+
+    def _answer_leaving(self, answer: Ok | Failure) -> list[Command]:
+        commands: list[Command] = [SendReply(ask, answer) for ask in self._leaving.values() if ask is not None]
+        self._leaving = dict.fromkeys(self._leaving)
+        return commands
+
+    def _release(self) -> list[Command]:
+        """End the pauses of this file. Tasks whose announced leave is not answered wait for the next snapshot."""
+        self._phase, self._making = _Phase.IDLE, None
+        self._leaving = {task: ask for task, ask in self._leaving.items() if ask is not None}
+        live = self._members.connections()
+        return [*self._pauses.withdraw(_RETURN, live), *self._pauses.withdraw(_SNAPSHOT, live)]
 
     def _abandon(self, why: str) -> list[Command]:
         """End the snapshot that is being made; the last committed one stays."""
-        commands = self._pauses.withdraw(_SNAPSHOT, self._members.connections())
+        commands: list[Command] = [*self._pauses.withdraw(_SNAPSHOT, self._members.connections())]
         if why:
             self._not_before_s = self._began_s + self._every_s
+            commands += self._answer_leaving(Failure("TaskLost", f"no snapshot could be made: {why}"))
+            self._leaving = {}
         self._phase, self._making = _Phase.IDLE, None
         log = [Log(f"a snapshot of the state is abandoned, and the next is due in {self._every_s:g} s: {why}")]
         return [*(log if why else []), *commands]
@@ -255,18 +366,21 @@ class Recovery:
         if lost and not self._is_returning and not self._hopeless:
             self._hopeless = self._why_not()
             if not self._hopeless:
-                commands = self._abandon("")
+                # The pause for a task that has left becomes that of the return.
+                commands = [] if self._phase is _Phase.HOLDING else self._abandon("")
                 self._pauses.ask(_RETURN, is_urgent=True)
             elif self._every_s:
                 commands = [Log(f"{', '.join(lost[:MOST_NAMED])} cannot be restored: {self._hopeless}")]
+                commands += self._release() if self._phase is _Phase.HOLDING else []
         if not lost and not self._is_returning:
             self._hopeless = ""
-        if self._loading is None and self._pauses.reached == _RETURN and self._committed is not None:
+        is_paused = self._pauses.reached == _RETURN or (self._phase is _Phase.HOLDING and self._is_returning)
+        if self._loading is None and is_paused and self._committed is not None:
             live = self._members.connections()
             if any(live.get(task) is None for task in self._committed.tasks):
                 return commands  # it is started again, or declared dead and replaced
             self._counted = msgspec.structs.replace(self._counted, epoch=self._counted.epoch + 1)
-            self._records.put(_EPOCH, self._counted)
+            self._records.put(EPOCH, self._counted)
             self._loading, self._is_setting = {*self._committed.tasks}, False
             commands += self._load(self._committed.tasks)
         if self._loading is not None and not self._loading and self._committed is not None:
@@ -279,8 +393,13 @@ class Recovery:
     def _returned(self) -> list[Command]:
         assert self._committed is not None
         self._loading, self._is_setting = None, False
-        redone = self._ledger.steps_done - self._committed.ledger.steps_done
-        self._ledger.return_to(self._committed.ledger)
+        redone = 0
+        if self._phase is not _Phase.HOLDING or self._is_broken:
+            redone = self._ledger.steps_done - self._committed.ledger.steps_done
+            self._ledger.return_to(self._committed.ledger)
+            self._counted = msgspec.structs.replace(self._counted, undone=self._counted.undone + 1)
+        self._counted = msgspec.structs.replace(self._counted, is_resuming=False)
+        self._records.put(EPOCH, self._counted)
         self._directory.restored(self._committed.names)
         self._saved = self._directory.names()
         where = ", ".join(map(short_task_name, self._committed.tasks))
@@ -288,8 +407,8 @@ class Recovery:
         return [
             Log(f"{where} returned to snapshot {self._committed.number}; {max(0, redone)} steps are done again"),
             *map(Log, self._ledger.take_news()),
-            Broadcast(_peers(live.values()), StateRestored(self._counted.epoch)),
-            *self._pauses.withdraw(_RETURN, live),
+            Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),
+            *self._release(),
         ]
 
     def _load(self, tasks: Collection[str]) -> list[Command]:
@@ -299,30 +418,38 @@ class Recovery:
     def _why_not(self) -> str:
         """Why lost state cannot be restored; empty if it can."""
         if not self._every_s:
-            return "no snapshots are made: start the cluster with --snapshots DIR"
+            return NO_SNAPSHOTS
         if self._committed is None:
             return "it was lost before the first snapshot was complete"
+        if self._unexpected:
+            names = ", ".join(map(short_task_name, self._unexpected))
+            return f"snapshot {self._committed.number} has state of {names}: expect as many tasks as it was made with"
         # Also state that is not lost: steps done again would change it twice.
         missing = sorted({*self._directory.names()} - {*self._committed.names})
         return f"snapshot {self._committed.number} has no {', '.join(missing[:MOST_NAMED])}" if missing else ""
 
     def _answered(self, at_s: float) -> list[Command]:
         """Answer the requests that wait, if their answer is known."""
-        if not self._asks:
-            self._missing_since_s = None
+        is_held = self._phase is _Phase.HOLDING
+        if not self._asks and not is_held and self._missing_since_s is None:
             return []
         away = [task for task in self._directory.holders() if self._members.connections().get(task) is None]
         if self._hopeless or not self._every_s:
-            why = self._hopeless or self._why_not()
+            why, self._missing_since_s = self._hopeless or self._why_not(), None
             return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
-        if away or self._is_returning or self._directory.lost():
-            self._missing_since_s = self._missing_since_s or at_s
+        if away or is_held or self._is_returning or self._directory.lost():
+            # From the time of a leave on, also if the steps that wait fail later.
+            since_s = self._phase_s if is_held else at_s
+            self._missing_since_s = since_s if self._missing_since_s is None else self._missing_since_s
             if at_s - self._missing_since_s < RETURN_S or not away:
                 return []
             names = ", ".join(map(short_task_name, away))
             return self._settle(Failure("TaskLost", f"{names} did not come back within {RETURN_S:g} s"))
         self._missing_since_s = None
-        return self._settle(Recovered(self._counted.epoch))
+        return self._settle(self._recovered())
+
+    def _recovered(self) -> Recovered:
+        return Recovered(self._counted.epoch, self._counted.undone)
 
     def _settle(self, answer: Recovered | Failure) -> list[Command]:
         asks, self._asks = self._asks, []
@@ -337,5 +464,5 @@ def _peers(found: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(peer for peer in found if peer is not None)
 
 
-_EPOCH = "snapshots/counted"
-_SNAPSHOT_KEY = "snapshot/committed"
+#: Keys of the records.
+EPOCH, SNAPSHOT = "snapshots/counted", "snapshot/committed"

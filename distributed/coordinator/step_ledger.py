@@ -16,7 +16,7 @@ Invariants, of each run:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -94,6 +94,12 @@ class LedgerCopy(msgspec.Struct, frozen=True):
     def steps_done(self) -> int:
         """Number of steps and rounds done in these runs."""
         return sum(run.done for run in self.runs.values()) + sum(done for done, _ in self.rounds.values())
+
+
+def copied_runs(copy: LedgerCopy) -> Iterator[tuple[str, msgspec.Struct]]:
+    """Yield the records of a ledger that begins with a copy of another one, with their keys."""
+    for name, run in copy.runs.items():
+        yield _RUN + name, run
 
 
 class StepLedger:

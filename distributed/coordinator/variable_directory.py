@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -31,6 +31,12 @@ class _Placement(msgspec.Struct, frozen=True):
 
     number: int
     info: VariableInfo
+
+
+def placed_again(infos: Iterable[VariableInfo]) -> Iterator[tuple[str, msgspec.Struct]]:
+    """Yield the records of a new cluster's directory, with their keys, for this state of ended processes."""
+    for number, info in enumerate(infos):
+        yield _PLACED + info.name, _Placement(number, msgspec.structs.replace(info, process=info.process or _ENDED))
 
 
 class VariableDirectory:
@@ -103,26 +109,29 @@ class VariableDirectory:
         return tuple(name for name, placement in self._placements.items() if placement.info.is_saved)
 
     def holders(self) -> tuple[str, ...]:
-        """Return the tasks on which such state is placed."""
+        """Return the tasks whose state is in snapshots."""
+        return tuple(dict.fromkeys(info.task for info in self.saved()))
+
+    def saved(self) -> tuple[VariableInfo, ...]:
+        """Return the placements that snapshots have, in order: such state, and the runs of synchronous training."""
         infos = (placement.info for placement in self._placements.values())
-        return tuple(dict.fromkeys(info.task for info in infos if info.is_saved))
+        return tuple(info for info in infos if info.is_saved or info.kind == "run")
 
     def lost(self) -> tuple[str, ...]:
-        """Return such state whose process has left, and whose task has joined as another process since."""
+        """Return the state and runs whose process has left, and whose task has joined as another process since."""
         if self._lost is None:
-            found = [one.info for one in self._placements.values() if one.info.is_saved]
+            found = self.saved()
             now = {task: self._members.process(task) for task in {info.task for info in found}}
             self._lost = tuple(
                 info.name for info in found if now[info.task] and info.process not in ("", now[info.task])
             )
         return self._lost
 
-    def restored(self, names: Iterable[str]) -> None:
-        """Note that the present processes of their tasks hold these variables, and all runs of synchronous training."""
-        runs = [name for name, placement in self._placements.items() if placement.info.kind == "run"]
-        for name in (*names, *runs):
-            placement = self._placements.get(name)
-            if placement is not None and self._members.process(placement.info.task):
+    def restored(self, names: Collection[str]) -> None:
+        """Note that the present processes of their tasks hold this state, and all runs."""
+        for name in [info.name for info in self.saved() if info.kind == "run" or info.name in names]:
+            placement = self._placements[name]
+            if self._members.process(placement.info.task):
                 self._bind(name, placement)
         self._lost = None
 
@@ -217,3 +226,5 @@ def _type(one: VariableInfo | PlaceVariable) -> str:
 #: An error names at most this many lost variables.
 MOST_NAMED = 5
 _PLACED = "placed/"
+#: The process of state whose process is not known, and has ended.
+_ENDED = "ended"

@@ -267,7 +267,7 @@ class _Launch:
         ]
 
     def _end(self, tasks: Iterable[_Task]) -> None:
-        """End the processes by SIGTERM; by SIGKILL after `GRACE_S`, or when a second signal arrives."""
+        """End the processes by their signals; by SIGKILL after `GRACE_S`, or when a second signal arrives."""
         running = [task.running for task in tasks if task.running is not None]
         for each in running:
             each.terminate()

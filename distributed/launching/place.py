@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,12 +19,14 @@ class TaskProgram:
     `words`        the words of the command after the Python interpreter's name
     `environment`  variables added to the environment of the place, which they override
     `defaults`     variables added to the environment of the place, which overrides them
+    `ends_by`      signal that asks it to end with the whole launch; a task server saves its state at SIGTERM first
     """
 
     task: str
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, str] = field(default_factory=dict)
+    ends_by: signal.Signals = signal.SIGTERM
 
 
 class Running(Protocol):
@@ -76,4 +79,4 @@ def stock_program(task: str, more: Collection[str], environment: Mapping[str, st
 
 def _own(task: str, words: Collection[str], environment: Mapping[str, str]) -> TaskProgram:
     """Return a program that runs on the CPU by default: it computes little, and leaves accelerators to the workers."""
-    return TaskProgram(task, ("-P", "-m", "dflow", *words), environment, {"JAX_PLATFORMS": "cpu"})
+    return TaskProgram(task, ("-P", "-m", "dflow", *words), environment, {"JAX_PLATFORMS": "cpu"}, signal.SIGINT)

@@ -33,7 +33,9 @@ class ThisMachine:
         environment = {**defaults, **os.environ, **share.environment, **program.environment, **ours}
         command = [self._python, *program.words]
         name = short_task_name(program.task)
-        return ChildProcess(name, command, environment, self._lifeline, on_line, cores=share.cores)
+        return ChildProcess(
+            name, command, environment, self._lifeline, on_line, ends_by=program.ends_by, cores=share.cores
+        )
 
     def close(self) -> None:
         """Close the pipe that keeps the children alive: a child that still runs ends now."""

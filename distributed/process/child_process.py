@@ -30,6 +30,7 @@ class ChildProcess:
 
     `lifeline`  read end of the launcher's pipe, which the child inherits under the same number
     `on_line`   called with each line of output, without its newline, from a reader thread
+    `ends_by`   signal that `terminate` sends
     `cores`     CPU cores that the child and its descendants are restricted to; empty: no restriction
     """
 
@@ -41,9 +42,10 @@ class ChildProcess:
         lifeline: int,
         on_line: Callable[[str], None],
         *,
+        ends_by: signal.Signals = signal.SIGTERM,
         cores: Collection[int] = (),
     ) -> None:
-        self.name = name
+        self.name, self._ends_by = name, ends_by
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._on_line = on_line
         self._process = subprocess.Popen(
@@ -78,9 +80,9 @@ class ChildProcess:
         return self._process.returncode
 
     def terminate(self) -> None:
-        """Send SIGTERM to the child and its process group; does nothing when it has ended."""
+        """Send `ends_by` to the child and its process group; does nothing when it has ended."""
         if self._process.returncode is None:
-            self._signal_group(signal.SIGTERM)
+            self._signal_group(self._ends_by)
 
     def kill(self) -> None:
         """Kill the child and its process group, wait until it has ended, and reap it."""

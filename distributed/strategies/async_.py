@@ -70,7 +70,7 @@ class Async(Strategy):
         pending: list[Any] = []
         failures = 0
         while claimed:
-            done, epoch = _ClaimWork(claimed.start), self._cluster.epoch
+            done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
             try:
                 for number, batch in zip(claimed, batches, strict=False):
                     started, pending = time.perf_counter(), [batch]
@@ -92,8 +92,8 @@ class Async(Strategy):
                 failures += 1
                 is_loss = pending and (isinstance(error, TaskLost) or self._cluster.epoch != epoch)
                 if is_loss and is_recovered(self._cluster, error, failures):
-                    # After a return to a snapshot, the steps done since are repeated.
-                    count = done.count if self._cluster.epoch == epoch else 0
+                    # After a return to a snapshot, the steps done since are repeated, if there were any.
+                    count = done.count if self._cluster.undone == undone else 0
                     batches = itertools.chain(pending, batches)
                     claimed = coordinator.ask(replace(claim, done=count)).steps
                     continue

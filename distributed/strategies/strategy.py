@@ -39,6 +39,11 @@ class RecoveringState(Protocol):
         """Number of times that all tasks have returned to a snapshot, after which steps are done again."""
         ...
 
+    @property
+    def undone(self) -> int:
+        """Number of these returns that have undone steps."""
+        ...
+
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
         ...

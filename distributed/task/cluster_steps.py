@@ -63,6 +63,8 @@ class ClusterSteps:
         self._unused: deque[Mapping[str, int]] = deque()
         #: Number of times that all tasks have returned to a snapshot: a task that was started again has no plans.
         self.epoch = 0
+        #: Number of these returns that have undone steps.
+        self.undone = 0
         #: The training loops whose steps begin ahead.
         self._loops: list[StepsAhead] = []
 
@@ -77,15 +79,19 @@ class ClusterSteps:
             self._loops.remove(loop)
             loop.cancel("the loop ended")
 
-    def await_recovery(self) -> None:
-        """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
-        epoch = self._requests.await_recovery()
-        if epoch != self.epoch:  # the notice was lost with a connection
-            self.restored(epoch)
+    def await_recovery(self, *, is_joining: bool = False) -> None:
+        """Wait until no state of tasks is lost, if this task is joining only while it is being restored.
 
-    def restored(self, epoch: int) -> None:
-        """Note that all tasks have returned to a snapshot for the `epoch`-th time; plans are registered again."""
+        Raises TaskLost if lost state cannot be restored.
+        """
+        recovered = self._requests.await_recovery(is_joining=is_joining)
+        if recovered.epoch != self.epoch:  # the notice was lost with a connection
+            self.restored(recovered.epoch, recovered.undone)
+
+    def restored(self, epoch: int, undone: int) -> None:
+        """Note a return of all tasks to a snapshot, see `StateRestored`; plans are registered again."""
         self._requests.used.restored()
+        self.undone = undone
         self.epoch = epoch
         self.state_changed()
 

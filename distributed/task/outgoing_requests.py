@@ -15,7 +15,7 @@ from dflow.distributed.wire.codec import Payload
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, PlaceVariables, Unplace
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery, Recovered
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.values.outcome import Outcome
@@ -51,14 +51,11 @@ class OutgoingRequests:
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error}; {self.coordinator.describe(task)}") from error
 
-    def await_recovery(self) -> int:
-        """Wait until no state of tasks is lost; return the number of times that all tasks returned to a snapshot.
-
-        raises  TaskLost if lost state cannot be restored
-        """
-        epoch = self.coordinator.ask(AwaitRecovery(self.task)).epoch
+    def await_recovery(self, *, is_joining: bool = False) -> Recovered:
+        """Wait until no state of tasks is lost; see `AwaitRecovery`. Raises TaskLost if it cannot be restored."""
+        recovered = self.coordinator.ask(AwaitRecovery(self.task, is_joining))
         self.used.restored()
-        return epoch
+        return recovered
 
     def ask(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
         """Send another task a request, and wait for its answer.

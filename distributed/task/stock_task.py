@@ -23,20 +23,25 @@ from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.process.dump_signal import dump_on_signal
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.task.joined_server import joined_server
 from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages.snapshots import AnnounceLeave
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.values.first_value import first_value
 from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.types import ArrayType
 
 LOGGER = logging.getLogger("dflow")
 
 #: Longest wait of a stopping task for the coordinator to confirm that it leaves, in s.
 LEAVE_S = 1.0
+#: Longest wait of a task that SIGTERM ends for a snapshot of its state, in s; many environments kill it 30 s later.
+NOTICE_S = 20.0
 
 
 class StockTask:
@@ -62,6 +67,21 @@ class StockTask:
         self.flights = FlightRecorder(task, Recorder(), run_folder(os.environ))
         self.server = joined_server(self.client, transport, task, address, self.flights, snapshot_folder=snapshots)
 
+    def announce_leave(self, stop: StopSignal) -> None:
+        """Wait until a snapshot has the state of this task; at most `NOTICE_S`, or until `stop` is signalled again."""
+        name = short_task_name(self.client.task)
+
+        def announce() -> None:
+            try:
+                self.client.ask(AnnounceLeave(self.client.task), NOTICE_S)
+            except DflowError as error:
+                LOGGER.warning("%s leaves; steps since the last snapshot are done again: %s", name, error)
+            stop.stop("")
+
+        LOGGER.warning("%s was sent SIGTERM, and leaves when its state is saved, or after %g s", name, NOTICE_S)
+        threading.Thread(target=announce, name="dflow leave", daemon=True).start()
+        stop.wait()
+
     def close(self) -> None:
         """Leave the cluster and cancel running parts; waits only briefly for a coordinator that is stopping too."""
         self.client.leave(STOPPED, timeout_s=LEAVE_S)
@@ -81,6 +101,8 @@ def serve_task(
 ) -> int:
     """Run a task server until `stop`, with metrics served at `metrics` unless empty; return the exit status.
 
+    With `snapshots`, SIGTERM ends it when a snapshot has its state, with the status of a process that SIGTERM ended.
+
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s, snapshots=snapshots)
@@ -92,6 +114,9 @@ def serve_task(
     # Not a daemon: a process that ends while JAX compiles crashes.
     threading.Thread(target=warm_up, args=(task,), name="dflow warm up").start()
     status, fault = stop.wait_for_exit_status()
+    if status == 0 and snapshots is not None:
+        stock.announce_leave(stop)
+        status = TERMINATED
     if fault:
         print(f"dflow task {short_task_name(task)}: {fault}", file=sys.stderr)
     if endpoint is not None:

@@ -112,9 +112,11 @@ class Cluster:
         )
         self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)
-        self.coordinator.session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch))
+        self.coordinator.session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch, notice.undone))
         try:
             self._await_other_jobs(settings.join_timeout_s)
+            # Variables that the script makes get restored values, if there are any.
+            self.steps.await_recovery(is_joining=True)
         except BaseException:
             self.server.close()
             self.coordinator.close("could not join")
@@ -188,6 +190,11 @@ class Cluster:
     def epoch(self) -> int:
         """Number of times that all tasks have returned to a snapshot."""
         return self.steps.epoch
+
+    @property
+    def undone(self) -> int:
+        """Number of these returns that have undone steps."""
+        return self.steps.undone
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""

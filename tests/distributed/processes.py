@@ -77,6 +77,19 @@ def wait_for_end(pids: Iterable[int]) -> None:
         assert ready, f"process {pid} still runs after {DEADLINE_S:g} s"
 
 
+def children(parent: int) -> dict[int, list[str]]:
+    """Return the command lines of the processes that `parent` has started, by process id."""
+    found: dict[int, list[str]] = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(status[1]) == parent:
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        except OSError:  # it has ended
+            continue
+    return found
+
+
 def exists(pid: int) -> bool:
     """Whether the process exists; a zombie does."""
     return Path(f"/proc/{pid}").exists()

@@ -57,7 +57,7 @@ class TrainingWorker:
     def __init__(self, member: Member) -> None:
         self.task = member.name
         self.coordinator = self
-        self.epoch = 0
+        self.epoch = self.undone = 0
         self._member = member
 
     def shared_steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 
 
@@ -68,21 +69,41 @@ class StateChanged(Notice, frozen=True):
     task: str
 
 
-class StateRestored(Notice, frozen=True):
-    """To a task: all tasks have returned to a snapshot for the `epoch`-th time; their processes hold its state."""
+class AnnounceLeave(Request[Ok], frozen=True):
+    """The task is going to leave; answered when a snapshot has its state, after which no step begins until it is back.
 
-    epoch: int
-
-
-class Recovered(Message, frozen=True):
-    """No state is lost or being restored; the tasks have returned to a snapshot `epoch` times."""
-
-    epoch: int
-
-
-class AwaitRecovery(Request[Recovered], frozen=True):
-    """Wait until no state is lost, after an error of a step; refused if lost state cannot be restored."""
+    Refused if no such snapshot can be made.
+    """
 
     speaker = "task"
 
     task: str
+
+
+class StateRestored(Notice, frozen=True):
+    """To a task: all tasks have returned to a snapshot for the `epoch`-th time; their processes hold its state.
+
+    `undone` of these returns have undone steps; the others were to a snapshot after which no step had begun.
+    """
+
+    epoch: int
+    undone: int = 0
+
+
+class Recovered(Message, frozen=True):
+    """No state is lost or being restored; the numbers are those of `StateRestored`."""
+
+    epoch: int
+    undone: int = 0
+
+
+class AwaitRecovery(Request[Recovered], frozen=True):
+    """Wait until no state is lost, after an error of a step; refused if lost state cannot be restored.
+
+    `is_joining`  the task has just joined: wait only while state is being restored
+    """
+
+    speaker = "task"
+
+    task: str
+    is_joining: bool = False

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
+
+import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import (
     Asked,
@@ -13,14 +16,16 @@ from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
     Persist,
     SendReply,
+    Started,
     Ticked,
     Told,
 )
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
-from dflow.distributed.wire.messages.message import Message
+from dflow.distributed.coordinator.membership import STOPPED
+from dflow.distributed.wire.messages.message import Mark, Marked, Message
 from dflow.distributed.wire.messages.pauses import HoldSteps, StepsHeld
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.roster import Heartbeat, Join
+from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave, Roster
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
@@ -34,6 +39,7 @@ from dflow.distributed.wire.messages.snapshots import (
 
 PS = ("/job:ps/task:0", "/job:ps/task:1")
 WORKER = "/job:worker/task:0"
+JOBS = {"ps": 2, "worker": 1}
 TOTAL = 60
 #: Notices that the tasks of this test handle; others are about the members.
 HANDLED = (CaptureState, HoldSteps, LoadState, SnapshotCommitted, StateRestored)
@@ -49,7 +55,6 @@ class Tasks:
     def __init__(self, every_s: float = 5.0) -> None:
         self.settings = CoordinatorSettings(snapshot_every_s=every_s)
         self.rows: dict[str, bytes] = {}
-        self.state = CoordinatorState({"ps": 2, "worker": 1}, self.settings)
         self.now_s, self.peers, self.asks = 0.0, 0, 0
         self.peer: dict[str, int] = {}
         self.inbox: dict[str, deque[Message]] = {}
@@ -57,6 +62,9 @@ class Tasks:
         self.log: list[str] = []
         self.lives = 0
         self.process: dict[str, str] = {}
+        #: By request to join, the process; by process, the cluster that it has joined.
+        self.joins: dict[int, str] = {}
+        self.known: dict[str, str] = {}
         self.applied: dict[str, set[int]] = {task: set() for task in PS}
         self.disk: dict[str, dict[int, set[int]]] = {task: {} for task in PS}
         self.writing: dict[str, tuple[int, set[int]]] = {}
@@ -65,10 +73,16 @@ class Tasks:
         self.created: dict[str, set[str]] = {task: set() for task in PS}
         self.fresh: set[str] = set()
         self.gate = 0
+        self.start_coordinator()
         for task in (*PS, WORKER):
             self.join(task)
         for index, task in enumerate(PS):
             self.place(f"v{index}", task)
+
+    def start_coordinator(self, jobs: Mapping[str, int] = JOBS) -> None:
+        """Start the coordinator, or start it again with its records."""
+        self.state = CoordinatorState(jobs, self.settings, dict(self.rows))
+        self.handle(Started(self.now_s, f"cluster {self.asks}"))
 
     def place(self, name: str, task: str, *, is_created: bool = True) -> None:
         """Have the worker place a variable, and create it."""
@@ -87,7 +101,10 @@ class Tasks:
                         else:
                             self.rows[change.key] = change.value
                 case SendReply(ask, message):
-                    self.answers[ask] = message
+                    if isinstance(message, Roster):
+                        self.known[self.joins[ask]] = message.cluster
+                    is_marked = isinstance(message, Marked)
+                    self.answers[ask] = msgspec.structs.replace(message, mark=Mark()) if is_marked else message
                 case Broadcast(peers, message):
                     for task, peer in self.peer.items():
                         if peer in peers and isinstance(message, HANDLED):
@@ -103,15 +120,17 @@ class Tasks:
         self.connect(task)
 
     def connect(self, task: str) -> None:
-        """Have the process of a task join over a new connection."""
+        """Have the process of a task join over a new connection; a process that has joined before knows its cluster."""
         self.peers, self.asks = self.peers + 1, self.asks + 1
         self.inbox[task], self.peer[task] = deque(), self.peers
-        self.handle(Asked(self.now_s, self.peers, self.asks, Join(task, "h:0", self.process[task])))
+        self.joins[self.asks] = self.process[task]
+        message = Join(task, "h:0", self.process[task], self.known.get(self.process[task], ""))
+        self.handle(Asked(self.now_s, self.peers, self.asks, message))
 
-    def ask(self, message: Message) -> Message | None:
-        """The answer of the coordinator to the worker; None if there is none yet."""
+    def ask(self, message: Message, task: str = WORKER) -> Message | None:
+        """The answer of the coordinator to a task; None if there is none yet."""
         self.asks += 1
-        self.handle(Asked(self.now_s, self.peer[WORKER], self.asks, message))
+        self.handle(Asked(self.now_s, self.peer[task], self.asks, message))
         return self.answers.get(self.asks)
 
     def tell(self, task: str, message: Message) -> None:
@@ -131,6 +150,27 @@ class Tasks:
         self.read.pop(task, None)
         self.fresh.add(task)
         self.join(task)
+
+    def stop(self, task: str) -> None:
+        """End the process of a ps, which leaves; its disk stays."""
+        self.tell(task, Leave(task, STOPPED))
+        del self.peer[task]
+        self.applied[task], self.set_epoch[task] = set(), 0
+        self.writing.pop(task, None)
+        self.read.pop(task, None)
+        self.fresh.add(task)
+
+    def end_all(self, jobs: Mapping[str, int] = JOBS) -> None:
+        """Kill the coordinator and all tasks, and start the coordinator again."""
+        for task in PS:
+            self.applied[task], self.set_epoch[task], self.created[task] = set(), 0, set()
+            self.fresh.add(task)
+        self.writing.clear()
+        self.read.clear()
+        self.inbox.clear()
+        self.peer.clear()
+        self.gate = 0
+        self.start_coordinator(jobs)
 
     def deliver(self, task: str) -> bool:
         """Have a task handle its next notice, or write what it captured; return whether there was any."""

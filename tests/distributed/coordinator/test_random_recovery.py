@@ -9,10 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.rounds import Claimed
-from dflow.distributed.wire.messages.snapshots import (
-    AwaitRecovery,
-    Recovered,
-)
+from dflow.distributed.wire.messages.snapshots import AnnounceLeave, AwaitRecovery, Recovered
 from tests.distributed.coordinator.recovering_tasks import PS, TOTAL, WORKER, Tasks, claim
 from tests.effort import examples
 
@@ -23,7 +20,7 @@ class RandomRecovery(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.tasks = Tasks()
-        self.number = self.last = self.done = 0
+        self.number = self.last = self.done = self.undone = 0
         self.claimed = range(0)
         self.waits_for: int | None = None
         self.is_hopeless = self.is_over = False
@@ -43,8 +40,8 @@ class RandomRecovery(RuleBasedStateMachine):
                     self.claimed, self.done = range(first, first + count), 0
                     self.last = self.number
                     self.is_over = count == 0
-                case Recovered():
-                    self.claimed, self.done = range(0), 0
+                case Recovered(_, undone) if undone != self.undone:
+                    self.claimed, self.done, self.undone = range(0), 0, undone
                 case Failure(_, text):
                     assert "before the first snapshot" in text, text
                     self.is_hopeless = True
@@ -84,6 +81,10 @@ class RandomRecovery(RuleBasedStateMachine):
     @rule(task=st.sampled_from(PS))
     def kill(self, task: str) -> None:
         self.tasks.start_again(task)
+
+    @rule(task=st.sampled_from(PS))
+    def announce_leave(self, task: str) -> None:
+        self.tasks.ask(AnnounceLeave(task), task)
 
     @precondition(lambda self: not self.is_over)
     @rule()

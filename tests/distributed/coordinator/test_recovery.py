@@ -5,7 +5,6 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
-from dflow.distributed.coordinator.coordinator_state import CoordinatorState
 from dflow.distributed.coordinator.recovery import CAPTURE_S, PAUSE_S, RETURN_S
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
@@ -60,7 +59,7 @@ def test_all_tasks_return_together_and_steps_since_are_done_again() -> None:
     assert tasks.ask(AwaitRecovery(WORKER)) is None
     waiting = tasks.asks
     tasks.settle()
-    assert tasks.answers[waiting] == Recovered(1)
+    assert tasks.answers[waiting] == Recovered(1, 1)
     assert tasks.applied == {task: {*range(15)} for task in PS}
     assert "ps:0, ps:1 returned to snapshot 1; 11 steps are done again" in tasks.log
     assert claim(tasks, 4, 3, 0) == Claimed(15, 11)
@@ -99,7 +98,7 @@ def test_a_task_that_dies_after_it_has_loaded_is_waited_for() -> None:
     tasks.join(PS[1])
     tasks.settle()
     assert not tasks.fresh
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1)
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
 
 
 def test_a_request_to_load_that_comes_again_changes_nothing_later() -> None:
@@ -113,7 +112,7 @@ def test_a_request_to_load_that_comes_again_changes_nothing_later() -> None:
     tasks.settle()
     assert not tasks.fresh
     assert tasks.gate == 0
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1)
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
 
 
 def test_a_later_snapshot_has_the_ledger_of_its_own_moment() -> None:
@@ -210,7 +209,7 @@ def test_the_return_comes_before_a_save_that_cannot_begin() -> None:
     waiting = tasks.asks
     tasks.ask(ResumeSteps(WORKER, 1))
     tasks.settle()
-    assert tasks.answers[waiting] == Recovered(1)
+    assert tasks.answers[waiting] == Recovered(1, 1)
 
 
 def test_a_claim_whose_answer_was_lost_before_the_return_gets_steps_after_it() -> None:
@@ -315,14 +314,15 @@ def test_a_part_that_cannot_be_loaded_is_the_reason() -> None:
     assert tasks.gate == 0
     tasks.start_again(PS[0])  # with a good disk
     tasks.settle()
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2)
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(2, 1)
 
 
 def test_the_coordinator_returns_to_a_snapshot_after_its_own_restart() -> None:
     tasks = Tasks()
     tasks.snapshot()
-    tasks.state = CoordinatorState({"ps": 2, "worker": 1}, tasks.settings, tasks.rows)
-    for task in tasks.peer:
+    tasks.start_coordinator()
+    tasks.connect(WORKER)
+    for task in PS:
         tasks.join(task)
     tasks.settle()
-    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1)
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)

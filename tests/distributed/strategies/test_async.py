@@ -32,7 +32,7 @@ class Scripted:
     """A source of steps that gives fixed claims, and records the arguments of each request."""
 
     task = "/job:worker/task:0"
-    epoch = 0
+    epoch = undone = 0
 
     def __init__(self, *claims: range) -> None:
         self.coordinator = self
@@ -77,7 +77,7 @@ class Worker:
     """A worker that is nothing but a client of the coordinator."""
 
     coordinator: CoordinatorClient
-    epoch = 0
+    epoch = undone = 0
 
     def __post_init__(self) -> None:
         self.task = self.coordinator.task

@@ -1,0 +1,39 @@
+"""Begin a cluster with the newest snapshot of an earlier one, all of whose processes have ended.
+
+Why: the members, elections, barriers and claims of the earlier cluster mean nothing to processes that run their script
+from its beginning. Its snapshot, with the ledger of the runs' steps, is what they go on from.
+Invariant: numbers of snapshots are never used again, so that no part of the earlier cluster is taken for a newer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
+from dflow.distributed.coordinator.recovery import EPOCH, SNAPSHOT, Epoch, Snapshot
+from dflow.distributed.coordinator.step_ledger import copied_runs
+from dflow.distributed.coordinator.variable_directory import placed_again
+
+
+def newest_snapshot(rows: Mapping[str, bytes]) -> Snapshot | None:
+    """Return the newest committed snapshot of a coordinator's records; None if there is none."""
+    return next((found for _, found in DurableRecords(rows).load(SNAPSHOT, Snapshot)), None)
+
+
+def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, bytes]:
+    """Return the records of a cluster that resumes the snapshot, or begins anew if it is None.
+
+    rows  records of the earlier cluster
+    """
+    number = DurableRecords(rows).load_one(EPOCH, Epoch()).number
+    records = DurableRecords()
+    if snapshot is None:
+        records.put(EPOCH, Epoch(number=number))
+    else:
+        records.put(EPOCH, Epoch(number=number, resumed=snapshot.number, is_resuming=True))
+        records.put(SNAPSHOT, snapshot)
+        for key, record in (*placed_again(snapshot.placed), *copied_runs(snapshot.ledger)):
+            records.put(key, record)
+    found: dict[str, bytes] = {}
+    apply_changes(found, records.take_changes())
+    return found

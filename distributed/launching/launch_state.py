@@ -1,0 +1,134 @@
+"""The record of a launch in its folder of snapshots: the next launch at this folder resumes it, unless it has finished.
+
+Why: all processes may die, with the launcher. Then the folder has the tasks' parts of snapshots and the coordinator's
+state, which says which snapshot is complete. Invariants: at most one launch uses a folder; the state that a coordinator
+finds there is that of this launch, which goes on, or begins with a snapshot of the one before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from dflow.distributed.coordinator.coordinator_state import SHELL
+from dflow.distributed.coordinator.coordinator_store import SqliteStore
+from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.coordinator.recovery import Snapshot
+from dflow.distributed.coordinator.resumption import newest_snapshot, resumed
+from dflow.lowering.files.owner_lock import OwnerLock
+from dflow.tracing.devices.task_name import split_task_name
+from dflow.tracing.errors import ConfigError
+
+#: Longest wait for the coordinator of a launch that was killed to end, in s.
+WAIT_S = 10.0
+_STATE, _LOCK = "coordinator.sqlite", "launch.lock"
+_LAUNCH = f"{SHELL}launch"
+Value = TypeVar("Value")
+
+
+class _LaunchRecord(msgspec.Struct, frozen=True):
+    """The file name of a launch's script, and whether the launch has ended with success."""
+
+    script: str
+    is_finished: bool = False
+
+
+class LaunchState:
+    """The state of a launch of `script` with this number of task servers of each job, in `folder`, until `close`.
+
+    raises  ConfigError when another launch uses the folder, or it has a snapshot that this launch cannot resume
+    """
+
+    def __init__(self, folder: Path, script: str, stock: Mapping[str, int]) -> None:
+        self._folder, self._script = folder, Path(script).name
+        #: The file of the coordinator's state.
+        self.path = folder / _STATE
+        self._lock = _locked(folder)
+        try:
+            #: What this launch goes on from, for the user.
+            self.news = self._begin(stock)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, stock: Mapping[str, int]) -> str:
+        store = SqliteStore(self.path, wait_s=WAIT_S)
+        try:
+            rows = store.load()
+            launch = _decoded(rows, _LAUNCH, _LaunchRecord(""))
+            snapshot = None if launch.is_finished else newest_snapshot(rows)
+            if snapshot is not None:
+                self._check(launch, snapshot, stock)
+                done = snapshot.ledger.steps_done
+                news = f"the job goes on from snapshot {snapshot.number}, with {done} steps done"
+            elif launch.is_finished:
+                news = f"the job whose snapshots are in {self._folder} has finished; this one starts from the beginning"
+            else:
+                news = f"{self._folder} has no complete snapshot; the job starts from the beginning"
+            self._write(store, rows, resumed(rows, snapshot))
+        finally:
+            store.close()
+        return news
+
+    def _write(self, store: SqliteStore, old: Mapping[str, bytes], new: dict[str, bytes]) -> None:
+        # With the coordinator's time, which goes on.
+        new |= {key: value for key, value in old.items() if key.startswith(SHELL)}
+        new[_LAUNCH] = msgspec.msgpack.encode(_LaunchRecord(self._script))
+        store.write([*(Change(key, None) for key in old if key not in new), *(Change(*row) for row in new.items())])
+
+    def _check(self, launch: _LaunchRecord, snapshot: Snapshot, stock: Mapping[str, int]) -> None:
+        if launch.script not in ("", self._script):
+            raise ConfigError(
+                f"--snapshots {self._folder}: expected the script {launch.script}, whose job has not finished, got "
+                f"{self._script}",
+                "give another folder",
+            )
+        needed: Counter[str] = Counter()
+        for job, index in map(split_task_name, snapshot.tasks):
+            needed[job] = max(needed[job], index + 1)
+        for job, count in needed.items():
+            if stock.get(job, 0) < count:
+                raise ConfigError(
+                    f"--snapshots {self._folder}: expected at least --stock {job}={count}, as its snapshot has "
+                    f"parts of as many tasks, got {job}={stock.get(job, 0)}",
+                    "start as many tasks as before, or give another folder",
+                )
+
+    def finish(self) -> None:
+        """Note that the launch has ended with success, and is not to be resumed. Its coordinator must have ended."""
+        store = SqliteStore(self.path, wait_s=WAIT_S)
+        try:
+            store.write([Change(_LAUNCH, msgspec.msgpack.encode(_LaunchRecord(self._script, is_finished=True)))])
+        finally:
+            store.close()
+
+    def close(self) -> None:
+        """Leave the folder to other launches."""
+        if self._lock is not None:
+            self._lock.release(remove=True)
+
+
+def _locked(folder: Path) -> OwnerLock | None:
+    """Lock the folder, made if it does not exist; None where the file system has no locks."""
+    path = folder / _LOCK
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return OwnerLock.make(path)
+    except FileExistsError:
+        lock = OwnerLock.take_over(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--snapshots: expected a folder that can be written, got {folder}: {error.strerror or error}",
+            "give another folder",
+        ) from error
+    if lock is None:
+        raise ConfigError(f"--snapshots {folder} is used by another launch", "end it, or give another folder")
+    return lock
+
+
+def _decoded(rows: Mapping[str, bytes], key: str, default: Value) -> Value:
+    return msgspec.msgpack.decode(rows[key], type=type(default)) if key in rows else default

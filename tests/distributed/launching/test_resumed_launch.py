@@ -1,0 +1,134 @@
+"""A launch whose processes were all killed, started again by the same command: it goes on from the newest snapshot."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import Spawned, children, wait_for_end
+from tests.distributed.waiting import until
+
+# Several starts of a cluster, each of which is slow on a busy machine.
+pytestmark = [pytest.mark.once, pytest.mark.timeout(400)]
+
+ASYNC = """
+import jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
+    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
+
+@dflow.jit
+def step(x):
+    count.assign_add(x)
+    other.assign_add(x * jnp.ones(64))
+
+def batches():
+    for number in range(10**6):
+        yield jnp.float32(1.0)
+
+for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
+    pass
+if cluster.elect("report"):
+    cluster.report("count", float(count))
+    cluster.report("other", float(other[63]))
+cluster.close()
+"""
+
+SYNC = """
+import jax.numpy as jnp
+import optax
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    w = dflow.Variable(lambda: jnp.arange(3.0) / 10, name="w")
+    v = dflow.Variable(lambda: jnp.arange(3.0) / 7, name="v")
+    optimizer = dflow.Optimizer(optax.sgd(0.0003, momentum=0.9), [w, v], name="sgd")
+
+@dflow.jit
+def step(x):
+    optimizer.apply(dflow.grad(lambda: jnp.sum((w * v + x) ** 2), [w, v])())
+
+def batches():
+    for number in range(10**6):
+        yield jnp.ones(3)
+
+for _ in dflow.distributed.Sync(cluster).run(step, batches(), steps=300):
+    pass
+if cluster.elect("report"):
+    for name, variable in (("w", w), ("v", v)):
+        for index in range(3):
+            print(name, index, float(variable[index]).hex())
+cluster.close()
+"""
+
+
+def launch(folder: Path) -> Spawned:
+    words = ("--ps", "2", "--workers", "2", "--snapshots", "snapshots", "--snapshot-every", "0.5", "train.py")
+    return Spawned("-m", "dflow", "launch", *words, cwd=folder)
+
+
+def kill_all(launched: Spawned) -> None:
+    """Kill the launcher and all of its processes at the same time."""
+    found = children(launched.process.pid)
+    for pid in (launched.process.pid, *found):
+        os.kill(pid, signal.SIGKILL)
+    wait_for_end(found)
+
+
+def await_snapshots(launched: Spawned, folder: Path) -> None:
+    """Wait for the first complete snapshot, and until two more are begun."""
+    launched.read_until("the first snapshot")
+
+    def newest(index: int) -> int:
+        found = (folder / "snapshots" / f"ps-{index}").glob("*")
+        return max((int(part.name) for part in found if part.name.isdigit()), default=0)
+
+    first = max(newest(0), newest(1))
+    until(lambda: min(newest(0), newest(1)) >= first + 2)
+
+
+def test_an_asynchronous_run_does_each_step_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ASYNC)
+    with launch(tmp_path) as launched:
+        await_snapshots(launched, tmp_path)
+        kill_all(launched)
+    with launch(tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    found = re.search(r"the job goes on from snapshot (\d+), with (\d+) steps done", output)
+    assert found, output
+    assert 0 < int(found[2]) <= 3000
+    assert "Steps: 3000 of 3000" in output
+    assert re.search(r"\n count +3000 ", output), output
+    assert re.search(r"\n other +3000 ", output), output
+
+
+def weights(output: str) -> list[str]:
+    return sorted(re.findall(r"\b[wv] \d \S+", output))
+
+
+def test_the_weights_of_a_synchronous_run_are_those_of_an_undisturbed_one(tmp_path: Path) -> None:
+    found = []
+    for is_killed in (False, True):
+        folder = tmp_path / str(is_killed)
+        folder.mkdir()
+        (folder / "train.py").write_text(SYNC)
+        if is_killed:
+            with launch(folder) as launched:
+                await_snapshots(launched, folder)
+                kill_all(launched)
+        with launch(folder) as launched:
+            status, output = launched.finish()
+        assert status == 0, output
+        assert ("the job goes on from snapshot" in output) == is_killed, output
+        found.append(weights(output))
+    assert len(found[0]) == 6
+    assert found[0] == found[1]

@@ -1,0 +1,69 @@
+"""SIGTERM to a parameter task in the middle of a run: it comes back with all of its state, and no step is repeated."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.processes import Spawned, children
+
+pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
+
+SCRIPT = """
+import jax.numpy as jnp
+import dflow
+
+cluster = dflow.connect()
+with cluster.parameter_servers():
+    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
+    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
+
+@dflow.jit
+def step(x):
+    count.assign_add(x)
+    other.assign_add(x * jnp.ones(64))
+
+def batches():
+    for number in range(10**6):
+        if number % 50 == 0:
+            print(f"at batch {number}", flush=True)
+        yield jnp.float32(1.0)
+
+done = sum(1 for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000))
+cluster.report(f"done by {cluster.index}", done)
+if cluster.elect("report"):
+    cluster.report("count", float(count))
+    cluster.report("other", float(other[63]))
+cluster.close()
+"""
+
+
+def task(launched: Spawned, name: str) -> int:
+    """The process of a parameter task, by its index."""
+    found = children(launched.process.pid)
+    [pid] = [pid for pid, words in found.items() if "task" in words and words[words.index("--index") + 1] == name]
+    return pid
+
+
+def test_no_update_is_lost_or_repeated(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["--restart", "ps=on-failure", "--snapshots", "snapshots", "--snapshot-every", "3600", "train.py"]
+    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", *words, cwd=tmp_path) as launched:
+        launched.read_until("the first snapshot, of 2 variables, is complete")
+        for index in range(2):
+            launched.read_until("at batch", times=len([line for line in launched.lines if "at batch" in line]) + 4)
+            os.kill(task(launched, str(index)), signal.SIGTERM)
+            launched.read_until("returned to snapshot", times=index + 1)
+        status, output = launched.finish()
+    assert status == 0, output
+    for index in range(2):
+        assert f"ps:{index} ended: killed by SIGTERM; it is started again" in output, output
+        assert re.search(rf"ps:{index} leaves: snapshot \d+ has all state", output), output
+    assert len(re.findall(r"ps:0, ps:1 returned to snapshot \d+; 0 steps are done again", output)) == 2, output
+    assert re.search(r"\n count +3000 ", output), output
+    assert re.search(r"\n other +3000 ", output), output
+    assert sum(map(int, re.findall(r"\n done by \d +(\d+) ", output))) == 3000, output
