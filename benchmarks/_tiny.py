@@ -37,7 +37,10 @@ def to(value: Any) -> Callable[[Any], Any]:
 #: By benchmark: the changes that make its constants small, and its options.
 SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "500")),
-    "checkpoint": ({"SMALL": to(10)}, (*ONE_ROUND, "--mib", "1", "--seconds", "1")),
+    "checkpoint": (
+        {"SMALL": to(10), "CLUSTERS": to((("save", 1), ("restore", 2)))},
+        (*ONE_ROUND, "--mib", "1", "--seconds", "1"),
+    ),
     "cluster_size": ({}, ("--workers", "4", "--steps", "2")),
     "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
     "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),

@@ -5,7 +5,8 @@ per array, flushed to the disk, no checksum), by Orbax with its defaults, and ra
 flushed, and from it into one buffer. Each save replaces the previous one. The alternatives run in random order in each
 round. Then a thread trains on the same state while another saves it: the times of its steps with and without a save.
 Last, a loop trains in windows of some seconds, with a `dflow.CheckpointManager` that saves once, and without: the time
-of training that a save takes away. The slowdown at an interval is this time divided by the interval.
+of training that a save takes away. The slowdown at an interval is this time divided by the interval. `--only cluster`
+saves from a cluster of 2 ps tasks and restores onto 2, 1 and 3 ps tasks, each a process of this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import os
 import shutil
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -27,15 +30,21 @@ import numpy as np
 import orbax.checkpoint
 
 import dflow
+from benchmarks._cluster import running_tasks
+from benchmarks._launched import ROOT
 from benchmarks._paired import in_turn, median_ratio, options, publish
+from benchmarks.null_step import found_in
 
 LARGE, SMALL = 4, 100
+#: What is done on a cluster, and its number of ps tasks; the first one saves.
+CLUSTERS = (("save", 2), ("restore", 2), ("restore", 1), ("restore", 3))
+RUN_S = 900.0
 #: Most cores that other processes may use in a window that counts.
 OTHERS = 0.15
 
 
 def main() -> None:
-    given = options(__doc__, rounds=5, mib=256, seconds=3, only=("all", "manager"))
+    given = options(__doc__, rounds=5, mib=256, seconds=3, only=("all", "manager", "cluster"))
     side = int((given.mib * 2**20 / 4 / LARGE) ** 0.5)
     state = dflow.variables(
         {
@@ -53,7 +62,10 @@ def main() -> None:
             ]
             publish("checkpoint", rows, as_json=given.json)
             publish("checkpoint_while_training", held_up(state, folder, given.rounds), as_json=given.json)
-        publish("checkpoint_by_manager", managed(state, folder, given.rounds, given.seconds), as_json=given.json)
+        if given.only in ("all", "manager"):
+            publish("checkpoint_by_manager", managed(state, folder, given.rounds, given.seconds), as_json=given.json)
+        if given.only in ("all", "cluster"):
+            publish("checkpoint_on_a_cluster", on_clusters(folder, given.mib, given.rounds), as_json=given.json)
     finally:
         shutil.rmtree(folder)
 
@@ -202,6 +214,22 @@ def managed(state: Any, folder: Path, rounds: int, window_s: float) -> list[dict
         row |= {"lost s": statistics.median(lost), "p10": lost[len(lost) // 10], "p90": lost[-1 - len(lost) // 10]}
         made.append(row | {"a save takes s": statistics.median(took for _, took, _ in windows)})
     return made
+
+
+def on_clusters(folder: Path, mib: int, rounds: int) -> list[dict[str, Any]]:
+    """Save the state of a cluster, and restore it onto clusters of as many, fewer and more ps tasks."""
+    rows = []
+    for what, ps in CLUSTERS:
+        words = ["--what", what, "--path", str(folder / "cluster"), "--mib", str(mib), "--rounds", str(rounds)]
+        script = [sys.executable, str(ROOT / "benchmarks" / "_checkpoint_worker.py"), *words]
+        with running_tasks(ps, 1) as tasks:
+            ran = subprocess.run(
+                script, env=tasks.worker(0), capture_output=True, text=True, timeout=RUN_S, check=False
+            )
+        rates = sorted(mib / 1e3 * 1.048576 / took for took in found_in(ran.stdout, "times ", ran.stdout + ran.stderr))
+        row: dict[str, Any] = {"what": what, "ps tasks": ps, "GB/s": statistics.median(rates)}
+        rows.append(row | {"p10": rates[len(rates) // 10], "p90": rates[-1 - len(rates) // 10]})
+    return rows
 
 
 def processor_s() -> float:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 #: Benchmarks that start processes; each runs in a separate process.
 ALONE = (
+    "checkpoint",
     "convnets",
     "copies",
     "embedding",
