@@ -107,7 +107,8 @@ def check_ends(lives: Sequence[Life], silent: Container[str]) -> Iterator[str]:
         status = life.child.poll()
         expected = {0, *(status for kind in life.faults for status in _STATUSES.get(kind, ()))}
         if last[life.task] is life and not life.task.startswith("worker"):
-            expected.add(-signal.SIGKILL)  # the launcher kills a process that does not end in time
+            # The launcher interrupts it at the end, and kills a process that does not end in time.
+            expected |= {128 + signal.SIGINT, -signal.SIGKILL}
         if life.task in silent:
             expected.add(1)
         if status is None:
