@@ -24,7 +24,7 @@ from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.status import PartCosts, Status, VariableInfo
+from dflow.distributed.wire.messages.status import PartCosts, SnapshotSize, Status, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: Most rows of a table; one more row sums up the rest.
@@ -87,7 +87,7 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
         _steps_table(status),
         _not_finite_table(status),
         traffic,
-        _variables_table(status.variables),
+        _variables_table(status.variables, status.snapshot),
         _tasks_table(status, ends),
     )
     return Group(*(part for table in tables if table.row_count for part in (Text(), table)))
@@ -328,9 +328,12 @@ def _not_finite_table(status: Status) -> Table:
     return table
 
 
-def _variables_table(variables: Sequence[VariableInfo]) -> Table:
-    total = sum(info.size_bytes for info in variables)
-    table = make_table(f"Variables: {len(variables)}, {size_text(total)}", "variable", "type", ">size", "task")
+def _variables_table(variables: Sequence[VariableInfo], snapshot: SnapshotSize | None) -> Table:
+    title = f"Variables: {len(variables)}, {size_text(sum(info.size_bytes for info in variables))}"
+    if snapshot is not None:
+        written, full = size_text(snapshot.written_bytes), size_text(snapshot.full_bytes)
+        title += f"; snapshot {snapshot.number} wrote {written} of {full}"
+    table = make_table(title, "variable", "type", ">size", "task")
     largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
     for info in largest[:MOST_ROWS]:
         kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)

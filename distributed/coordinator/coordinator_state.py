@@ -262,6 +262,7 @@ class CoordinatorState:
             left=self._membership.left_in_all,
             not_finite=self._ledger.not_finite,
             costs=self._costs.totals(),
+            snapshot=self._recovery.size,
         )
 
     def _present(self, job: str) -> tuple[tuple[str, ...], int]:

@@ -42,7 +42,7 @@ from dflow.distributed.wire.messages.snapshots import (
     StateRestored,
     StateWritten,
 )
-from dflow.distributed.wire.messages.status import VariableInfo
+from dflow.distributed.wire.messages.status import SnapshotSize, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, task_name
 
 #: Limit of the time until all tasks have captured their state, in s, while the steps are paused.
@@ -121,6 +121,9 @@ class Recovery:
         self._unwritten: set[str] = set()
         #: Names of the captured state.
         self._captured: set[str] = set()
+        #: Reports of the tasks that have written their parts; their total for the last committed snapshot.
+        self._reports: list[StateWritten] = []
+        self.size: SnapshotSize | None = None
         #: Time when the newest snapshot was begun, and when its present phase began.
         self._began_s = self._phase_s = -math.inf
         #: Names at the moment of the last committed snapshot.
@@ -225,6 +228,7 @@ class Recovery:
         if report.failure:
             return self._abandon(f"{short_task_name(report.task)}: {report.failure}")
         self._unwritten.discard(report.task)
+        self._reports.append(report)
         return []
 
     def loaded(self, report: StateLoaded) -> list[Command]:
@@ -312,6 +316,7 @@ class Recovery:
             )
             self._is_broken = False
             self._uncaptured, self._unwritten, self._captured = {*tasks}, {*tasks}, set()
+            self._reports = []
             self._captured_changes = self._changes
             self._phase, self._phase_s = _Phase.CAPTURING, at_s
             committed = 0 if self._committed is None else self._committed.number
@@ -329,6 +334,7 @@ class Recovery:
             self._saved = self._committed.names
             self._saved_changes = self._captured_changes
             self._records.put(SNAPSHOT, self._committed)
+            self.size = _size(self._committed.number, self._reports)
             commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
             if self._leaving:
                 self._phase, self._phase_s = _Phase.HOLDING, at_s
@@ -458,6 +464,11 @@ class Recovery:
     def _to(self, tasks: Collection[str], message: CaptureState | LoadState | SnapshotCommitted) -> Broadcast:
         live = self._members.connections()
         return Broadcast(_peers(live.get(task) for task in tasks), message)
+
+
+def _size(number: int, reports: Collection[StateWritten]) -> SnapshotSize:
+    written = sum(report.written_bytes for report in reports)
+    return SnapshotSize(number, written, sum(report.full_bytes for report in reports))
 
 
 def _peers(found: Iterable[int | None]) -> tuple[int, ...]:

@@ -79,6 +79,9 @@ def coordinator_metrics(status: Status) -> Iterator[Metric]:
     size = sum(info.size_bytes for info in status.variables)
     yield gauge("dflow_variables_bytes", "What they take, or may come to take.", "", {"": size})
     yield counter("dflow_sent_bytes", "Bytes of values sent.", "", {"": sum(t.size_bytes for t in status.traffic)})
+    if (snapshot := status.snapshot) is not None:
+        sizes = {"written": snapshot.written_bytes, "full": snapshot.full_bytes}
+        yield gauge("dflow_snapshot_bytes", "Bytes of the newest snapshot, and those written for it.", "kind", sizes)
 
 
 def of_steps(noun: str, text: str, totals: StepTotals) -> Iterator[Metric]:

@@ -2,7 +2,8 @@
 
 Why: a parameter task that was started again returns to its part, and the other tasks to theirs, so no task reads the
 files of another, and no path travels. The coordinator decides (`recovery.py`). Invariants: a part is complete or absent
-(`atomic_directory`); the newest committed part is removed only after a later one is committed.
+(`atomic_directory`), and needs no other part, also if only changed rows were written (`changed_rows`); the newest
+committed part is removed only after a later one is committed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +32,9 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateWritten,
 )
-from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
+from dflow.lowering.files.changed_rows import ChangedArrays, Written, fill_with_changes, read_changed_arrays
 from dflow.lowering.state.applied_steps import AppliedCall
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
@@ -111,22 +114,22 @@ class TaskSnapshots:
         """Do what the coordinator asks for, and report it. Runs on a thread that may wait."""
         match message:
             case CaptureState(number, committed):
-                self._report(lambda: self._write(number, committed), lambda why: StateWritten(self._task, number, why))
+                self._report(partial(self._write, number, committed), partial(StateWritten, self._task, number))
             case LoadState(_, epoch, is_set):
-                self._report(lambda: self._load(message), lambda why: StateLoaded(self._task, epoch, is_set, why))
+                self._report(partial(self._load, message), partial(StateLoaded, self._task, epoch, is_set))
             case SnapshotCommitted(number):
                 self._remove(lambda other: other < number)
 
-    def _report(self, do: Callable[[], None], report: Callable[[str], Notice]) -> None:
+    def _report(self, do: Callable[[], Written | None], report: Callable[..., Notice]) -> None:
         try:
-            do()
+            sizes = do() or ()
         except Exception as error:  # any error: the coordinator waits for the outcome
             LOGGER.warning("%s: %s", short_task_name(self._task), error)
             self._tell(report(f"{type(error).__name__}: {error}"))
         else:
-            self._tell(report(""))
+            self._tell(report("", *sizes))
 
-    def _write(self, number: int, committed: int) -> None:
+    def _write(self, number: int, committed: int) -> Written:
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
@@ -139,7 +142,17 @@ class TaskSnapshots:
             self._remove(lambda other: other != committed and not number < other <= self._newest)
             self._newest = max(self._newest, number)
             with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
-                fill_folder(part, {**values, **contents}, msgspec.to_builtins(rest, str_keys=True))
+                metadata = msgspec.to_builtins(rest, str_keys=True)
+                return fill_with_changes(part, {**values, **contents}, self._newest_before(number), metadata)
+
+    def _newest_before(self, number: int) -> ChangedArrays | None:
+        """Return the newest part before `number` that can be read, committed or not; None if there is none."""
+        folder = self._part(number).parent
+        found = (int(part.name) for part in folder.iterdir() if part.name.isdigit())
+        for before in sorted((one for one in found if one < number), reverse=True):
+            with suppress(CheckpointError):
+                return read_changed_arrays(self._part(before))
+        return None
 
     def _part(self, number: int) -> Path:
         if self._folder is None:
@@ -160,7 +173,7 @@ class TaskSnapshots:
                 self._read, self._set_epoch = None, message.epoch
 
     def _read_part(self, number: int) -> _Part:
-        files = read_arrays(self._part(number))
+        files = read_changed_arrays(self._part(number))
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
         resources = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
@@ -173,7 +186,7 @@ class TaskSnapshots:
         absent = files.each(dict.fromkeys(name for name in files.types if name not in {*here, *contents}))
         # `Store.create` copies them.
         new = {name: (files.types[name], value) for name, value in absent}
-        return _Part(known, new, applied, rounds, resources, files.read(dict.fromkeys(contents)))
+        return _Part(known, new, applied, rounds, resources, dict(files.each(dict.fromkeys(contents))))
 
     def _set(self, part: _Part, number: int) -> None:
         error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {number}")

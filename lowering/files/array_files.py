@@ -14,7 +14,7 @@ import os
 import re
 import secrets
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -147,13 +147,7 @@ class ArrayFiles(ArrayManifest):
                 value = _restored(type, started.result())
                 return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
             pieces = {bounds: _restored(type, reading.result()) for bounds, reading in started.items()}
-        places = sharding.addressable_devices_indices_map(type.shape)
-        # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
-        parts = [
-            own_copy(pieces[_bounds(index)], SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-            for device, index in places.items()
-        ]
-        return jax.make_array_from_single_device_arrays(type.shape, sharding, parts)
+        return spread(type.shape, sharding, lambda index: pieces[_bounds(index)])
 
     @contextmanager
     def _unless_damaged(self, name: str) -> Iterator[None]:
@@ -200,6 +194,17 @@ def own_copy(value: Any, sharding: Any = None) -> jax.Array:
     """Return a JAX array that shares no memory with `value`, with a sharding if given."""
     # `device_put` aliases aligned memory, even with may_alias=False.
     return jnp.array(value, copy=True, device=sharding)
+
+
+def spread(shape: tuple[int, ...], sharding: Any, piece_at: Callable[[Any], Any]) -> jax.Array:
+    """Return a JAX array of this sharding, of copies of the pieces at the indices of this process's devices."""
+    places = sharding.addressable_devices_indices_map(shape)
+    # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
+    parts = [
+        own_copy(piece_at(index), SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, index in places.items()
+    ]
+    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
 def _bounds(index: tuple[slice, ...] | None) -> tuple[Any, ...]:

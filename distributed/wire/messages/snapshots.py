@@ -27,13 +27,18 @@ class StateCaptured(Notice, frozen=True):
 
 
 class StateWritten(Notice, frozen=True):
-    """The task's part of the snapshot `number` is on its disk; or could not be captured or written, for `failure`."""
+    """The task's part of the snapshot `number` is on its disk; or could not be captured or written, for `failure`.
+
+    Of variables of `full_bytes` bytes it wrote `written_bytes`, and the rest is in files of an earlier part.
+    """
 
     speaker = "task"
 
     task: str
     number: int
     failure: str = ""
+    written_bytes: int = 0
+    full_bytes: int = 0
 
 
 class SnapshotCommitted(Notice, frozen=True):

@@ -75,6 +75,17 @@ class PartCosts(msgspec.Struct, frozen=True):
     wakeups: int
 
 
+class SnapshotSize(msgspec.Struct, frozen=True):
+    """The bytes of variables in the newest snapshot, and those that were written for it.
+
+    The others are rows of large variables that had not changed since earlier snapshots.
+    """
+
+    number: int
+    written_bytes: int
+    full_bytes: int
+
+
 class Health(Message, frozen=True):
     """`health` is None for a task that is not live or not heard yet; `absence` says why it is not live, or is empty."""
 
@@ -99,6 +110,7 @@ class Status(Message, frozen=True):
     `left`  number of tasks that have left, including the ones no longer listed
     `not_finite`  the first non-finite loss of each run and metric
     `costs`  of the newest process of each task that has run more than one part of a step, also after it has left
+    `snapshot`  the newest one since the coordinator's own start
     """
 
     now_s: float
@@ -115,6 +127,7 @@ class Status(Message, frozen=True):
     left: int = 0
     not_finite: tuple[NotFinite, ...] = ()
     costs: tuple[PartCosts, ...] = ()
+    snapshot: SnapshotSize | None = None
 
 
 class GetStatus(Request[Status], frozen=True):

@@ -1,17 +1,12 @@
-"""A run that ends, or a disk that refuses, at any file operation: the newest good checkpoint is found and is whole.
-
-Python reports each file operation before it happens (`sys.addaudithook`), here with the number of the operation.
-"""
+"""A run that ends, or a disk that refuses, at any file operation: the newest good checkpoint is found and is whole."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,37 +16,12 @@ from hypothesis import strategies as st
 
 import dflow
 from tests.dflow.training.managed_run import DEADLINE_S, Run, saved, steps_in
+from tests.disk_faults import FAULTS
 from tests.effort import examples
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
 
-OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 RULES: dict[str, Any] = {"keep": 2, "best": ("loss", 1, "min")}
-
-
-class Faults:
-    """Fails operation number `first` of those in `folder`, and the next `count - 1`."""
-
-    def __init__(self) -> None:
-        self.folder, self.seen, self.first, self.count = "", 0, 0, 0
-        sys.addaudithook(self._hook)
-
-    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
-        if self.folder and event in OPERATIONS and str(args[0]).startswith(self.folder):
-            self.seen += 1
-            if self.first <= self.seen < self.first + self.count:
-                raise OSError(errno.EIO, "the disk refuses it", str(args[0]))
-
-    @contextmanager
-    def within(self, folder: Path, first: int, count: int) -> Iterator[None]:
-        self.folder, self.seen, self.first, self.count = str(folder), 0, first, count
-        try:
-            yield
-        finally:
-            self.folder = ""
-
-
-FAULTS = Faults()
 
 
 def save_five(manager: dflow.CheckpointManager, run: Run) -> list[int]:

@@ -113,7 +113,10 @@ def test_an_empty_process_and_one_that_went_on_return_to_the_same_state(tmp_path
     whole, begun = StepOfRun("run", 4), StepOfRun("run", 5)
     task.store.applied.attempt(whole).ended()
     assert task.store.applied.attempt(begun).begins(["w"])
-    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1, tuple(VALUES)), StateWritten(PS, 1)]
+    assert task.do(CaptureState(1)) == [
+        StateCaptured(PS, 1, tuple(VALUES)),
+        StateWritten(PS, 1, written_bytes=42, full_bytes=42),
+    ]
     task.store.update("w", "assign_add", jnp.ones((2, 3)))
     task.store.write("count", jnp.int32(9))
     task.store.applied.attempt(begun).ended()
