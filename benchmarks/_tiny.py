@@ -68,6 +68,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     ),
     "recovery": ({"STEADY_S": to(1.0)}, (*ONE_ROUND, "--mib", "1")),
     "scaling": ({"TASKS": first}, ("--steps", "2")),
+    "snapshots": ({"SHARES": to((0.001, 1.0))}, (*ONE_ROUND, "--mib", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),
     "startup": ({"PS": to(1)}, (*ONE_ROUND, "--variables", "4")),
     "step_budget": ({}, ("--steps", "2", "--ps", "1")),
