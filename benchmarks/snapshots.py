@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks._paired import in_turn, options, publish
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import whole_folder
-from dflow.lowering.files.changed_rows import ChangedArrays, Written, fill_with_changes, read_changed_arrays
+from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
 
 #: Number of floats of a row, and shares of the rows that change.
 WIDTH = 64
@@ -44,14 +44,17 @@ def row(folder: Path, share: float, mib: int, rounds: int) -> dict[str, Any]:
     write(folder / "older", table, None)
     older, draws = read_changed_arrays(folder / "older"), np.random.default_rng(0)
 
-    def part(older: ChangedArrays | None) -> tuple[float, Written]:
+    def part(older: ChangedArrays | None) -> tuple[float, WrittenBytes]:
         indices = draws.choice(count, int(count * share), replace=False)
         changed = jax.block_until_ready(table.at[jnp.array(indices)].add(1))
         started = time.perf_counter()
         written = write(folder / "new", changed, older)
         return time.perf_counter() - started, written
 
-    ways: dict[str, Callable[[], tuple[float, Written]]] = {"changes": lambda: part(older), "whole": lambda: part(None)}
+    ways: dict[str, Callable[[], tuple[float, WrittenBytes]]] = {
+        "changes": lambda: part(older),
+        "whole": lambda: part(None),
+    }
     found = in_turn(ways, rounds)
     shutil.rmtree(folder / "older")
     shutil.rmtree(folder / "new")
@@ -68,7 +71,7 @@ def row(folder: Path, share: float, mib: int, rounds: int) -> dict[str, Any]:
     }
 
 
-def write(place: Path, table: jax.Array, older: ChangedArrays | None) -> Written:
+def write(place: Path, table: jax.Array, older: ChangedArrays | None) -> WrittenBytes:
     with whole_folder(place, marker=MANIFEST, overwrite=True) as folder:
         return fill_with_changes(folder, {"table": table}, older, {})
 

@@ -34,7 +34,7 @@ from dflow.distributed.wire.messages.snapshots import (
 )
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
-from dflow.lowering.files.changed_rows import ChangedArrays, Written, fill_with_changes, read_changed_arrays
+from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
 from dflow.lowering.state.applied_steps import AppliedCall
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
@@ -120,7 +120,7 @@ class TaskSnapshots:
             case SnapshotCommitted(number):
                 self._remove(lambda other: other < number)
 
-    def _report(self, do: Callable[[], Written | None], report: Callable[..., Notice]) -> None:
+    def _report(self, do: Callable[[], WrittenBytes | None], report: Callable[..., Notice]) -> None:
         try:
             sizes = do() or ()
         except Exception as error:  # any error: the coordinator waits for the outcome
@@ -129,7 +129,7 @@ class TaskSnapshots:
         else:
             self._tell(report("", *sizes))
 
-    def _write(self, number: int, committed: int) -> Written:
+    def _write(self, number: int, committed: int) -> WrittenBytes:
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
@@ -143,15 +143,12 @@ class TaskSnapshots:
             self._newest = max(self._newest, number)
             with whole_folder(place, marker=MANIFEST, overwrite=True) as part:
                 metadata = msgspec.to_builtins(rest, str_keys=True)
-                return fill_with_changes(part, {**values, **contents}, self._newest_before(number), metadata)
+                return fill_with_changes(part, {**values, **contents}, self._part_if_whole(committed), metadata)
 
-    def _newest_before(self, number: int) -> ChangedArrays | None:
-        """Return the newest part before `number` that can be read, committed or not; None if there is none."""
-        folder = self._part(number).parent
-        found = (int(part.name) for part in folder.iterdir() if part.name.isdigit())
-        for before in sorted((one for one in found if one < number), reverse=True):
-            with suppress(CheckpointError):
-                return read_changed_arrays(self._part(before))
+    def _part_if_whole(self, number: int) -> ChangedArrays | None:
+        """Return the part of a snapshot; None if there is none that can be read."""
+        with suppress(CheckpointError):
+            return read_changed_arrays(self._part(number))
         return None
 
     def _part(self, number: int) -> Path:

@@ -70,7 +70,7 @@ class _Change(msgspec.Struct, frozen=True):
         return self.older, self.indices, self.rows
 
 
-class Written(NamedTuple):
+class WrittenBytes(NamedTuple):
     """Number of bytes of arrays that were written, and of the arrays as a whole."""
 
     written_bytes: int
@@ -154,7 +154,7 @@ def _damaged(path: Path, name: str, what: str) -> DamagedCheckpoint:
 
 def fill_with_changes(
     folder: Path, arrays: Mapping[str, Any], older: ChangedArrays | None, metadata: Mapping[str, Any]
-) -> Written:
+) -> WrittenBytes:
     """Write arrays into an empty folder, which the caller then puts in place; large ones as changes since `older`.
 
     older   a complete folder on the same file system; None to write all arrays whole
@@ -179,7 +179,7 @@ def fill_with_changes(
     write_manifest(folder, {**types, **linked}, places, {**metadata, **table})
     written_bytes = sum(type.size_bytes for type in types.values())
     changed_bytes = sum(types[part].size_bytes for change in changes.values() for part in change.names[1:])
-    return Written(written_bytes, written_bytes - changed_bytes + sum(type.size_bytes for type in linked.values()))
+    return WrittenBytes(written_bytes, written_bytes - changed_bytes + sum(type.size_bytes for type in linked.values()))
 
 
 def _is_large(value: Any) -> bool:

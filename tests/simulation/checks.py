@@ -185,8 +185,14 @@ class Checks:
 
     # Membership.
 
+    def coordinator_started(self, now_s: float) -> None:
+        """The coordinator has started again. Its time goes on from its last write; it waits anew for all tasks."""
+        self._holders = {process: min(at_s, now_s) for process, at_s in self._holders.items()}
+        for heard in self._heard_at_s.values():
+            heard[:] = [*(at_s for at_s in heard if at_s <= now_s), now_s]
+
     def holds(self, process: str, now_s: float) -> None:
-        """The coordinator has placed a variable on a process."""
+        """The coordinator has placed a variable on a process; times of this and the next method are its own."""
         self._holders.setdefault(process, now_s)
 
     def lives(self, process: str, now_s: float) -> None:

@@ -269,7 +269,7 @@ class _ScheduleRun:
             case Claimed() if self._wants_more.get(process):
                 self.checks.told_complete(str(process), self._coordinator.status().steps_done)
             case Placed():
-                self.checks.holds(message.process, self.events.now_s)
+                self.checks.holds(message.process, self._coordinator.status().now_s)
             case BarrierPassed():
                 self.checks.passed(name_of(str(process)), message)
             case Elected(True):
@@ -288,7 +288,7 @@ class _ScheduleRun:
         elif isinstance(message, AwaitBarrier):
             self.checks.arrives(message.task)
         elif isinstance(message, Heartbeat | Join):
-            self.checks.lives(str(process), self.events.now_s)
+            self.checks.lives(str(process), self._coordinator.status().now_s)
         if self._snapshot_checks is not None:
             self._snapshot_checks.hears(message)
 
@@ -319,6 +319,7 @@ class _ScheduleRun:
             clock=lambda: self.events.now_s,
         )
 
+        self.checks.coordinator_started(coordinator.status().now_s)
         if self._snapshot_checks is not None:
             self._snapshot_checks.state = coordinator._state
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from dflow.distributed.task import task_snapshots
-from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.changed_rows import ChangedArrays, read_changed_arrays
 from tests.simulation.blocking_program import CURRENT, ProcessEnded
 from tests.simulation.events import EventQueue
 from tests.simulation.faults import Faults, Outage
@@ -54,7 +54,7 @@ class SimulatedDisks:
         """Have `TaskSnapshots` write to these disks, and its locks wait in simulated time."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(task_snapshots, "whole_folder", self._whole_folder)
-            patch.setattr(task_snapshots, "read_arrays", self._read_arrays)
+            patch.setattr(task_snapshots, "read_changed_arrays", self._read_changed_arrays)
             patch.setattr(task_snapshots, "threading", _Locks)
             yield
 
@@ -79,9 +79,9 @@ class SimulatedDisks:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(part))
         self._damage(host, place)
 
-    def _read_arrays(self, place: Path) -> ArrayFiles:
+    def _read_changed_arrays(self, place: Path) -> ChangedArrays:
         self._work(_host(place))
-        return read_arrays(place)
+        return read_changed_arrays(place)
 
     def _work(self, host: str) -> None:
         CURRENT.get().sleep(self._random.random() * WORK_S * min(self._network.slowness(host), 10.0))

@@ -31,7 +31,7 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateRestored,
 )
-from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.files.changed_rows import read_changed_arrays
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError
 from tests.simulation.checks import Attempt, Checks
@@ -152,7 +152,7 @@ class SnapshotChecks(Checks):
                 continue
             text = f"snapshot {committed.number} is committed, and the part of {host}"
             try:
-                files = read_arrays(self.disks.part(host, committed.number))
+                files = read_changed_arrays(self.disks.part(host, committed.number))
                 values = {name: np.array(value) for name, value in files.each(dict.fromkeys(files.types))}
             except CheckpointError as error:
                 self.require(False, "one moment", f"{text} cannot be read: {error}")

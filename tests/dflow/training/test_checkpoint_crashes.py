@@ -85,7 +85,8 @@ PROGRAM = """
 import os, signal, sys
 import jax.numpy as jnp, dflow
 from tests.dflow.training.managed_run import Run
-from tests.dflow.training.test_checkpoint_crashes import OPERATIONS, RULES, save_five
+from tests.disk_faults import OPERATIONS
+from tests.dflow.training.test_checkpoint_crashes import RULES, save_five
 
 folder, left = sys.argv[1], int(sys.argv[2])
 run = Run()

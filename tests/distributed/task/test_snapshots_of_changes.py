@@ -77,7 +77,7 @@ class Cluster:
     def snapshot(self, *, is_committed: bool) -> StateWritten:
         self.number += 1
         captured = self.values()
-        *_, report = self.task.do(CaptureState(self.number))
+        *_, report = self.task.do(CaptureState(self.number, self.committed))
         assert isinstance(report, StateWritten)
         if is_committed and not report.failure:
             self.committed, self.saved = self.number, captured
@@ -167,24 +167,3 @@ def test_a_restarted_process_goes_on_with_changed_rows(tmp_path: Path) -> None:
         cluster.scatter()
         report = cluster.snapshot(is_committed=True)
         assert 4 < report.written_bytes < report.full_bytes / 4
-
-
-def test_the_files_of_an_abandoned_part_may_serve_the_next_one(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path, seed=0)
-    cluster.snapshot(is_committed=True)
-    for name, (shape, dtype) in TABLES.items():
-        cluster.task.store.write(name, jnp.array(bits(cluster.draws, dtype, shape)))
-    assert cluster.snapshot(is_committed=False).written_bytes > 1000
-    report = cluster.snapshot(is_committed=True)
-    assert report.written_bytes == 4
-    cluster.come_back(is_restarted=True)
-    assert [part.name for part in (tmp_path / PART).iterdir()] == ["3"]
-
-
-def test_parts_of_another_cluster_serve_as_older_versions_without_harm(tmp_path: Path) -> None:
-    Cluster(tmp_path, seed=0).snapshot(is_committed=True)
-    other = Cluster(tmp_path, seed=1)
-    other.number = 1
-    other.snapshot(is_committed=True)
-    other.scatter()
-    other.come_back(is_restarted=True)

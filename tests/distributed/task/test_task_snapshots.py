@@ -150,7 +150,8 @@ def test_queues_and_accumulators_return_too_except_those_of_runs(tmp_path: Path)
         task.resources.create(message)
     put(task, 1, [0.5, 1.5])
     add(task, [1.0, 2.0])
-    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1, ("q", "a")), StateWritten(PS, 1)]
+    written = StateWritten(PS, 1, written_bytes=20, full_bytes=20)
+    assert task.do(CaptureState(1)) == [StateCaptured(PS, 1, ("q", "a")), written]
     put(task, 2, [])
     add(task, [1.0, 2.0])
     for one in (task, Task(tmp_path)):

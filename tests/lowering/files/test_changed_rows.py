@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from dflow.lowering.files import array_files, changed_rows
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import whole_folder
-from dflow.lowering.files.changed_rows import ChangedArrays, Written, fill_with_changes, read_changed_arrays
+from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
 from dflow.tracing.errors import DamagedCheckpoint
 from tests.effort import examples
 
@@ -44,7 +44,7 @@ def small_sizes() -> Iterator[None]:
         yield
 
 
-def write(folder: Path, arrays: Mapping[str, Any], older: ChangedArrays | None) -> tuple[Written, ChangedArrays]:
+def write(folder: Path, arrays: Mapping[str, Any], older: ChangedArrays | None) -> tuple[WrittenBytes, ChangedArrays]:
     with whole_folder(folder, marker=MANIFEST) as part:
         written = fill_with_changes(part, arrays, older, {"step": 3})
     return written, read_changed_arrays(folder)
