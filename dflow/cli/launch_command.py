@@ -83,17 +83,19 @@ def _launch(options: argparse.Namespace) -> int:
     if not Path(options.script).is_file():
         print(f"dflow launch: there is no script {options.script!r} in {Path.cwd()}", file=sys.stderr)
         return 2
+    kept = None
     try:
         plan = _launch_plan(options)
         backend = backend_of(options)
-        kept = None
+        security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
         if options.snapshots is not None and not backend.restarts_tasks:
             from dflow.distributed.launching.launch_state import LaunchState
 
             kept = LaunchState(options.snapshots.resolve(), options.script, plan.stock)
-        security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
         place, note = backend.place(plan, options, security)
     except DflowError as error:
+        if kept is not None:
+            kept.close()
         print(f"dflow launch: {error}", file=sys.stderr)
         return 2
     # After Ray has started, because Ray installs its own SIGTERM handler.

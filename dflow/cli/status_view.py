@@ -47,7 +47,8 @@ class StepRate:
 
     def add(self, now_s: float, done: int) -> float:
         """Add the number of steps done by now, and return the rate up to it; 0 until two numbers are known."""
-        if not done:
+        # Fewer steps after a return to a snapshot are a new beginning.
+        if not done or (self._seen and done < self._seen[-1][1]):
             self._seen.clear()
         self._seen.append((now_s, done))
         while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_WINDOW_S:

@@ -214,13 +214,12 @@ class Feed:
     def _put(self, arrays: list[Any]) -> bool:
         failures = 0
         while isinstance(answer := self._answer(arrays), BaseException):
-            failures += 1
-            if not self._is_stopped and self._producer.is_recovered(answer, failures):
-                continue
-            if isinstance(answer, QueueClosed | StepCancelled):
+            if self._is_stopped or isinstance(answer, QueueClosed):
                 self._is_over = True
                 return False
-            raise answer
+            failures += 1
+            if not self._producer.is_recovered(answer, failures):
+                raise answer
         with self._lock:
             self.count += 1
         return True
@@ -257,7 +256,7 @@ class Feed:
                 self._producer.close()
         except DflowError:
             # The queue's container was reset, or its task is lost; users of the queue get that error themselves.
-            LOGGER.debug("%s was gone before its feed ended", self._title)
+            LOGGER.debug("%s was gone before its feed ended", self._title, exc_info=True)
 
     def _close_elements(self) -> None:
         """Run the `finally` blocks of a generator that has not ended."""

@@ -332,7 +332,7 @@ class Membership:
         name, cluster = short_task_name(join.task), self.identity.cluster
         if join.cluster and join.cluster != cluster:
             return Failure(
-                "TaskLost",
+                "ConfigError",  # not a loss, after which a parameter task would join again
                 f"{name} is a task of cluster {join.cluster}, and this is the coordinator of {cluster or 'none'}; "
                 "it was started without the state of the first, which `--state FILE` keeps",
             )

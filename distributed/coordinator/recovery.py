@@ -45,12 +45,16 @@ from dflow.distributed.wire.messages.snapshots import (
 from dflow.distributed.wire.messages.status import SnapshotSize, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, task_name
 
-#: Limit of the time until all tasks have captured their state, in s, while the steps are paused.
-CAPTURE_S = 60.0
+#: Limit of the time until all tasks have captured their state, and until they have read or set it, in s, while the
+#: steps are paused.
+CAPTURE_S, LOAD_S = 60.0, 600.0
 #: Limit of the time until a pause for a snapshot is reached, and until the parts of a snapshot are written, in s.
 PAUSE_S, WRITE_S = 10.0, 600.0
-#: Time between two attempts at a snapshot of new state, in s.
-RETRY_S = 1.0
+#: Time to the next attempt at a snapshot after one that failed, in s: it doubles with each failure in a row, up to the
+#: interval between snapshots. After a pause that was not reached, at least the second time, since other workers waited.
+RETRY_S, AFTER_PAUSE_S = 1.0, 2 * PAUSE_S
+#: Failures in a row after which the log says what is missing.
+QUIET_FAILURES = 4
 #: Longest wait for the process of a task that held state to be started again, in s.
 RETURN_S = 300.0
 NO_SNAPSHOTS = "no snapshots are made: start the cluster with --snapshots DIR"
@@ -69,8 +73,9 @@ class _Phase(Enum):
 class Snapshot(msgspec.Struct, frozen=True):
     """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment.
 
-    at_s    time of the capture, as in events
-    placed  the places of the variables and of the runs of synchronous training
+    at_s     time of the capture, as in events
+    placed   the places of the variables and of the runs of synchronous training
+    cluster  id of the cluster that made it
     """
 
     number: int
@@ -79,6 +84,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     ledger: LedgerCopy
     at_s: float
     placed: tuple[VariableInfo, ...]
+    cluster: str
 
 
 class Epoch(msgspec.Struct, frozen=True):
@@ -130,11 +136,13 @@ class Recovery:
         self._saved: Collection[str] = ()
         #: Number of reports of changed state: in all, at the newest capture, and at the last committed one.
         self._changes = self._captured_changes = self._saved_changes = 0
-        #: Time before which no other snapshot is begun.
-        self._not_before_s = -math.inf
+        #: Time before which no other snapshot is begun; the number of attempts that failed since the last snapshot; the
+        #: time to the next attempt, if the newest one has just failed.
+        self._not_before_s, self._failures = -math.inf, 0
+        self._retry_s: float | None = None
         #: Tasks that have yet to read, or with `_is_setting` to set, the state of the snapshot; None while none does.
         self._loading: set[str] | None = None
-        self._is_setting = False
+        self._is_setting, self._loading_s = False, math.inf
         #: Why lost state cannot be restored; empty if it can, or if none is lost.
         self._hopeless = ""
         self._missing_since_s: float | None = None
@@ -169,13 +177,18 @@ class Recovery:
             expected = {task_name(job, index) for job, count in jobs.items() for index in range(count)}
             self._unexpected = tuple(task for task in self._committed.tasks if task not in expected)
         done, where = self._committed.ledger.steps_done, ", ".join(map(short_task_name, self._committed.tasks))
-        made = f"made {age_s:.0f} s before this start, with {done} steps done"
+        made = f"made {age_s:.0f} s before the last record of that cluster, with {done} steps done"
         return [Log(f"resuming snapshot {number}, {made}; {where} load it when all have joined")]
 
     def tick(self, at_s: float) -> list[Command]:
-        """Begin a snapshot if it is time; abandon one that takes too long. `go_on` must follow."""
+        """Begin a snapshot if it is time; end one, or a return, that takes too long. `go_on` must follow."""
+        if self._loading and at_s - self._loading_s > LOAD_S:
+            late_tasks = ", ".join(map(short_task_name, sorted(self._loading)))
+            return self._give_up(f"{late_tasks} did not return to the snapshot within {LOAD_S:g} s")
         if (late := self._late(at_s)) is not None:
-            return self._abandon(late) if self._phase is not _Phase.HOLDING else [Log(late), *self._release()]
+            if self._phase is _Phase.HOLDING:
+                return [Log(late), *self._release()]
+            return self._abandon(late, least_s=AFTER_PAUSE_S if self._phase is _Phase.PAUSING else 0.0)
         if not self._may_begin():
             return []
         names = self._directory.names()
@@ -194,7 +207,6 @@ class Recovery:
 
     def _begin(self, at_s: float) -> None:
         self._phase, self._began_s, self._phase_s = _Phase.PAUSING, at_s, at_s
-        self._not_before_s = at_s + min(RETRY_S, self._every_s)
         self._pauses.ask(_SNAPSHOT)
 
     def _late(self, at_s: float) -> str | None:
@@ -238,9 +250,12 @@ class Recovery:
         if not report.failure:
             self._loading.discard(report.task)
             return []
-        self._loading, self._is_setting = None, False
-        self._hopeless = f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}"
-        return [Log(self._hopeless), *self._release()]
+        return self._give_up(f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}")
+
+    def _give_up(self, why: str) -> list[Command]:
+        """End a return to a snapshot that failed."""
+        self._loading, self._is_setting, self._hopeless = None, False, why
+        return [Log(why), *self._release()]
 
     def joined(self, task: str, *, is_known: bool) -> list[Command]:
         """A task has joined, as the process `is_known` from before or as another one. `go_on` must follow."""
@@ -283,7 +298,7 @@ class Recovery:
             return [SendReply(ask, Failure("TaskLost", why))]
         is_too_late = self._phase is _Phase.WRITING and not self._leaving  # steps run again
         commands = self._abandon("") if is_too_late else []
-        self._leaving[task], self._not_before_s = ask, -math.inf
+        self._leaving[task], self._not_before_s, self._retry_s = ask, -math.inf, None
         return commands
 
     def _why_not_saved(self) -> str:
@@ -293,7 +308,10 @@ class Recovery:
 
     def go_on(self, at_s: float) -> list[Command]:
         """Carry out the decisions that follow from an event."""
-        return [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
+        commands = [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
+        if self._retry_s is not None:
+            self._not_before_s, self._retry_s = at_s + self._retry_s, None
+        return commands
 
     def _snapshot_on(self, at_s: float) -> list[Command]:
         commands: list[Command] = []
@@ -313,6 +331,7 @@ class Recovery:
                 self._ledger.copy(),
                 at_s,
                 self._directory.saved(),
+                self._members.identity.cluster,
             )
             self._is_broken = False
             self._uncaptured, self._unwritten, self._captured = {*tasks}, {*tasks}, set()
@@ -320,17 +339,21 @@ class Recovery:
             self._captured_changes = self._changes
             self._phase, self._phase_s = _Phase.CAPTURING, at_s
             committed = 0 if self._committed is None else self._committed.number
-            commands.append(self._to(tasks, CaptureState(self._making.number, committed)))
+            commands.append(self._to(tasks, CaptureState(self._making.number, committed, self._making.cluster)))
         if self._phase is _Phase.CAPTURING and not self._uncaptured and self._making is not None:
-            if not self._captured.issuperset(self._making.names):
-                return [*commands, *self._abandon("")]  # a placed variable is not created yet
+            if missing := [name for name in self._making.names if name not in self._captured]:
+                commands += self._abandon("")  # a placed variable is not created yet
+                if self._failures == QUIET_FAILURES:
+                    names = ", ".join(missing[:MOST_NAMED])
+                    commands.append(Log(f"no snapshot can be made: {names} was placed, and is not created"))
+                return commands
             self._phase, self._phase_s = _Phase.WRITING, at_s
             if not self._leaving:
                 commands += self._pauses.withdraw(_SNAPSHOT, live)
         if self._phase is _Phase.WRITING and not self._unwritten and self._making is not None:
             if self._committed is None:
                 commands.append(Log(f"the first snapshot, of {len(self._making.names)} variables, is complete"))
-            self._phase, self._committed, self._making = _Phase.IDLE, self._making, None
+            self._phase, self._committed, self._making, self._failures = _Phase.IDLE, self._making, None, 0
             self._saved = self._committed.names
             self._saved_changes = self._captured_changes
             self._records.put(SNAPSHOT, self._committed)
@@ -355,16 +378,22 @@ class Recovery:
         live = self._members.connections()
         return [*self._pauses.withdraw(_RETURN, live), *self._pauses.withdraw(_SNAPSHOT, live)]
 
-    def _abandon(self, why: str) -> list[Command]:
-        """End the snapshot that is being made; the last committed one stays."""
+    def _abandon(self, why: str, least_s: float = 0.0) -> list[Command]:
+        """End the snapshot that is being made; the last committed one stays. `go_on` must follow.
+
+        why      empty if nothing is wrong
+        least_s  least time to the next attempt, in s
+        """
         commands: list[Command] = [*self._pauses.withdraw(_SNAPSHOT, self._members.connections())]
+        if self._phase is not _Phase.IDLE:
+            self._retry_s = max(least_s, min(self._every_s, RETRY_S * 2**self._failures))
+            self._failures += 1
         if why:
-            self._not_before_s = self._began_s + self._every_s
+            commands = [Log(f"a snapshot is abandoned, and no other begins for {self._retry_s:g} s: {why}"), *commands]
             commands += self._answer_leaving(Failure("TaskLost", f"no snapshot could be made: {why}"))
             self._leaving = {}
         self._phase, self._making = _Phase.IDLE, None
-        log = [Log(f"a snapshot of the state is abandoned, and the next is due in {self._every_s:g} s: {why}")]
-        return [*(log if why else []), *commands]
+        return commands
 
     def _return_on(self, at_s: float) -> list[Command]:
         commands: list[Command] = []
@@ -387,12 +416,12 @@ class Recovery:
                 return commands  # it is started again, or declared dead and replaced
             self._counted = msgspec.structs.replace(self._counted, epoch=self._counted.epoch + 1)
             self._records.put(EPOCH, self._counted)
-            self._loading, self._is_setting = {*self._committed.tasks}, False
+            self._loading, self._is_setting, self._loading_s = {*self._committed.tasks}, False, at_s
             commands += self._load(self._committed.tasks)
         if self._loading is not None and not self._loading and self._committed is not None:
             if self._is_setting:
                 return [*commands, *self._returned()]
-            self._loading, self._is_setting = {*self._committed.tasks}, True
+            self._loading, self._is_setting, self._loading_s = {*self._committed.tasks}, True, at_s
             commands += self._load(self._committed.tasks)
         return commands
 
@@ -419,7 +448,10 @@ class Recovery:
 
     def _load(self, tasks: Collection[str]) -> list[Command]:
         assert self._committed is not None
-        return [self._to(tasks, LoadState(self._committed.number, self._counted.epoch, self._is_setting))]
+        snapshot, known = self._committed, {*self._directory.names()}
+        forgotten = tuple(name for name in snapshot.names if name not in known)
+        message = LoadState(snapshot.number, self._counted.epoch, self._is_setting, snapshot.cluster, forgotten)
+        return [self._to(tasks, message)]
 
     def _why_not(self) -> str:
         """Why lost state cannot be restored; empty if it can."""

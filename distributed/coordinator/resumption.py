@@ -2,12 +2,15 @@
 
 Why: the members, elections, barriers and claims of the earlier cluster mean nothing to processes that run their script
 from its beginning. Its snapshot, with the ledger of the runs' steps, is what they go on from.
-Invariant: numbers of snapshots are never used again, so that no part of the earlier cluster is taken for a newer one.
+Invariant: numbers of snapshots and of returns are never used again, so that no part of the earlier cluster is taken for
+a newer one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
 from dflow.distributed.coordinator.recovery import EPOCH, SNAPSHOT, Epoch, Snapshot
@@ -25,12 +28,13 @@ def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, b
 
     rows  records of the earlier cluster
     """
-    number = DurableRecords(rows).load_one(EPOCH, Epoch()).number
+    before = DurableRecords(rows).load_one(EPOCH, Epoch())
+    kept = Epoch(before.epoch, before.number)
     records = DurableRecords()
     if snapshot is None:
-        records.put(EPOCH, Epoch(number=number))
+        records.put(EPOCH, kept)
     else:
-        records.put(EPOCH, Epoch(number=number, resumed=snapshot.number, is_resuming=True))
+        records.put(EPOCH, msgspec.structs.replace(kept, resumed=snapshot.number, is_resuming=True))
         records.put(SNAPSHOT, snapshot)
         for key, record in (*placed_again(snapshot.placed), *copied_runs(snapshot.ledger)):
             records.put(key, record)

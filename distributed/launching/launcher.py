@@ -39,7 +39,7 @@ from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 START_S = 60.0
 POLL_S = 0.2
 STATUS_S = 2.0
-#: Time between SIGTERM and SIGKILL, in s.
+#: Time between the signal that ends a process and SIGKILL, in s.
 GRACE_S = 5.0
 
 

@@ -75,7 +75,7 @@ class Sidecars:
         self._client.close()
 
     def close(self) -> None:
-        """End the sidecar processes, task servers first, by SIGTERM, and after `GRACE_S` by SIGKILL."""
+        """End the sidecar processes, task servers first, by SIGINT, and after `GRACE_S` by SIGKILL."""
         self._closing.set()
         for task in reversed(self._spec.starts):
             child = self._children[task]

@@ -43,9 +43,9 @@ from dflow.tracing.ir.types import ArrayType
 
 LOGGER = logging.getLogger("dflow")
 
-#: Keys of the record of applied steps, of the runs of synchronous training, and of the queues and accumulators, in the
-#: metadata of a part.
-_APPLIED, _ROUNDS, _RESOURCES = "applied", "rounds", "resources"
+#: Keys of the record of applied steps, of the runs of synchronous training, of the queues and accumulators, and of the
+#: cluster's id, in the metadata of a part.
+_APPLIED, _ROUNDS, _RESOURCES, _CLUSTER = "applied", "rounds", "resources", "cluster"
 
 
 def _usable(folder: Path, task: str) -> Path:
@@ -113,8 +113,8 @@ class TaskSnapshots:
     def handle(self, message: Notice) -> None:
         """Do what the coordinator asks for, and report it. Runs on a thread that may wait."""
         match message:
-            case CaptureState(number, committed):
-                self._report(partial(self._write, number, committed), partial(StateWritten, self._task, number))
+            case CaptureState(number):
+                self._report(partial(self._write, message), partial(StateWritten, self._task, number))
             case LoadState(_, epoch, is_set):
                 self._report(partial(self._load, message), partial(StateLoaded, self._task, epoch, is_set))
             case SnapshotCommitted(number):
@@ -129,11 +129,13 @@ class TaskSnapshots:
         else:
             self._tell(report("", *sizes))
 
-    def _write(self, number: int, committed: int) -> WrittenBytes:
+    def _write(self, message: CaptureState) -> WrittenBytes:
+        number, committed = message.number, message.committed
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
-            rest = {_APPLIED: self._store.applied.copy(), _ROUNDS: self._rounds.copy(), _RESOURCES: resources}
+            applied, rounds = self._store.applied.copy(), self._rounds.copy()
+        rest = {_APPLIED: applied, _ROUNDS: rounds, _RESOURCES: resources, _CLUSTER: message.cluster}
         names = *values, *(one.created.name for one in resources)
         self._tell(StateCaptured(self._task, number, names))
         with self._disk_lock:
@@ -161,26 +163,34 @@ class TaskSnapshots:
     def _load(self, message: LoadState) -> None:
         """Read a part, or set what was read, once for each return: the request may come again."""
         with self._state_lock:
-            if message.epoch == self._set_epoch:
+            if message.epoch <= self._set_epoch:
                 return
             if self._read is None or self._read[0].epoch != message.epoch:
-                self._read = message, self._read_part(message.number)
+                self._read = message, self._read_part(message)
             if message.is_set:
                 self._set(self._read[1], message.number)
                 self._read, self._set_epoch = None, message.epoch
 
-    def _read_part(self, number: int) -> _Part:
-        files = read_changed_arrays(self._part(number))
+    def _read_part(self, message: LoadState) -> _Part:
+        files = read_changed_arrays(self._part(message.number))
+        if (made_by := files.metadata.get(_CLUSTER, "")) != message.cluster:
+            raise CheckpointError(
+                f"{files.path}: expected a part that cluster {message.cluster} wrote, got one of cluster {made_by}",
+                "give each cluster its own folder for --snapshots",
+            )
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
-        resources = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
+        saved = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
+        resources = tuple(one for one in saved if one.created.name not in message.forgotten)
         contents = {one.array_name(array) for one in resources for array in one.arrays}
-        here = {name: name for name in files.types if name in self._store}
+        others = {*message.forgotten, *(one.array_name(array) for one in saved for array in one.arrays)}
+        variables = [name for name in files.types if name not in others]
+        here = {name: name for name in variables if name in self._store}
         for name in here:
             if (held := self._store.type(name)) != files.types[name]:
                 raise CheckpointError(f"variable {name!r} holds {held}, and the snapshot has {files.types[name]}")
         known = self._store.read_saved(files, here)
-        absent = files.each(dict.fromkeys(name for name in files.types if name not in {*here, *contents}))
+        absent = files.each(dict.fromkeys(name for name in variables if name not in here))
         # `Store.create` copies them.
         new = {name: (files.types[name], value) for name, value in absent}
         return _Part(known, new, applied, rounds, resources, dict(files.each(dict.fromkeys(contents))))

@@ -7,7 +7,6 @@ op on the task.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -155,17 +154,21 @@ class TaskQueueProducer:
 
     def _end(self, end: Callable[[], object]) -> None:
         """End the queue's data, which no producer does again after a return to a snapshot."""
-        for failures in itertools.count(1):
+        failures = 0
+        while True:
             try:
                 end()
                 break
             except (TaskLost, StepCancelled) as error:
+                failures += 1
                 if not self.is_recovered(error, failures):
                     raise
         self.resources.tell_changed()
 
     def is_recovered(self, error: BaseException, failures: int) -> bool:
         """See `QueueProducer`."""
+        if isinstance(error, StepCancelled):
+            failures = 1  # a return to a snapshot has cancelled it, whose number is not limited
         return isinstance(error, TaskLost | StepCancelled) and is_recovered(self.resources.steps, error, failures)
 
     def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:

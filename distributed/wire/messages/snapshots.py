@@ -10,10 +10,12 @@ class CaptureState(Notice, frozen=True):
     """To a task: capture all state that it holds for the snapshot `number`, report that, and then write it.
 
     committed  number of the newest complete snapshot, 0 for none; the parts of all others can be removed
+    cluster    id of the cluster, written into the part
     """
 
     number: int
     committed: int = 0
+    cluster: str = ""
 
 
 class StateCaptured(Notice, frozen=True):
@@ -48,11 +50,17 @@ class SnapshotCommitted(Notice, frozen=True):
 
 
 class LoadState(Notice, frozen=True):
-    """To a task: read the snapshot `number` for the return `epoch` of all tasks; with `is_set`, set the state read."""
+    """To a task: read the snapshot `number` for the return `epoch` of all tasks; with `is_set`, set the state read.
+
+    cluster    id of the cluster that made it
+    forgotten  names in it whose state has been freed since, and is not made again
+    """
 
     number: int
     epoch: int
     is_set: bool = False
+    cluster: str = ""
+    forgotten: tuple[str, ...] = ()
 
 
 class StateLoaded(Notice, frozen=True):

@@ -22,6 +22,8 @@ import pytest
 import dflow
 from dflow.data import batches, feed
 from dflow.input import feeding
+from dflow.lowering.queues.queue_producer import HeldQueueProducer
+from dflow.tracing.errors import StepCancelled
 
 WAIT_S = 60.0
 I32 = jax.ShapeDtypeStruct((), jnp.int32)
@@ -145,6 +147,18 @@ def test_an_element_of_another_type_is_an_error_at_the_dequeue() -> None:
     assert int(queue.dequeue()) == 1
     with pytest.raises(dflow.FeedError, match=r"queue 'q' holds i32\[\] but feed was given f64\[3\]"):
         queue.dequeue()
+
+
+def test_a_cancelled_enqueue_is_no_end_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = _queue()
+
+    def cancelled(producer: Any, element: Any, on_results: Any) -> Any:
+        on_results(StepCancelled("ps:0 returns to snapshot 3"))
+        return lambda error: None
+
+    monkeypatch.setattr(HeldQueueProducer, "enqueue", cancelled)
+    with feed(range(3), queue), pytest.raises(dflow.FeedError, match="ps:0 returns to snapshot 3"):
+        queue.dequeue(timeout_s=WAIT_S)
 
 
 def test_several_threads_map_at_the_same_time_and_lose_nothing() -> None:

@@ -167,7 +167,7 @@ def test_a_task_of_another_cluster_is_refused_with_both_names() -> None:
     members.start(0.0, "blue")
     refusal = members.join(1.0, 7, Join(WORKER0, "h:1", "a", "red"))
     assert isinstance(refusal, Failure)
-    assert refusal.kind == "TaskLost"
+    assert refusal.kind == "ConfigError"
     assert "worker:0 is a task of cluster red, and this is the coordinator of blue" in refusal.text
     assert brief(members.join(1.0, 7, Join(WORKER0, "h:1", "a", "blue"))) == [(0, 1, (0,))]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
-from dflow.distributed.coordinator.recovery import CAPTURE_S, PAUSE_S, RETURN_S
+from dflow.distributed.coordinator.recovery import CAPTURE_S, LOAD_S, PAUSE_S, RETURN_S, _Phase
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
-from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from dflow.distributed.wire.messages.rounds import Claimed
 from dflow.distributed.wire.messages.snapshots import (
     AwaitRecovery,
@@ -199,6 +199,69 @@ def test_a_worker_in_a_long_step_ends_the_attempt_at_a_snapshot() -> None:
     assert tasks.answers[ask] == Claimed(0, 15)
 
 
+def test_a_worker_in_a_long_step_holds_up_the_others_for_a_third_of_the_time_at_most() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in PS:
+        tasks.deliver(task)
+    paused = 0
+    for _ in range(300):
+        tasks.tick()
+        paused += tasks.state._recovery._phase is not _Phase.IDLE
+        for task in PS:
+            while tasks.deliver(task):
+                pass
+    assert 300 / 10 < paused <= 300 / 3 + PAUSE_S
+    tasks.settle()
+    tasks.tick(2 * PAUSE_S)
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]], "the step has ended"
+
+
+def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> None:
+    tasks = Tasks(every_s=60.0)
+    tasks.place("never", PS[0], is_created=False)
+    begun = 0
+    for _ in range(300):
+        tasks.snapshot()
+        number = tasks.state._recovery._counted.number
+        begun = max(begun, number)
+    assert [line for line in tasks.log if "no snapshot can be made: never was placed, and is not created" in line]
+    assert 8 < begun < 14
+    tasks.created[PS[0]].add("never")
+    tasks.tick(60.0)
+    tasks.settle()
+    assert tasks.state._recovery._committed is not None
+
+
+def test_freed_state_is_not_made_again_by_a_return() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.ask(Unplace("v0"))
+    tasks.start_again(PS[1])
+    tasks.deliver(WORKER)
+    for task in PS:
+        while not sent(tasks, LoadState) and tasks.deliver(task):
+            pass
+    loads = [one for one in tasks.inbox[PS[0]] if isinstance(one, LoadState)]
+    assert [one.forgotten for one in loads] == [("v0",)]
+
+
+def test_a_return_that_takes_too_long_is_given_up_and_the_error_names_the_task() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[1])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    while not sent(tasks, LoadState):
+        for task in tasks.peer:
+            tasks.deliver(task)
+    tasks.tick(LOAD_S + 1)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert f"ps:0, ps:1 did not return to the snapshot within {LOAD_S:g} s" in answer.text
+
+
 def test_the_return_comes_before_a_save_that_cannot_begin() -> None:
     tasks = Tasks()
     tasks.snapshot()
@@ -232,7 +295,7 @@ def test_a_part_that_cannot_be_written_leaves_the_last_snapshot_in_place() -> No
         tasks.deliver(task)
     tasks.writing.clear()
     tasks.tell(PS[0], StateWritten(PS[0], 2, "no space left"))
-    assert tasks.log[-1].endswith("and the next is due in 5 s: ps:0: no space left")
+    assert tasks.log[-1] == "a snapshot is abandoned, and no other begins for 1 s: ps:0: no space left"
     tasks.start_again(PS[1])
     tasks.settle()
     assert "ps:0, ps:1 returned to snapshot 1; 15 steps are done again" in tasks.log

@@ -42,7 +42,10 @@ def test_new_processes_go_on_from_the_snapshot() -> None:
     assert joining(tasks) == Recovered(1, 1)
     assert not tasks.fresh
     assert tasks.applied == {task: {*range(15)} for task in PS}
-    assert any("resuming snapshot 1, made 10 s before this start, with 15 steps done" in line for line in tasks.log)
+    assert any(
+        "resuming snapshot 1, made 10 s before the last record of that cluster, with 15 steps done" in line
+        for line in tasks.log
+    )
     assert isinstance(tasks.ask(PlaceVariable("v1", "float32", (), 4, "ps")), Placed)
     assert isinstance(tasks.ask(PlaceVariable("late", "float32", (), 4, "ps")), Placed), "it is made again"
     assert claim(tasks, 1) == Claimed(15, 11)
@@ -85,7 +88,7 @@ def test_all_may_end_again_before_the_next_snapshot() -> None:
     start_all(tasks)
     tasks.end_all()
     start_all(tasks)
-    assert joining(tasks) == Recovered(1, 1)
+    assert joining(tasks) == Recovered(2, 1)
     assert tasks.applied == {task: {*range(15)} for task in PS}
     tasks.created = {PS[0]: {"v0"}, PS[1]: {"v1"}}
     claim(tasks, 1)

@@ -196,6 +196,35 @@ def live(shape: tuple[int, ...]) -> list[jax.Array]:
     return [array for array in jax.live_arrays() if array.shape == shape]
 
 
+def test_a_part_of_another_cluster_is_refused(tmp_path: Path) -> None:
+    for cluster in ("blue", "red"):
+        Task(tmp_path).do(CaptureState(1, 0, cluster))
+    (report,) = Task(tmp_path).do(LoadState(1, 1, False, "blue"))
+    assert isinstance(report, StateLoaded)
+    assert "expected a part that cluster blue wrote, got one of cluster red" in report.failure
+
+
+def test_a_late_request_of_an_earlier_return_changes_nothing(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    task.do(CaptureState(1))
+    task.do(LoadState(1, 2, is_set=True))
+    task.store.write("count", jnp.int32(9))
+    assert task.do(LoadState(1, 1, is_set=True)) == [StateLoaded(PS, 1, is_set=True)]
+    assert int(task.store.read("count")) == 9
+
+
+def test_state_that_was_freed_is_not_made_again(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    task.resources.create(CreateResource("q", "queue<i32[]>", QueueSettings(QueueKind.FIFO, 4)))
+    task.do(CaptureState(1))
+    other = Task(tmp_path)
+    other.do(LoadState(1, 1, is_set=True, forgotten=("w", "q")))
+    assert {*other.store.keys()} == {*VALUES} - {"w"}
+    assert not other.store.resources
+
+
 def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:
     task = Task(tmp_path)
     task.create()
