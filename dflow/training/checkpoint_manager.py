@@ -82,13 +82,13 @@ class CheckpointManager:
         self._save: BackgroundSave | None = None
         self._is_closed = self._is_reported = False
         self._record = RunRecord()
+        #: Time that the earlier runs took until their last checkpoint.
+        self._ran_s = 0.0
         #: Number of the next step: one after the restored one, or 0.
         self.next_step = self._resume() if self._is_saver or self._progress is None else self._progress.wait(timeout_s)
         #: The last step whose save was begun, and the last one whose checkpoint is complete.
         self._last = self._complete = self.next_step - 1
         self._started_s = self._saved_s = time.monotonic()
-        #: Time that the earlier runs took until their last checkpoint.
-        self._ran_s = max((one.ran_s for one in self.checkpoints), default=0.0)
         weakref.finalize(self, _left, self._folder, os.getpid())
 
     @property
@@ -169,6 +169,7 @@ class CheckpointManager:
                 found = 0 if restored is None else restored + 1
                 if self._progress is not None:
                     self._progress.set(found)
+            self._ran_s = max((one.ran_s for one in self.checkpoints), default=0.0)
             self._record = self._folder.record().begun(this_process())
             self._folder.write_record(self._record)
         except BaseException:

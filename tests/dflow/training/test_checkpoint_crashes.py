@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import dflow
@@ -65,6 +65,7 @@ def test_after_a_fault_at_any_operation_the_newest_checkpoint_is_whole(
 
 
 @settings(max_examples=examples(15))
+@example(first=14, count=1)
 @given(first=st.integers(1, 17), count=st.sampled_from([1, 2, 10_000]))
 def test_after_a_fault_while_it_resumes_a_manager_raises_or_resumes(
     first: int, count: int, tmp_path_factory: pytest.TempPathFactory
