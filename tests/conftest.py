@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, examples, factor, quick_compilation
+from tests.effort import DEFAULT_EXAMPLES, FOR_ONCE, examples, factor, quick_compilation
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -89,8 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that CI runs on the other Python, in a run with fewer random cases than `make test`."""
-    if factor() < 1:
+    """Skip tests that CI runs on the other Python, in a run with few random cases."""
+    if factor() < FOR_ONCE:
         for item in items:
             if item.get_closest_marker("once"):
                 item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
