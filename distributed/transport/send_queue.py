@@ -150,11 +150,11 @@ class SendQueue:
             self._sending.release()
 
     def _take_gathered(self) -> list[Frame]:
-        """Take the gathered frames from the queue; called with `_sending` held."""
+        """Take the frames from the queue; called with `_sending` held, also before a drain thread has sent them."""
         if not self._queue:
             return []
         with self._queue_lock:
-            return [] if self._is_draining else self._take_queue()
+            return self._take_queue()
 
     def _take_queue(self) -> list[Frame]:
         frames = list(self._queue)

@@ -152,3 +152,20 @@ def test_what_does_not_go_at_once_is_sent_in_order_by_another_thread(
     while len(sent) < len(b"first second third fourth"):
         sent += paper.sent.get(timeout=DEADLINE_S)
     assert sent == b"first second third fourth"
+
+
+def test_a_queued_frame_leaves_first_also_while_a_drain_thread_is_about_to_send_it(
+    queue: SendQueue, paper: Paper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drains: list[Parts] = []
+    monkeypatch.setattr(queue, "_start_drain", drains.append)
+    queue.send_with_next(frame("begin"))
+    with queue._sending:  # another thread sends
+        queue.flush()
+    assert drains == [[]]
+    queue.send(frame("release"))
+    assert paper.sent.get(timeout=DEADLINE_S) == b"beginrelease"
+    queue._drain([])
+    queue.send_with_next(frame("later"))
+    queue.flush()
+    assert paper.sent.get(timeout=DEADLINE_S) == b"later"
