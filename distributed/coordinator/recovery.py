@@ -450,7 +450,8 @@ class Recovery:
         assert self._committed is not None
         snapshot, known = self._committed, {*self._directory.names()}
         forgotten = tuple(name for name in snapshot.names if name not in known)
-        message = LoadState(snapshot.number, self._counted.epoch, self._is_setting, snapshot.cluster, forgotten)
+        numbers, reopens = (snapshot.number, self._counted.epoch), self._counted.is_resuming
+        message = LoadState(*numbers, self._is_setting, snapshot.cluster, forgotten, reopens)
         return [self._to(tasks, message)]
 
     def _why_not(self) -> str:

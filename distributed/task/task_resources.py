@@ -48,6 +48,12 @@ class SavedResource(msgspec.Struct, frozen=True):
         """Return the name of an array among those of all state; no variable has a name with the character NUL."""
         return f"{self.created.name}\0{array}"
 
+    def reopened(self) -> SavedResource:
+        """Return a queue as one that is not closed, and an accumulator as it is."""
+        is_queue = isinstance(self.created.settings, QueueSettings)
+        numbers = {**self.numbers, "is_closed": False, "failure": None} if is_queue else self.numbers
+        return msgspec.structs.replace(self, numbers=numbers)
+
 
 class TaskResources:
     """The queues and accumulators in `store` that were made for peers; thread-safe."""

@@ -181,7 +181,8 @@ class TaskSnapshots:
         applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
         saved = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
-        resources = tuple(one for one in saved if one.created.name not in message.forgotten)
+        kept = (one for one in saved if one.created.name not in message.forgotten)
+        resources = tuple(one.reopened() if message.reopens else one for one in kept)
         contents = {one.array_name(array) for one in resources for array in one.arrays}
         others = {*message.forgotten, *(one.array_name(array) for one in saved for array in one.arrays)}
         variables = [name for name in files.types if name not in others]

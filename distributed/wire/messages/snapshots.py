@@ -54,6 +54,7 @@ class LoadState(Notice, frozen=True):
 
     cluster    id of the cluster that made it
     forgotten  names in it whose state has been freed since, and is not made again
+    reopens    whether closed queues are open again, since the processes that closed them begin again
     """
 
     number: int
@@ -61,6 +62,7 @@ class LoadState(Notice, frozen=True):
     is_set: bool = False
     cluster: str = ""
     forgotten: tuple[str, ...] = ()
+    reopens: bool = False
 
 
 class StateLoaded(Notice, frozen=True):

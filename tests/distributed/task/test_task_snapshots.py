@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +33,7 @@ from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
-from dflow.tracing.errors import CheckpointError, StepCancelled
+from dflow.tracing.errors import CheckpointError, FeedError, StepCancelled
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -223,6 +224,21 @@ def test_state_that_was_freed_is_not_made_again(tmp_path: Path) -> None:
     other.do(LoadState(1, 1, is_set=True, forgotten=("w", "q")))
     assert {*other.store.keys()} == {*VALUES} - {"w"}
     assert not other.store.resources
+
+
+def test_a_closed_queue_is_open_again_in_a_job_that_is_resumed(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.resources.create(CreateResource("q", "queue<i32[], f32[?]>", QueueSettings(QueueKind.FIFO, 4)))
+    put(task, 1, [0.5])
+    held(task, "q").fail("ValueError: no data", "")
+    task.do(CaptureState(1))
+    for reopens in (True, False):
+        other = Task(tmp_path)
+        other.do(LoadState(1, 1, is_set=True, reopens=reopens))
+        assert held(other, "q").machine.is_closed is not reopens
+        assert held(other, "q").depth() == (1, 4)
+        with nullcontext() if reopens else pytest.raises(FeedError, match="no data"):
+            put(other, 2, [])
 
 
 def test_earlier_and_abandoned_parts_go_when_a_later_one_is_committed(tmp_path: Path) -> None:
