@@ -20,9 +20,10 @@ import jax.numpy as jnp
 
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes
-from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of, is_recovered
+from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
+from dflow.distributed.task.retries import retried
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (
@@ -34,7 +35,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundsAgreed,
 )
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError, TaskLost
+from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
 from dflow.tracing.jax_frontend import closed_parts
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.rows.keep_rows import noted_rows
@@ -72,14 +73,7 @@ class RoundPart:
 
     def _placed(self, place: PlaceVariable) -> str:
         """Return the run's host; if it was lost, once all tasks have returned to a snapshot."""
-        failures = 0
-        while True:
-            try:
-                return self._cluster.coordinator.ask(place).task
-            except TaskLost as error:
-                failures += 1
-                if not is_recovered(self._cluster, error, failures):
-                    raise
+        return retried(self._cluster, lambda: self._cluster.coordinator.ask(place)).task
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""

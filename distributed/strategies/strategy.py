@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +11,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
-from dflow.tracing.errors import DflowError, StrategyError
+from dflow.distributed.task.retries import RecoveringState
+from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
 if TYPE_CHECKING:
@@ -25,28 +25,6 @@ _run_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 #: Least time between a worker's reports of the steps that it has done.
 REPORT_S = 0.25
-#: Most failures in a row of a step, whose tasks were lost and came back.
-MOST_FAILURES = 3
-#: Pause before a step that failed is tried again, for each failure in a row, in s.
-RETRY_S = 0.5
-
-
-class RecoveringState(Protocol):
-    """State on other tasks, which return to a snapshot when some of it was lost."""
-
-    @property
-    def epoch(self) -> int:
-        """Number of times that all tasks have returned to a snapshot, after which steps are done again."""
-        ...
-
-    @property
-    def undone(self) -> int:
-        """Number of these returns that have undone steps."""
-        ...
-
-    def await_recovery(self) -> None:
-        """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
-        ...
 
 
 class StrategyCluster(RecoveringState, Protocol):
@@ -122,26 +100,6 @@ class Strategy(ABC):
         self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
         """Yield the result of each step that this worker does in the run; each is called within `guard.step()`."""
-
-
-def is_recovered(cluster: RecoveringState, error: BaseException, failures: int) -> bool:
-    """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
-
-    error     the error of a step or an enqueue, which gets a note if the state cannot be restored
-    failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
-              coordinator may not know of a loss yet
-    """
-    if failures > MOST_FAILURES:
-        return False
-    epoch = cluster.epoch
-    try:
-        cluster.await_recovery()
-    except DflowError as refusal:
-        error.add_note(str(refusal))
-        return False
-    if cluster.epoch == epoch:
-        time.sleep(RETRY_S * failures)
-    return True
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:

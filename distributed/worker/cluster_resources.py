@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.distributed.strategies.strategy import is_recovered
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
+from dflow.distributed.task.retries import is_recovered, retried
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays
@@ -59,18 +59,12 @@ class ClusterResources:
                 names no task, or another task than the one that holds it
         """
         refuse_unnamed(resource, resource.title, resource.error)
-        failures = 0
-        while True:
-            try:
-                return self._created(resource)
-            except TaskLost as error:
-                failures += 1
-                if not is_recovered(self.steps, error, failures):
-                    raise TaskLost(f"{error}{at(resource.loc)}") from None
-            except DeviceError as error:
-                raise DeviceError(f"{error}{at(resource.loc)}") from None
-            except (VariableError, resource.error) as error:
-                raise resource.error(str(error), at=resource.loc) from None
+        try:
+            return retried(self.steps, partial(self._created, resource))
+        except (DeviceError, TaskLost) as error:
+            raise error.__class__(f"{error}{at(resource.loc)}") from None
+        except (VariableError, resource.error) as error:
+            raise resource.error(str(error), at=resource.loc) from None
 
     def _created(self, resource: HostResource) -> Slot:
         said = described(resource.type, resource.settings)
@@ -154,15 +148,7 @@ class TaskQueueProducer:
 
     def _end(self, end: Callable[[], object]) -> None:
         """End the queue's data, which no producer does again after a return to a snapshot."""
-        failures = 0
-        while True:
-            try:
-                end()
-                break
-            except (TaskLost, StepCancelled) as error:
-                failures += 1
-                if not self.is_recovered(error, failures):
-                    raise
+        retried(self.resources.steps, end, (TaskLost, StepCancelled))
         self.resources.tell_changed()
 
     def is_recovered(self, error: BaseException, failures: int) -> bool:

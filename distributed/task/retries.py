@@ -1,0 +1,68 @@
+"""Retries of what failed because the state of other tasks was lost, once all tasks have returned to a snapshot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from dflow.tracing.errors import DflowError, TaskLost
+
+Result = TypeVar("Result")
+
+#: Most failures in a row of a step, whose tasks were lost and came back.
+MOST_FAILURES = 3
+#: Pause before a step that failed is tried again, for each failure in a row, in s.
+RETRY_S = 0.5
+
+
+class RecoveringState(Protocol):
+    """State on other tasks, which return to a snapshot when some of it was lost."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of times that all tasks have returned to a snapshot, after which steps are done again."""
+        ...
+
+    @property
+    def undone(self) -> int:
+        """Number of these returns that have undone steps."""
+        ...
+
+    def await_recovery(self) -> None:
+        """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
+        ...
+
+
+def is_recovered(state: RecoveringState, error: BaseException, failures: int) -> bool:
+    """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
+
+    error     the error of a step or an enqueue, which gets a note if the state cannot be restored
+    failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
+              coordinator may not know of a loss yet
+    """
+    if failures > MOST_FAILURES:
+        return False
+    epoch = state.epoch
+    try:
+        state.await_recovery()
+    except DflowError as refusal:
+        error.add_note(str(refusal))
+        return False
+    if state.epoch == epoch:
+        time.sleep(RETRY_S * failures)
+    return True
+
+
+def retried(
+    state: RecoveringState, do: Callable[[], Result], errors: tuple[type[DflowError], ...] = (TaskLost,)
+) -> Result:
+    """Return `do()`, called again after one of `errors` as `is_recovered` says."""
+    failures = 0
+    while True:
+        try:
+            return do()
+        except errors as error:
+            failures += 1
+            if not is_recovered(state, error, failures):
+                raise
