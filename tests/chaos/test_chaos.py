@@ -54,7 +54,7 @@ def committed(folder: Path, counts: tuple[int, int], whole: tuple[Any, Any], led
         fill_folder(part, {f"count {index}": np.int32(counts[index])}, {"applied": applied, "rounds": []})
     records = DurableRecords()
     tasks = tuple(f"/job:ps/task:{index}" for index in range(2))
-    records.put("snapshot/committed", Snapshot(3, tasks, ("count 0", "count 1"), LedgerCopy(**ledger), 0.0, ()))
+    records.put("snapshot/committed", Snapshot(3, tasks, ("count 0", "count 1"), LedgerCopy(**ledger), 0.0, (), "blue"))
     store = SqliteStore(folder / "state")
     store.write(records.take_changes())
     store.close()
