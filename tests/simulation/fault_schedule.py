@@ -21,7 +21,8 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.strategies import async_, strategy
+from dflow.distributed.strategies import async_
+from dflow.distributed.task import retries
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
@@ -212,7 +213,7 @@ class _ScheduleRun:
     def patched(self) -> Iterator[None]:
         """Have strategies and snapshots use the simulated time and disks."""
         with self._disks.used(), pytest.MonkeyPatch.context() as patch:
-            for module in (async_, strategy):
+            for module in (async_, retries):
                 patch.setattr(module, "time", SimulatedTime(self.events))
             yield
 

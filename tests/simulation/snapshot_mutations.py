@@ -9,7 +9,7 @@ import msgspec
 from dflow.distributed.coordinator import recovery, step_ledger, variable_directory
 from dflow.distributed.steps import step_gate
 from dflow.distributed.task import task_snapshots
-from dflow.distributed.wire.messages.snapshots import StateCaptured
+from dflow.distributed.wire.messages.snapshots import CaptureState, StateCaptured
 from dflow.lowering.state import applied_steps
 from tests.simulation.blocking_program import CURRENT
 from tests.simulation.planting import Made, Mutation, doing_nothing, giving
@@ -116,10 +116,10 @@ def _idle_at_once(original: Any) -> Any:
 
 
 def _captured_after_the_report(original: Any) -> Any:
-    def write(parts: Any, number: int, committed: int) -> None:
-        parts._tell(StateCaptured(parts._task, number, parts._store.keys()))
+    def write(parts: Any, message: CaptureState) -> Any:
+        parts._tell(StateCaptured(parts._task, message.number, parts._store.keys()))
         CURRENT.get().sleep(0.7)
-        original(parts, number, committed)
+        return original(parts, message)
 
     return write
 
@@ -133,10 +133,7 @@ def _always_the_first(original: Any) -> Any:
 
 
 def _removed_before_the_commit(original: Any) -> Any:
-    def write(parts: Any, number: int, committed: int) -> None:
-        original(parts, number, 0)
-
-    return write
+    return lambda parts, message: original(parts, msgspec.structs.replace(message, committed=0))
 
 
 def _planted(says: str, owner: Any, attribute: str, made: Made, found_by: str, faults: str | None = None) -> Mutation:
