@@ -27,7 +27,8 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
-from dflow.distributed.coordinator.step_ledger import LedgerCopy, StepLedger
+from dflow.distributed.coordinator.resumption import EPOCH, SNAPSHOT, Epoch, Snapshot
+from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.step_pauses import StepPauses
 from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
 from dflow.distributed.wire.messages.connection import Failure, Ok
@@ -42,7 +43,7 @@ from dflow.distributed.wire.messages.snapshots import (
     StateRestored,
     StateWritten,
 )
-from dflow.distributed.wire.messages.status import SnapshotSize, VariableInfo
+from dflow.distributed.wire.messages.status import SnapshotSize
 from dflow.tracing.devices.task_name import short_task_name, task_name
 
 #: Limit of the time until all tasks have captured their state, and until they have read or set it, in s, while the
@@ -68,38 +69,6 @@ class _Phase(Enum):
     CAPTURING = "the tasks capture their state"
     WRITING = "the tasks write their parts"
     HOLDING = "the steps stay paused until tasks that leave are back"
-
-
-class Snapshot(msgspec.Struct, frozen=True):
-    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment.
-
-    at_s     time of the capture, as in events
-    placed   the places of the variables and of the runs of synchronous training
-    cluster  id of the cluster that made it
-    """
-
-    number: int
-    tasks: tuple[str, ...]
-    names: tuple[str, ...]
-    ledger: LedgerCopy
-    at_s: float
-    placed: tuple[VariableInfo, ...]
-    cluster: str
-
-
-class Epoch(msgspec.Struct, frozen=True):
-    """Number of returns to a snapshot, and the number of the newest snapshot, committed or not.
-
-    undone       number of the returns after which steps were undone
-    resumed      number of the snapshot of an earlier cluster that this one resumes; 0 for none
-    is_resuming  whether the tasks have yet to load it
-    """
-
-    epoch: int = 0
-    number: int = 0
-    undone: int = 0
-    resumed: int = 0
-    is_resuming: bool = False
 
 
 class Recovery:
@@ -506,7 +475,3 @@ def _size(number: int, reports: Collection[StateWritten]) -> SnapshotSize:
 
 def _peers(found: Iterable[int | None]) -> tuple[int, ...]:
     return tuple(peer for peer in found if peer is not None)
-
-
-#: Keys of the records.
-EPOCH, SNAPSHOT = "snapshots/counted", "snapshot/committed"

@@ -1,4 +1,4 @@
-"""Begin a cluster with the newest snapshot of an earlier one, all of whose processes have ended.
+"""The records of snapshots, and the beginning of a cluster with the newest one of a cluster that has ended.
 
 Why: the members, elections, barriers and claims of the earlier cluster mean nothing to processes that run their script
 from its beginning. Its snapshot, with the ledger of the runs' steps, is what they go on from.
@@ -13,9 +13,44 @@ from collections.abc import Mapping
 import msgspec
 
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes
-from dflow.distributed.coordinator.recovery import EPOCH, SNAPSHOT, Epoch, Snapshot
-from dflow.distributed.coordinator.step_ledger import copied_runs
+from dflow.distributed.coordinator.step_ledger import LedgerCopy, copied_runs
 from dflow.distributed.coordinator.variable_directory import placed_again
+from dflow.distributed.wire.messages.status import VariableInfo
+
+#: Keys of the records.
+EPOCH, SNAPSHOT = "snapshots/counted", "snapshot/committed"
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A snapshot: the tasks that hold parts of it, the names of all state in it, and the ledger of its moment.
+
+    at_s     time of the capture, as in events
+    placed   the places of the variables and of the runs of synchronous training
+    cluster  id of the cluster that made it
+    """
+
+    number: int
+    tasks: tuple[str, ...]
+    names: tuple[str, ...]
+    ledger: LedgerCopy
+    at_s: float
+    placed: tuple[VariableInfo, ...]
+    cluster: str
+
+
+class Epoch(msgspec.Struct, frozen=True):
+    """Number of returns to a snapshot, and the number of the newest snapshot, committed or not.
+
+    undone       number of the returns after which steps were undone
+    resumed      number of the snapshot of an earlier cluster that this one resumes; 0 for none
+    is_resuming  whether the tasks have yet to load it
+    """
+
+    epoch: int = 0
+    number: int = 0
+    undone: int = 0
+    resumed: int = 0
+    is_resuming: bool = False
 
 
 def newest_snapshot(rows: Mapping[str, bytes]) -> Snapshot | None:

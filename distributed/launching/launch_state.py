@@ -17,8 +17,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_state import SHELL
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.coordinator.recovery import Snapshot
-from dflow.distributed.coordinator.resumption import newest_snapshot, resumed
+from dflow.distributed.coordinator.resumption import Snapshot, newest_snapshot, resumed
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import ConfigError

@@ -19,9 +19,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from dflow.distributed.process.termination import TerminationGuard
+from dflow.distributed.steps.retries import is_recovered
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, arguments_of
-from dflow.distributed.task.retries import is_recovered
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords

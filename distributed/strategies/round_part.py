@@ -18,12 +18,12 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
-from dflow.distributed.task.retries import retried
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.rounds import (

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
-from dflow.distributed.task.retries import RecoveringState
+from dflow.distributed.steps.retries import RecoveringState
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
 

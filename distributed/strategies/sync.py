@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec.structs import replace
 
 from dflow.distributed.process.termination import TerminationGuard
+from dflow.distributed.steps.retries import is_recovered
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster
-from dflow.distributed.task.retries import is_recovered
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords

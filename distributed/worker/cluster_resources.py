@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.steps.retries import is_recovered, retried
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
-from dflow.distributed.task.retries import is_recovered, retried
 from dflow.distributed.task.task_resources import described
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import decode_arrays, encode_arrays

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec.structs import replace
 
+from dflow.distributed.steps.retries import MOST_FAILURES, RETRY_S
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
-from dflow.distributed.task.retries import MOST_FAILURES, RETRY_S
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import Failure

@@ -21,8 +21,8 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.steps import retries
 from dflow.distributed.strategies import async_
-from dflow.distributed.task import retries
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
