@@ -51,8 +51,9 @@ class SqliteStore:
 
     def __init__(self, path: Path, *, wait_s: float = 0.0) -> None:
         self._path = path
-        #: The checksum of each record, by key.
+        #: The checksum of each record, by key, and their total.
         self._sums: dict[str, int] = {}
+        self._total = 0
         try:
             self._database = sqlite3.connect(path, timeout=wait_s, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -102,7 +103,8 @@ class SqliteStore:
         if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in rows):
             raise self._damaged("records of other types")
         self._sums = {key: _sum(key, value) for key, value in rows if key != _TOTAL}
-        if rows and dict(rows).get(_TOTAL) != self._total():
+        self._total = sum(self._sums.values())
+        if rows and dict(rows).get(_TOTAL) != self._encoded_total():
             raise self._damaged("records with other checksums")
 
     def _damaged(self, found: str) -> ConfigError:
@@ -111,8 +113,8 @@ class SqliteStore:
             "of it there, or name another file to begin anew"
         )
 
-    def _total(self) -> bytes:
-        return (sum(self._sums.values()) % (1 << 64)).to_bytes(8, "little")
+    def _encoded_total(self) -> bytes:
+        return (self._total % (1 << 64)).to_bytes(8, "little")
 
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
@@ -125,13 +127,14 @@ class SqliteStore:
         try:
             self._database.execute("BEGIN IMMEDIATE")
             for change in changes:
+                self._total -= self._sums.pop(change.key, 0)
                 if change.value is None:
-                    self._sums.pop(change.key, None)
                     self._database.execute("DELETE FROM records WHERE key = ?", (change.key,))
                 else:
-                    self._sums[change.key] = _sum(change.key, change.value)
+                    self._sums[change.key] = added = _sum(change.key, change.value)
+                    self._total += added
                     self._database.execute("REPLACE INTO records VALUES (?, ?)", (change.key, change.value))
-            self._database.execute("REPLACE INTO records VALUES (?, ?)", (_TOTAL, self._total()))
+            self._database.execute("REPLACE INTO records VALUES (?, ?)", (_TOTAL, self._encoded_total()))
             self._database.execute("COMMIT")
         except sqlite3.Error as error:
             raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
