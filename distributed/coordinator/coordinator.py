@@ -40,9 +40,9 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.coordinator_state import SHELL, CoordinatorSettings, CoordinatorState
+from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
-from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.coordinator.durable_records import SHELL, Change
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Peer, Responder, Transport

@@ -35,7 +35,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
-from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes, replacing
 from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.coordinator.part_costs import CostTotals
@@ -71,8 +71,6 @@ from dflow.tracing.errors import DeviceError
 #: Least time between two requests that all tasks dump their events, in s.
 DUMP_PAUSE_S = 5.0
 _RESULT = "result/"
-#: Prefix of the keys of the shell's own records.
-SHELL = "shell/"
 
 
 @dataclass(frozen=True)
@@ -121,8 +119,8 @@ class CoordinatorState:
         self._jobs, self._settings = dict(jobs), settings
         self.log = EventLog()
         self._begin(rows or {})
-        #: Keys of all records, and joins of new processes, while it is open whether those of before have all ended.
-        self._rows, self._keys = rows or {}, {*(rows or {})}
+        #: The records, and the joins of new processes, while it is open whether the processes of before have all ended.
+        self._rows = dict(rows or {})
         self._joining: list[Asked] = []
         self._is_open = settings.snapshot_every_s > 0 and bool(self._membership.connections())
         self._started = Started(0.0, "")
@@ -156,7 +154,7 @@ class CoordinatorState:
             self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
         if self._is_open:
-            self._keys.update(change.key for change in changes)
+            apply_changes(self._rows, changes)
         marked = [self._marked(command) for command in commands]
         return [Persist(changes), *marked] if changes else marked
 
@@ -208,15 +206,16 @@ class CoordinatorState:
 
     def _begin_anew(self, at_s: float) -> list[Command]:
         """Begin another cluster, with the newest snapshot of the one whose processes have all ended."""
-        rows, joining = resumed(self._rows, newest_snapshot(self._rows)), self._take_joining()
+        rows = resumed(self._rows, newest_snapshot(self._rows))
+        changes, joining = replacing(self._rows, rows), self._take_joining()
         self._begin(rows)
-        self._records.changed.update(dict.fromkeys(key for key in self._keys if not key.startswith(SHELL)) | rows)
+        self._records.changed.update(changes)
         text = "no process of the cluster has come back, and other processes come: this is another cluster"
         commands = [Log(text), *self._start(Started(at_s, self._started.cluster))]
         return [*commands, *(command for event in joining for command in self._asked(event))]
 
     def _take_joining(self) -> list[Asked]:
-        self._is_open = False
+        self._is_open, self._rows = False, {}
         joining, self._joining = self._joining, []
         return joining
 

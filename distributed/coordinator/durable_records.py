@@ -19,6 +19,8 @@ from dflow.tracing.errors import InternalError
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
+#: Prefix of the keys of records that the coordinator's shell and its launcher keep beside those of the state.
+SHELL = "shell/"
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -72,6 +74,11 @@ class DurableRecords:
         changes = tuple(Change(key, value) for key, value in self.changed.items())
         self.changed.clear()
         return changes
+
+
+def replacing(rows: Iterable[str], new: Mapping[str, bytes]) -> dict[str, bytes | None]:
+    """Return the changes that replace the state's records, `rows` by key, by `new`; those of the shell stay."""
+    return {**dict.fromkeys(key for key in rows if not key.startswith(SHELL)), **new}
 
 
 def apply_changes(rows: dict[str, bytes], changes: Iterable[Change]) -> None:

@@ -14,9 +14,8 @@ from typing import TypeVar
 
 import msgspec
 
-from dflow.distributed.coordinator.coordinator_state import SHELL
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
-from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.coordinator.durable_records import SHELL, Change, replacing
 from dflow.distributed.coordinator.resumption import Snapshot, newest_snapshot, resumed
 from dflow.lowering.files.owner_lock import OwnerLock
 from dflow.tracing.devices.task_name import split_task_name
@@ -68,16 +67,11 @@ class LaunchState:
                 news = f"the job whose snapshots are in {self._folder} has finished; this one starts from the beginning"
             else:
                 news = f"{self._folder} has no complete snapshot; the job starts from the beginning"
-            self._write(store, rows, resumed(rows, snapshot))
+            changes = replacing(rows, resumed(rows, snapshot))
+            store.write([*(Change(*change) for change in changes.items()), self._launch()])
         finally:
             store.close()
         return news
-
-    def _write(self, store: SqliteStore, old: Mapping[str, bytes], new: dict[str, bytes]) -> None:
-        # With the coordinator's time, which goes on.
-        new |= {key: value for key, value in old.items() if key.startswith(SHELL)}
-        new[_LAUNCH] = msgspec.msgpack.encode(_LaunchRecord(self._script))
-        store.write([*(Change(key, None) for key in old if key not in new), *(Change(*row) for row in new.items())])
 
     def _check(self, launch: _LaunchRecord, snapshot: Snapshot, stock: Mapping[str, int]) -> None:
         if launch.script not in ("", self._script):
@@ -97,11 +91,14 @@ class LaunchState:
                     "start as many tasks as before, or give another folder",
                 )
 
+    def _launch(self, *, is_finished: bool = False) -> Change:
+        return Change(_LAUNCH, msgspec.msgpack.encode(_LaunchRecord(self._script, is_finished)))
+
     def finish(self) -> None:
         """Note that the launch has ended with success, and is not to be resumed. Its coordinator must have ended."""
         store = SqliteStore(self.path, wait_s=WAIT_S)
         try:
-            store.write([Change(_LAUNCH, msgspec.msgpack.encode(_LaunchRecord(self._script, is_finished=True)))])
+            store.write([self._launch(is_finished=True)])
         finally:
             store.close()
 
