@@ -53,9 +53,7 @@ class OutgoingRequests:
 
     def await_recovery(self, *, is_joining: bool = False) -> Recovered:
         """Wait until no state of tasks is lost; see `AwaitRecovery`. Raises TaskLost if it cannot be restored."""
-        recovered = self.coordinator.ask(AwaitRecovery(self.task, is_joining))
-        self.used.restored()
-        return recovered
+        return self.coordinator.ask(AwaitRecovery(self.task, is_joining))
 
     def ask(self, task: str, message: Request[Answer], payload: Payload = b"") -> Reply[Answer]:
         """Send another task a request, and wait for its answer.
