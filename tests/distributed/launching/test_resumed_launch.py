@@ -9,37 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned, children, wait_for_end
 from tests.distributed.waiting import until
 
 # Several starts of a cluster, each of which is slow on a busy machine.
 pytestmark = [pytest.mark.once, pytest.mark.timeout(400)]
 
-ASYNC = """
-import jax.numpy as jnp
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
-    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
-
-@dflow.jit
-def step(x):
-    count.assign_add(x)
-    other.assign_add(x * jnp.ones(64))
-
+ASYNC = (
+    COUNTERS
+    + """
 def batches():
     for number in range(10**6):
         yield jnp.float32(1.0)
 
 for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
     pass
-if cluster.elect("report"):
-    cluster.report("count", float(count))
-    cluster.report("other", float(other[63]))
-cluster.close()
 """
+    + REPORT
+)
 
 SYNC = """
 import jax.numpy as jnp

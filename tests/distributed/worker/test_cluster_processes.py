@@ -12,26 +12,15 @@ import pytest
 
 import dflow
 from dflow.lowering.files.array_files import read_arrays
+from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned
 
 #: Worker 1 dies after its fifth step. Worker 0 continues beyond its fifth step only when it knows, so it cannot end
 #: first.
-TRAIN = """
+TRAIN = (
+    COUNTERS
+    + """
 import os, signal, threading
-import jax.numpy as jnp
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
-    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
-
-@dflow.jit
-def step(x):
-    count.assign_add(x)
-    other.assign_add(x * jnp.ones(64))
-    return {"loss": other.read().sum()}
-
 dead = threading.Event()
 
 def note(roster):
@@ -50,11 +39,9 @@ def batches():
 
 for metrics in dflow.distributed.Async(cluster).run(step, batches(), steps=200):
     pass
-if cluster.elect("report"):
-    cluster.report("count", float(count))
-    cluster.report("other", float(other[63]))
-cluster.close()
 """
+    + REPORT
+)
 
 
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.once)])

@@ -9,24 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned, children
 
 pytestmark = [pytest.mark.once, pytest.mark.timeout(300)]
 
-SCRIPT = """
-import jax.numpy as jnp
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
-    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
-
-@dflow.jit
-def step(x):
-    count.assign_add(x)
-    other.assign_add(x * jnp.ones(64))
-
+SCRIPT = (
+    COUNTERS
+    + """
 def batches():
     for number in range(10**6):
         if number % 50 == 0:
@@ -35,11 +25,9 @@ def batches():
 
 done = sum(1 for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000))
 cluster.report(f"done by {cluster.index}", done)
-if cluster.elect("report"):
-    cluster.report("count", float(count))
-    cluster.report("other", float(other[63]))
-cluster.close()
 """
+    + REPORT
+)
 
 
 def task(launched: Spawned, name: str) -> int:

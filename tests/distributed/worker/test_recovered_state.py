@@ -26,6 +26,7 @@ from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
+from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until
 
@@ -323,22 +324,11 @@ def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> N
 
 
 #: Worker 0 kills each parameter task once, when both have a part of a snapshot that is newer than its last steps.
-SCRIPT = """
+SCRIPT = (
+    COUNTERS
+    + """
 import os, signal, time
 from pathlib import Path
-import jax.numpy as jnp
-import dflow
-
-cluster = dflow.connect()
-with cluster.parameter_servers():
-    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
-    other = dflow.Variable(lambda: jnp.zeros(64), name="other")
-
-@dflow.jit
-def step(x):
-    count.assign_add(x)
-    other.assign_add(x * jnp.ones(64))
-
 def pid_of(index):
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -363,11 +353,9 @@ def batches():
 
 for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
     pass
-if cluster.elect("report"):
-    cluster.report("count", float(count))
-    cluster.report("other", float(other[63]))
-cluster.close()
 """
+    + REPORT
+)
 
 
 def test_killed_parameter_tasks_are_started_again_and_no_step_is_lost_or_repeated(tmp_path: Path) -> None:
