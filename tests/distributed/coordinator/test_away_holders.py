@@ -1,0 +1,188 @@
+"""Holders, whose state other tasks need: each is away when it is silent, and leaves only after its own timeout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Disconnect, Log
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
+from dflow.distributed.wire.messages.connection import Failure
+from dflow.distributed.wire.messages.roster import Announcement, Join
+from tests.distributed.coordinator.test_membership import PS0, WORKER0, brief, cluster, restarted
+from tests.effort import examples
+
+
+def holds(task: str) -> bool:
+    """Whether a task is a holder, in the tests below."""
+    return task == PS0
+
+
+def ticked(members: Membership, from_s: float, to_s: float) -> list[MembershipCommand]:
+    """Tick at the usual interval, and return all commands."""
+    ticks = range(int(2 * from_s) + 1, int(2 * to_s) + 1)
+    return [command for tick in ticks for command in members.tick(tick / 2, holds)]
+
+
+def with_a_silent_holder() -> Membership:
+    """A holder and a worker that joined at 0 s; only the worker was heard since, at 5 s."""
+    members = cluster()
+    members.join(0.0, 7, Join(PS0, "h:1", "p"))
+    members.join(0.0, 8, Join(WORKER0, "h:2", "w"))
+    members.hear(5.0, WORKER0)
+    return members
+
+
+def test_a_silent_holder_is_away_and_has_left_only_after_its_own_timeout() -> None:
+    members = with_a_silent_holder()
+    [log, news] = ticked(members, 5.0, 10.0)
+    text = (
+        "ps:0 is away since 10.0 s: no heartbeat for 10.0 s; it holds variables or queues, so steps wait for it up to "
+        "60 s without a sign of life, for another 50.0 s"
+    )
+    assert log == Log(text)
+    assert news == Broadcast((8,), Announcement(text))
+    assert members.away() == (PS0,)
+    assert brief(ticked(members, 10.0, 15.0))[0] == ReleaseTask(WORKER0, 1, "no heartbeat for 10.0 s")
+    assert ticked(members, 15.0, 59.5) == []
+    assert members.is_live(PS0, 7)
+    reason = "no heartbeat for 10.0 s, and 60 s without a sign of life"
+    assert brief(members.tick(60.0, holds)) == [ReleaseTask(PS0, 0, reason), Disconnect(7, reason), (3, 4, (0,))]
+
+
+def test_the_return_of_a_holder_is_announced_and_changes_nothing() -> None:
+    members = with_a_silent_holder()
+    before = members.roster()
+    members.tick(10.0, holds)
+    members.hear(14.0, WORKER0)
+    text = "ps:0 is back after 15.0 s"
+    assert members.hear(15.0, PS0) == [Log(text), Broadcast((8,), Announcement(text))]
+    assert members.away() == ()
+    assert members.hear(16.0, PS0) == []
+    assert members.tick(17.0, holds) == []
+    assert members.roster() == before
+
+
+def test_a_holder_whose_connection_ended_is_away_until_it_joins_again() -> None:
+    members = with_a_silent_holder()
+    members.lose(3.0, 7, "reset")
+    assert members.tick(3.9, holds) == []
+    [log, _] = members.tick(4.0, holds)
+    assert isinstance(log, Log)
+    assert log.text.startswith("ps:0 is away since 4.0 s: reset; it holds")
+    [log, news] = members.join(9.0, 9, Join(PS0, "h:1", "p"))
+    assert log == Log("ps:0 is back after 9.0 s")
+    assert isinstance(news, Broadcast)
+    assert news.peers == (8,)
+    assert members.is_live(PS0, 9)
+
+
+def test_another_process_replaces_a_holder_that_is_away_immediately() -> None:
+    members = with_a_silent_holder()
+    members.lose(3.0, 7, "killed")
+    members.tick(4.0, holds)
+    assert brief(members.join(4.5, 9, Join(PS0, "h:3", "q"))) == [
+        ReleaseTask(PS0, 0, "it was started again"),
+        (2, 4, (0, 2)),
+    ]
+
+
+def test_a_holder_that_is_silent_over_an_open_connection_is_not_replaced() -> None:
+    members = with_a_silent_holder()
+    members.tick(10.0, holds)
+    refusal = members.join(11.0, 9, Join(PS0, "h:3", "q"))
+    assert isinstance(refusal, Failure)
+    assert "ps:0 is already live at h:1" in refusal.text
+
+
+def test_a_pause_of_the_coordinator_does_not_shorten_the_timeout_of_a_holder() -> None:
+    members = with_a_silent_holder()
+    assert len(ticked(members, 5.0, 10.0)) == 2
+    assert members.tick(40.0, holds) == [], "nothing could be heard for 30 s"
+    ticked(members, 40.0, 89.5)
+    assert members.is_there(PS0)
+    ticked(members, 89.5, 90.0)
+    assert not members.is_there(PS0)
+
+
+def test_the_reason_of_an_absence_stays_when_the_connection_ends_too() -> None:
+    members = with_a_silent_holder()
+    ticked(members, 5.0, 10.0)
+    members.lose(10.2, 7, "reset")
+    ticked(members, 10.2, 59.5)
+    assert brief(ticked(members, 59.5, 60.0))[0] == ReleaseTask(
+        PS0, 0, "no heartbeat for 10.0 s, and 60 s without a sign of life"
+    )
+
+
+def test_after_a_restart_of_the_coordinator_a_holder_has_its_whole_timeout() -> None:
+    records, rows = DurableRecords(), dict[str, bytes]()
+    members = Membership(records, {})
+    members.start(0.0, "blue")
+    members.join(1.0, 7, Join(PS0, "h:1", "p"))
+    again = restarted(records, rows, 50.0)
+    assert len(ticked(again, 50.0, 60.0)) == 2
+    assert ticked(again, 60.0, 109.5) == []
+    assert brief(again.tick(110.0, holds))[0] == ReleaseTask(
+        PS0, 0, "it did not come back within 10.0 s of the coordinator's restart, and 60 s without a sign of life"
+    )
+
+
+#: Events of one holder: a heartbeat, the end of its connection, a join of its process or of another; or time alone.
+HOLDER_EVENTS = st.lists(
+    st.tuples(st.sampled_from(["hear", "lose", "rejoin", "replace", "tick"]), st.sampled_from([0.5, 3.0, 12.0, 45.0])),
+    max_size=30,
+)
+
+
+@settings(max_examples=examples(300))
+@given(HOLDER_EVENTS)
+def test_a_holder_leaves_by_its_own_timeout_or_when_another_process_replaces_it(
+    events: list[tuple[str, float]],
+) -> None:
+    members = Membership(DurableRecords(), {})
+    members.join(0.0, 1, Join(WORKER0, "h:2", "w"))
+    members.join(0.0, 2, Join(PS0, "h:1", "p0"))
+    at_s, heard_at_s, process, peer, is_away = 0.0, 0.0, 0, 2, False
+    for event, pause_s in events:
+        for _ in range(int(pause_s / 0.5)):
+            at_s += 0.5
+            members.hear(at_s, WORKER0)
+            found = members.tick(at_s, holds)
+            announced = [command for command in found if isinstance(command, Log)]
+            released = [command for command in found if isinstance(command, ReleaseTask)]
+            assert len(announced) <= (not is_away)
+            is_away |= bool(announced)
+            assert bool(released) == (members.is_there(PS0) is False)
+            if released:
+                assert is_away
+                assert at_s - heard_at_s >= 60.0
+                return
+            assert at_s - heard_at_s < 60.0
+            assert is_away == (at_s - heard_at_s >= 10.0) or not members.is_live(PS0, peer)
+        life, is_connected = members.life(PS0), members.is_live(PS0, peer)
+        commands: Iterable[MembershipCommand] | Failure = ()
+        match event:
+            case "hear" if is_connected:
+                commands = members.hear(at_s, PS0)
+            case "lose":
+                members.lose(at_s, peer, "reset")
+                continue
+            case "rejoin" if not is_connected:
+                peer += 1
+                commands = members.join(at_s, peer, Join(PS0, "h:1", f"p{process}"))
+            case "replace" if not is_connected:
+                peer, process = peer + 1, process + 1
+                commands = members.join(at_s, peer, Join(PS0, "h:1", f"p{process}"))
+                assert members.life(PS0) == life + 1
+                is_away, heard_at_s = False, at_s
+                continue
+            case _:
+                continue
+        assert not isinstance(commands, Failure)
+        assert len([command for command in commands if isinstance(command, Log)]) == is_away
+        assert members.life(PS0) == life
+        is_away, heard_at_s = False, at_s
