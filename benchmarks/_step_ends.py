@@ -41,7 +41,7 @@ class StepEnds:
         return max(float(np.diff([from_s, *part, to_s]).max()) for part in parts)
 
     def end_of_longest_pause(self, from_s: float) -> float:
-        """Return the end of the longest time since then in which no process has ended a step."""
+        """Return the end of the longest time since then without the end of a step of any process."""
         times = np.sort(np.concatenate([*self.of().values()]))
         times = np.concatenate([[from_s], times[times > from_s]])
         return float(times[1 + np.diff(times).argmax()])

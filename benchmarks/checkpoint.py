@@ -36,7 +36,7 @@ from benchmarks._paired import in_turn, median_ratio, options, publish
 from benchmarks.null_step import found_in
 
 LARGE, SMALL = 4, 100
-#: What is done on a cluster, and its number of ps tasks; the first one saves.
+#: The actions on a cluster, each with its number of ps tasks; the first one saves.
 CLUSTERS = (("save", 2), ("restore", 2), ("restore", 1), ("restore", 3))
 RUN_S = 900.0
 #: Most cores that other processes may use in a window that counts.

@@ -1,7 +1,7 @@
 """How long is it from the death of a process to the next training step?
 
 A cluster of `--ps` ps tasks and `--workers` workers, with `--restart` and `--snapshots`, trains tables of `--mib` MiB
-on each ps task. In each round it is started anew, and after the first snapshot SIGKILL ends a ps task, a worker and the
+on each ps task. Each round starts it again, and after the first snapshot SIGKILL ends a ps task, a worker and the
 coordinator, one after the other. *without a step* is, for the ps task, the time from the signal to the end of the
 first step of any worker after it; for the others, the longest pause between the ends of two steps of a worker that was
 not killed. *before* is the longest such pause in the 5 s before the signal. The parts of a ps task's time: the launcher
@@ -44,7 +44,7 @@ STEADY_S = 5.0
 #: Longest wait for anything, in s.
 WAIT_S = 300.0
 
-#: Name of the time in which no step has ended.
+#: Name of the time without the end of a step.
 WITHOUT = "without a step s"
 #: Times in s, by name.
 Times = dict[str, float]

@@ -4,7 +4,7 @@ Invariants:
 - `write` is all or nothing: after a crash at any point the file holds the changes of the first calls, each complete;
 - when `write` has returned, no crash of the process or the machine loses its changes;
 - at most one process has a file open;
-- a file in which bytes changed is refused, or holds the changes of the first calls: SQLite's log has checksums, and one
+- a file whose bytes changed is refused, or holds the changes of the first calls: SQLite's log has checksums, and one
   record is the total of the others' checksums.
 """
 
@@ -95,7 +95,7 @@ class SqliteStore:
         database.execute("COMMIT")
 
     def _check(self) -> None:
-        """Raise ConfigError unless the file is whole and its records are those that were written."""
+        """Raise ConfigError unless the file is whole and has the records that were written."""
         [(found,)] = self._database.execute("PRAGMA quick_check(1)").fetchall()
         if found != "ok":
             raise self._damaged(found)
@@ -110,7 +110,7 @@ class SqliteStore:
     def _damaged(self, found: str) -> ConfigError:
         return ConfigError(
             f"the coordinator's state {self._path}: expected the records that were written, got: {found}; put a copy "
-            "of it there, or name another file to begin anew"
+            "of it there, or name another file to start with an empty state"
         )
 
     def _encoded_total(self) -> bytes:

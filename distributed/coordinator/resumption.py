@@ -59,7 +59,7 @@ def newest_snapshot(rows: Mapping[str, bytes]) -> Snapshot | None:
 
 
 def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, bytes]:
-    """Return the records of a cluster that resumes the snapshot, or begins anew if it is None.
+    """Return the records of a cluster that resumes the snapshot, or that begins without state if it is None.
 
     rows  records of the earlier cluster
     """

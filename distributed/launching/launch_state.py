@@ -47,7 +47,7 @@ class LaunchState:
         self.path = folder / _STATE
         self._lock = _locked(folder)
         try:
-            #: What this launch goes on from, for the user.
+            #: Text for the user: the snapshot that this launch resumes, if there is one.
             self.news = self._begin(stock)
         except BaseException:
             self.close()

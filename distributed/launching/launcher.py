@@ -248,7 +248,7 @@ class _Launch:
         answered = False
         try:
             if self._client is None:
-                # Each try is short: a coordinator that died after it said its address is started again meanwhile.
+                # Each try is short: a coordinator that died after it printed its address is started again meanwhile.
                 self._client = CoordinatorClient(self._transport, self._address, name="launcher", timeout_s=STATUS_S)
             self._status = self._client.ask(GetStatus(), STATUS_S)
             answered = True

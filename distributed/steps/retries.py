@@ -1,4 +1,4 @@
-"""Retries of what failed because the state of other tasks was lost, once all tasks have returned to a snapshot."""
+"""Retries of operations that failed because state of other tasks was lost, after all tasks returned to a snapshot."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class TaskResources:
         return found, arrays
 
     def return_to(self, saved: Iterable[SavedResource], arrays: Mapping[str, Any]) -> None:
-        """Set the contents of the resources to those of `saved`; create those that do not exist."""
+        """Set the contents of the resources to those of `saved`; create resources that do not exist."""
         for one in saved:
             with self._lock:
                 checked = self._made.get(one.created.name)

@@ -158,7 +158,7 @@ class VariableBatch:
                 raise type(error)(f"{error}{at(variable.loc)}") from None
 
     def _tried(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
-        """Create variables; retry those that a lost task has, once all tasks have returned to a snapshot."""
+        """Create variables; retry the ones of a lost task, once all tasks have returned to a snapshot."""
         failed = _Creation(self.requests).create(wanted)
         for failures in range(MOST_FAILURES):
             if not any(isinstance(error, TaskLost) for error in failed.values()):

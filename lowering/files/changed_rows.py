@@ -113,7 +113,7 @@ class ChangedArrays:
         return merged
 
     def version_of(self, name: str, type: ArrayType) -> tuple[Path, int] | None:
-        """Return where the whole array is from which changes of `name` may count, and their bytes up to now.
+        """Return the path of the whole array that changes of `name` may refer to, and the bytes of all its changes.
 
         None if the folder has no array of this name and type.
         """
@@ -199,7 +199,7 @@ def _changes_since(
     if (version := older.version_of(name, type)) is None:
         return None
     try:
-        # First the link: the bytes that are compared are those that the new folder has.
+        # First the link: the new folder's own bytes are compared.
         _link(version[0], place)
         found = _changed_rows(place, type, np.asarray(value))
     except (OSError, ValueError) as error:

@@ -148,7 +148,7 @@ def _by_name(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _type(place: Path, name: str, leaf: Any) -> ArrayType:
-    """Return the type of an array from what Orbax knows of it."""
+    """Return the type of an array from Orbax's metadata of it."""
     from orbax.checkpoint.metadata import ScalarMetadata
 
     try:

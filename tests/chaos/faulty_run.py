@@ -140,7 +140,7 @@ class _FaultyRun(StopSignal):
         self._note("launcher", text)
 
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
-        """Note the number of steps done, for which faults wait."""
+        """Note the number of steps done; faults wait for it."""
         self._rows = rows
         if status is None or not status.steps_done or (self._done is None and not self._is_committed()):
             return

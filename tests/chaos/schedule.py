@@ -1,6 +1,6 @@
 """The faults of a round as a value, which its seed determines.
 
-A fault begins when so much of the training is done, and after a further delay. So a schedule is the same on each
+A fault begins when a given part of the training is done, and after a further delay. So a schedule is the same on each
 machine, while its times, and what the processes do at these times, differ from run to run.
 """
 

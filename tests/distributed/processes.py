@@ -19,8 +19,8 @@ DEADLINE_S = 60.0
 class Spawned:
     """A process of a test whose output is read line by line; killed at the end of the `with` block.
 
-    When the block raises, the rest of the output is printed: a script that failed at once is then not taken for one
-    that was slow.
+    When the block raises, the rest of the output is printed: a script that failed immediately is then not
+    taken for a slow one.
     """
 
     def __init__(self, *words: str, cwd: Path, **environment: str) -> None:

@@ -186,7 +186,7 @@ class Checks:
     # Membership.
 
     def coordinator_started(self, now_s: float) -> None:
-        """The coordinator has started again. Its time goes on from its last write; it waits anew for all tasks."""
+        """The coordinator has started again. Its time goes on from its last write; it waits for all tasks again."""
         self._holders = {process: min(at_s, now_s) for process, at_s in self._holders.items()}
         for heard in self._heard_at_s.values():
             heard[:] = [*(at_s for at_s in heard if at_s <= now_s), now_s]

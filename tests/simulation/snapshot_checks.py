@@ -212,7 +212,7 @@ class SnapshotChecks(Checks):
     def end(self, statistics: Mapping[str, TaskStatistics]) -> None:
         """Check the final state: all steps have ended, and no event is pending."""
         self.check_nothing_left(statistics)
-        self.require(self.is_settled(), "waits end", "lost state is neither restored nor given up at the end")
+        self.require(self.is_settled(), "waits end", "lost state is neither restored nor abandoned at the end")
         for host in self._tasks:
             parts = sorted(part.name for part in self.disks.part(host, 0).parent.iterdir())
             self.require(len(parts) <= 3, "bounded", f"{host} keeps {parts}")

@@ -165,7 +165,7 @@ class SnapshotsWorker(StepsWorker):
         return (number,)
 
     def plan_of(self, host: str, member: Member) -> tuple[Plan, list[Program]]:
-        """Return a ps task's part of a step: it sends its variables, and changes each by an update of its own."""
+        """Return a ps task's part of a step: it sends its variables, and changes each by a separate update."""
         names = names_on(host)
         items: list[Item] = [Read(names, (0, 1)), Send(_edge("values", host), self.task, (0, 1))]
         changes = []

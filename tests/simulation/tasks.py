@@ -153,7 +153,7 @@ class Member(BlockingProgram):
         self.server.close()
 
     def _follow(self, notice: Notice) -> None:
-        """Do what the coordinator asks for in a program of its own, since that may wait for a lock or the disk.
+        """Do what the coordinator asks for in another program, since that may wait for a lock or the disk.
 
         As a thread, it may be overtaken by a later one before it begins.
         """

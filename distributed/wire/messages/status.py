@@ -76,7 +76,7 @@ class PartCosts(msgspec.Struct, frozen=True):
 
 
 class SnapshotSize(msgspec.Struct, frozen=True):
-    """The bytes of variables in the newest snapshot, and those that were written for it.
+    """The bytes of variables in the newest snapshot, and the bytes written for it.
 
     The others are rows of large variables that had not changed since earlier snapshots.
     """

@@ -2,7 +2,7 @@
 
     counters.py STEPS SECONDS
 
-A batch takes so many seconds to come. At the end a worker reports the results `count 0` and `count 1`.
+Each batch takes SECONDS to come, as from a slow disk. At the end a worker reports the results `count 0` and `count 1`.
 """
 
 import sys

@@ -2,8 +2,9 @@
 
     model.py STEPS SECONDS FILE
 
-A batch takes so many seconds to come; it is a function of the number of Adam's updates, the same on all workers. The
-gradients are rounded so that the average of up to 3 equal gradients equals each of them, whichever workers gave them.
+Each batch takes SECONDS to come, as from a slow disk; it is a function of the number of Adam's updates, the same on all
+workers. The gradients are rounded so that the average of up to 3 equal gradients equals each of them, whichever workers
+gave them.
 """
 
 import sys

@@ -1,6 +1,6 @@
 """Real disks that are full or read-only: a clear error, and the last good checkpoint and state stay.
 
-A process mounts a small file system in a namespace of its own, so writes of TensorStore and SQLite fail too.
+A process mounts a small file system in its own namespace, so writes of TensorStore and SQLite fail too.
 """
 
 from __future__ import annotations

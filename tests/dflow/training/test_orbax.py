@@ -1,4 +1,4 @@
-"""Checkpoints of Orbax: dflow restores those that its library wrote, and the library reads those of dflow."""
+"""Checkpoints of Orbax: dflow restores the library's, and the library reads dflow's."""
 
 from __future__ import annotations
 

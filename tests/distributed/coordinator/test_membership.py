@@ -1,3 +1,7 @@
+"""The members of a cluster: joins, leaves, silence, restarts of the coordinator, and the roster's changes."""
+
+from __future__ import annotations
+
 from collections.abc import Iterable
 
 import pytest

@@ -1,4 +1,4 @@
-"""A coordinator that dies right after it has said where it listens is started again."""
+"""A coordinator that dies right after it has printed its address is started again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPT = "import dflow\ncluster = dflow.connect()\ncluster.report('index', clust
 
 
 class KillingPlace(ThisMachine):
-    """Kills the first coordinator when it has said where it listens, before anyone can connect."""
+    """Kills the first coordinator when it has printed its address, before another process can connect."""
 
     def __init__(self) -> None:
         super().__init__()

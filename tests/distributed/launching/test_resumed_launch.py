@@ -13,7 +13,7 @@ from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned, children, wait_for_end
 from tests.distributed.waiting import until
 
-# Several starts of a cluster, each of which is slow on a busy machine.
+# Several starts of a cluster; each is slow on a busy machine.
 pytestmark = [pytest.mark.once, pytest.mark.timeout(400)]
 
 ASYNC = (

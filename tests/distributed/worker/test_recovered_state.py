@@ -77,7 +77,7 @@ class Tasks:
         until(lambda: recovery._committed is not None and recovery._committed.number > newest)
 
     def await_reported(self, changes: int) -> None:
-        """Wait for a committed snapshot that is newer than so many reports of changed state."""
+        """Wait for a committed snapshot that is newer than the first `changes` reports of changed state."""
         recovery = self.coordinator._state._recovery
         until(lambda: recovery._saved_changes >= changes)
 
@@ -214,7 +214,7 @@ def test_other_functions_of_the_program_use_the_restored_state(tasks: Tasks) -> 
 
 
 def queue_on_ps_0(tasks: Tasks) -> tuple[Any, Any]:
-    """A queue on ps:0, and the sum of what was taken out of it, on ps:1."""
+    """A queue on ps:0, and the number of elements taken out of it, on ps:1."""
     with tasks.worker.parameter_servers():
         with dflow.device("ps:0"):
             queue = dflow.FIFOQueue(4, jnp.int32(0), name="queue")

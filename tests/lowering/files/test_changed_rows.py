@@ -55,7 +55,7 @@ def table(shape: tuple[int, ...] = SHAPE) -> npt.NDArray[np.float32]:
 
 
 def changed(value: npt.NDArray[Any], *rows: int) -> npt.NDArray[Any]:
-    """Return a copy in which these rows have other values."""
+    """Return a copy with other values in these rows."""
     value = value.copy()
     value[list(rows)] += 1
     return value
