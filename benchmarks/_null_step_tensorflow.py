@@ -2,8 +2,8 @@
 
 Graph mode, between-graph replication, variables on ps tasks, gRPC: the runtime that the paper measured, in its current
 release. The barrier is two queues on ps task 0, as in TensorFlow's own synchronous replicas: each worker enqueues a
-token after its update, and worker 0 returns one token to each worker when it has all of them. A single worker has no
-barrier.
+token after its update, and worker 0 returns one token to each other worker when it has all of them. A single worker has
+no barrier.
 """
 
 from __future__ import annotations
@@ -94,12 +94,10 @@ def barrier(updates: list[tf.Operation], given: argparse.Namespace) -> tf.Operat
         tokens = tf.queue.FIFOQueue(count, tf.int32, (), shared_name="tokens")
     with tf.control_dependencies(updates):
         handed_in = arrived.enqueue(0)
-    after = [handed_in]
-    if given.index == 0:
-        with tf.control_dependencies([handed_in]):
-            after = [tokens.enqueue_many(arrived.dequeue_many(count))]
-    with tf.control_dependencies(after):
-        return tf.group(tokens.dequeue())
+    with tf.control_dependencies([handed_in]):
+        if given.index:
+            return tf.group(tokens.dequeue())
+        return tokens.enqueue_many(arrived.dequeue_many(count)[1:])
 
 
 def shard_shape(given: argparse.Namespace) -> tuple[int, ...]:

@@ -78,15 +78,20 @@ def make_step(cluster: Any, given: argparse.Namespace, prefix: str = "") -> Call
             tokens = dflow.FIFOQueue(given.workers, jnp.float32(0), name=f"{prefix}tokens")
 
     def update(seen: Any) -> Any:
-        """Update, and wait at a barrier: each worker enqueues a token, and worker 0 returns one to each worker."""
+        """Update, and wait at a barrier: each worker enqueues a token, and worker 0 returns one to each other worker.
+
+        Worker 0 takes none itself: another worker's next step could take it first, and all would wait forever.
+        """
         for count in counts:
             count.assign_add(seen * 0 + 1)
         if given.workers == 1:
             return seen
         arrived.enqueue(seen)
-        if cluster.index == 0:
-            tokens.enqueue_many(arrived.dequeue_many(given.workers))
-        return tokens.dequeue()
+        if cluster.index:
+            return tokens.dequeue()
+        together = arrived.dequeue_many(given.workers)
+        tokens.enqueue_many(together[1:])
+        return together[0]
 
     @dflow.jit
     def whole() -> Any:

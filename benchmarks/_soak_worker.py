@@ -39,9 +39,12 @@ def main() -> None:
         weights.assign_add(rows.T @ jnp.ones((BATCH, 8)) * 1e-6)
         table.scatter_add(indices, jnp.full((BATCH, COLUMNS), 1e-6))
         arrived.enqueue(rows.sum())
-        if cluster.index == 0:
-            tokens.enqueue_many(arrived.dequeue_many(given.workers))
-        return tokens.dequeue()
+        if cluster.index:
+            return tokens.dequeue()
+        # Worker 0 takes no token: another worker's next step could take it first.
+        together = arrived.dequeue_many(given.workers)
+        tokens.enqueue_many(together[1:])
+        return together[0]
 
     order = np.random.default_rng(cluster.index)
     every = given.steps // given.looks
