@@ -125,6 +125,7 @@ class Feed:
         self._is_over, self._is_stopped = False, False
         self.error: BaseException | None = None
         self.count = 0
+        self._elements_taken = itertools.count()
         self._waiting: set[Callable[[BaseException], None]] = set()
         self._left = threads
         number = next(_numbers)
@@ -194,6 +195,7 @@ class Feed:
                 return False
             try:
                 element = next(self._elements)
+                number = next(self._elements_taken)
             except BaseException as error:
                 # Never call an iterator again after it has ended or failed.
                 self._is_over = True
@@ -201,7 +203,7 @@ class Feed:
                     return False
                 raise
         arrays = self._arrays(element if self._map is None else self._map(element))
-        return arrays is not None and self._put(arrays)
+        return arrays is not None and self._put(number, arrays)
 
     def _arrays(self, element: Any) -> list[Any] | None:
         """Return the arrays of an element as the queue stores them, or None if the queue was collected."""
@@ -211,9 +213,9 @@ class Feed:
         arrays = queue.fitting("feed", _in_structure(element, self._tree))
         return arrays if self._device is None else [jax.device_put(array, self._device) for array in arrays]
 
-    def _put(self, arrays: list[Any]) -> bool:
+    def _put(self, number: int, arrays: list[Any]) -> bool:
         failures = 0
-        while isinstance(answer := self._answer(arrays), BaseException):
+        while isinstance(answer := self._answer(number, arrays), BaseException):
             if self._is_stopped or isinstance(answer, QueueClosed):
                 self._is_over = True
                 return False
@@ -224,12 +226,12 @@ class Feed:
             self.count += 1
         return True
 
-    def _answer(self, arrays: list[Any]) -> Any:
+    def _answer(self, number: int, arrays: list[Any]) -> Any:
         """Put an element in; return an error, or another value when it is in."""
         # `SimpleQueue.put` is atomic, even when the consumer that frees room is interrupted while calling it.
         done: SimpleQueue[Any] = SimpleQueue()
         try:
-            cancel = self._producer.enqueue(arrays, done.put)
+            cancel = self._producer.enqueue(number, arrays, done.put)
         except DflowError as error:
             return error
         with self._lock:

@@ -119,6 +119,8 @@ def check_op(op: ResourceOp) -> None:
         raise WireError(f"{op.name}: expected a count of {least} to {MAX_COUNT}, got {op.count}")
     if op.timeout_s != op.timeout_s:
         raise WireError(f"{op.name}: expected a timeout in s, got {op.timeout_s}")
+    if op.of is not None and (op.name != ops.queue_enqueue.name or len(op.of.feed) > MAX_TEXT or op.of.number < 0):
+        raise WireError(f"{op.name}: expected an element of a feed, got {op.of.number} of {op.of.feed[:64]!r}")
     if len(op.line) > MAX_TEXT:
         raise WireError(f"{op.name}: expected a line of at most {MAX_TEXT} characters, got {len(op.line)}")
 

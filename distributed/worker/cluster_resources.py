@@ -8,8 +8,9 @@ op on the task.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from dflow.tracing.devices.device_name import short_device_name, split_device_na
 from dflow.tracing.errors import DeviceError, DflowError, StepCancelled, TaskLost, VariableError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueSettings
-from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.source import Loc, at
 from dflow.tracing.state.context import Slot
@@ -117,24 +118,27 @@ class ClusterResources:
 
 @dataclass(frozen=True)
 class TaskQueueProducer:
-    """The producer of the queue `key` on another task; `where` is the user's line that feeds it."""
+    """The producer of the queue `key` on another task; `where` is the user's line that feeds it.
+
+    `name` is another one for each producer: the queue records under it which elements were put in.
+    """
 
     resources: ClusterResources
     requests: OutgoingRequests
     task: str
     key: str
     where: str
+    name: str = field(default_factory=lambda: f"feed {secrets.token_hex(8)}")
 
-    def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
+    def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
         """Put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
         infos, payload = encode_arrays([jnp.asarray(array) for array in element])
 
         def on_reply(reply: Outcome[Reply[Arrays]]) -> None:
             on_results(reply if isinstance(reply, BaseException) else ())
 
-        return self.requests.start_step(
-            self.task, partial(self._call, enqueue_op(self.where), infos), payload, on_reply
-        )
+        call = partial(self._call, enqueue_op(self.where, FedElement(self.name, number)), infos)
+        return self.requests.start_step(self.task, call, payload, on_reply)
 
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""

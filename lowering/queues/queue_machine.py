@@ -4,7 +4,8 @@ Each method returns commands: which waiters are served, and which fail. A waiter
 by its ticket. The semantics are TensorFlow's. Invariants:
 
 - waiters of one kind are served in the order of their requests; the first of them holds up those behind it;
-- an element is in the queue, still with its enqueue, or was given to one dequeue, never two of these;
+- an element is in the queue, still with its enqueue, or was given to one dequeue, never two of these; an element of a
+  feed is put in once, however often it is given, and `fed` has exactly the elements of feeds that were put in;
 - a dequeue of several elements takes all of them together, or none; while the first pending dequeue wants more than the
   capacity, the queue may hold the number that it wants;
 - every ticket gets exactly one command, or none once it is abandoned;
@@ -22,6 +23,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from dflow.lowering.values.index_set import IndexSet
+from dflow.tracing.ir.resource_op import FedElement
 
 Element = Any
 
@@ -125,17 +129,22 @@ class QueueMachine:
         self.capacity = capacity
         self.order = order
         self.is_closed = False
-        #: By ticket, in the order of requests: the elements of each pending enqueue that are not in.
-        self._enqueuing: OrderedDict[int, deque[Element]] = OrderedDict()
+        #: Numbers of the elements that were put in, by feed.
+        self.fed: dict[str, IndexSet] = {}
+        #: By ticket, in the order of requests: the elements of each pending enqueue that are not in, and which element
+        #: of a feed it is.
+        self._enqueuing: OrderedDict[int, tuple[deque[Element], FedElement | None]] = OrderedDict()
         #: By ticket, in the order of requests: the number of elements that each pending dequeue wants, and `or_fewer`.
         self._dequeuing: OrderedDict[int, tuple[int, bool]] = OrderedDict()
 
-    def enqueue(self, ticket: int, elements: Iterable[Element]) -> list[QueueCommand]:
-        """Put elements in. Those already in stay in, if the wait for the rest ends early."""
+    def enqueue(self, ticket: int, elements: Iterable[Element], of: FedElement | None = None) -> list[QueueCommand]:
+        """Put elements in, or the one element `of` a feed. Those in stay in, if the wait for the rest ends early."""
         rest = deque(elements)
+        if self._is_in(of):
+            return [Serve(ticket)]
         if self.is_closed:
             return [Fail(ticket, len(rest))]
-        self._enqueuing[ticket] = rest
+        self._enqueuing[ticket] = rest, of
         return self._advance()
 
     def dequeue(self, ticket: int, count: int, or_fewer: bool = False) -> list[QueueCommand]:
@@ -148,13 +157,13 @@ class QueueMachine:
         self.is_closed = True
         failed: list[QueueCommand] = []
         if cancel_pending:
-            failed += [Fail(ticket, len(rest)) for ticket, rest in self._enqueuing.items()]
+            failed += [Fail(ticket, len(rest)) for ticket, (rest, _) in self._enqueuing.items()]
             self._enqueuing.clear()
         return failed + self._advance()
 
-    def return_to(self, order: ElementOrder, is_closed: bool) -> list[QueueCommand]:
+    def return_to(self, order: ElementOrder, is_closed: bool, fed: dict[str, IndexSet]) -> list[QueueCommand]:
         """Replace the elements; a closed queue stays closed. Pending operations go on with the new elements."""
-        self.order = order
+        self.order, self.fed = order, fed
         return self.close() if is_closed else self._advance()
 
     def abandon(self, ticket: int) -> list[QueueCommand]:
@@ -165,7 +174,7 @@ class QueueMachine:
 
     def left(self, ticket: int) -> int:
         """Return the number of elements of a pending enqueue that are not in."""
-        return len(self._enqueuing.get(ticket, ()))
+        return len(self._enqueuing[ticket][0]) if ticket in self._enqueuing else 0
 
     def _advance(self) -> list[QueueCommand]:
         """Serve waiters until the first one of each kind has to wait."""
@@ -177,13 +186,21 @@ class QueueMachine:
     def _let_in(self) -> QueueCommand | None:
         if not self._enqueuing:
             return None
-        ticket, rest = next(iter(self._enqueuing.items()))
+        ticket, (rest, of) = next(iter(self._enqueuing.items()))
+        if self._is_in(of):
+            rest.clear()
         while rest and len(self.order) < self._room():
             self.order.push(rest.popleft())
+            if of is not None:
+                self.fed.setdefault(of.feed, IndexSet()).add(range(of.number, of.number + 1))
         if rest:
             return None
         del self._enqueuing[ticket]
         return Serve(ticket)
+
+    def _is_in(self, of: FedElement | None) -> bool:
+        """Whether this element of a feed was put in."""
+        return of is not None and of.feed in self.fed and of.number in self.fed[of.feed]
 
     def _room(self) -> int:
         wanted = next(iter(self._dequeuing.values()))[0] + self.order.held_back if self._dequeuing else 0

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.tracing.ir import ops
-from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.source import at, raised_at
 
 #: Timeout of an enqueue by a producer, in s: it waits for room until it is cancelled.
@@ -19,10 +19,11 @@ FOREVER_S = 1e8
 class QueueProducer(Protocol):
     """Puts elements into one queue; for any thread. Raises QueueError once the contents of the queue are freed."""
 
-    def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
+    def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start to put an element in, which waits for room; `on_results` is called once, from any thread.
 
-        The returned function ends the wait with an error.
+        `number` counts the elements of this producer from 0; one that is put in again, since its answer was lost, has
+        the number of before, and is in the queue once. The returned function ends the wait with an error.
         """
         ...
 
@@ -49,8 +50,8 @@ class HeldQueueProducer:
     held: HeldQueue
     where: str
 
-    def enqueue(self, element: Sequence[Any], on_results: OnResults) -> Cancel:
-        """See `QueueProducer`."""
+    def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
+        """See `QueueProducer`; no answer is lost in a process."""
         return self.held.start(enqueue_op(self.where), element, on_results)
 
     def close(self) -> None:
@@ -66,9 +67,9 @@ class HeldQueueProducer:
         return False
 
 
-def enqueue_op(where: str) -> ResourceOp:
-    """Return an enqueue that waits for room until it is cancelled; `where` is the user's line."""
-    return ResourceOp(ops.queue_enqueue.name, timeout_s=FOREVER_S, line=where)
+def enqueue_op(where: str, of: FedElement | None = None) -> ResourceOp:
+    """Return an enqueue of one element that waits for room until it is cancelled; `where` is the user's line."""
+    return ResourceOp(ops.queue_enqueue.name, timeout_s=FOREVER_S, line=where, of=of)
 
 
 def close_op(where: str) -> ResourceOp:

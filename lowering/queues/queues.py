@@ -36,11 +36,12 @@ from dflow.lowering.queues.queue_machine import (
 from dflow.lowering.queues.resource_rules import copied, giving, immediate, property_of
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.host_values import as_operand
+from dflow.lowering.values.index_set import IndexSet
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DflowError, FeedError, QueueClosed, QueueError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.ir.types import ArrayType, QueueType
 
 #: Remedies for a queue that cannot take or give elements: at a deadline, and when it is closed.
@@ -69,18 +70,25 @@ class HeldQueue(SharedResource):
         #: What `fail` was given: the text of the error, the line where the queue is fed, and the error.
         self._failure: tuple[str, str, BaseException | None] | None = None
 
-    def enqueue(self, elements: Sequence[Element], on_done: OnDone, timeout_s: float, where: str = "") -> Cancel:
+    def enqueue(
+        self,
+        elements: Sequence[Element],
+        on_done: OnDone,
+        timeout_s: float,
+        where: str = "",
+        of: FedElement | None = None,
+    ) -> Cancel:
         """Put the elements in, in order; return the function that cancels this.
 
         `on_done` is called once, from any thread, when all elements are in, or with an error: QueueClosed,
         DeadlineExceeded after `timeout_s`, or the error of the cancellation. Elements that were put in before an error
-        stay in.
+        stay in. The one element `of` a feed is put in once, however often it is given.
         """
         if self._settings.kind is QueueKind.PRIORITY:
             # Computed here, so that no thread waits for a device with the lock held.
             elements = [(np.asarray(element[0]), *element[1:]) for element in elements]
         waiter = Waiter(f"take {_elements(len(elements))}", on_done, timeout_s, where, count=len(elements))
-        return self._ask(waiter, lambda ticket: self.machine.enqueue(ticket, elements))
+        return self._ask(waiter, lambda ticket: self.machine.enqueue(ticket, elements, of))
 
     def dequeue(
         self, count: int, on_done: OnDone, timeout_s: float, where: str = "", *, or_fewer: bool = False
@@ -122,11 +130,15 @@ class HeldQueue(SharedResource):
             order, is_closed, failure = self.machine.order, self.machine.is_closed, self._failure
             elements = order.contents()
             random = None if order.random is None else order.random.getstate()
+            fed = {
+                feed: [(part.start, part.stop) for part in known.ranges()] for feed, known in self.machine.fed.items()
+            }
         components = list(zip(*elements, strict=True))
         numbers = {
             "is_closed": is_closed,
             "failure": None if failure is None else failure[:2],
             "random": random,
+            "fed": fed,
             "shapes": [[np.shape(part) for part in parts] for parts in components],
         }
         arrays = {
@@ -145,10 +157,12 @@ class HeldQueue(SharedResource):
             version, internal, gauss = numbers["random"]
             order.random.setstate((version, tuple(internal), gauss))
 
+        fed = {feed: IndexSet(range(*part) for part in parts) for feed, parts in numbers["fed"].items()}
+
         def act() -> list[QueueCommand]:
             if numbers["failure"] is not None:
                 self._failure = self._failure or (*numbers["failure"], None)
-            return self.machine.return_to(order, numbers["is_closed"])
+            return self.machine.return_to(order, numbers["is_closed"], fed)
 
         self._do(act, "")
 
@@ -182,7 +196,7 @@ class HeldQueue(SharedResource):
         return f"it holds {len(self.machine.order)} of at most {self.machine.capacity}"
 
     def _enqueue_one(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
-        return self.enqueue([tuple(map(copied, operands))], on_results, op.timeout_s, op.line)
+        return self.enqueue([tuple(map(copied, operands))], on_results, op.timeout_s, op.line, op.of)
 
     def _enqueue_many(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         return self.enqueue(_rows_of(operands), on_results, op.timeout_s, op.line)

@@ -152,7 +152,7 @@ def test_an_element_of_another_type_is_an_error_at_the_dequeue() -> None:
 def test_a_cancelled_enqueue_is_no_end_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     queue = _queue()
 
-    def cancelled(producer: Any, element: Any, on_results: Any) -> Any:
+    def cancelled(producer: Any, number: int, element: Any, on_results: Any) -> Any:
         on_results(StepCancelled("ps:0 returns to snapshot 3"))
         return lambda error: None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,11 +21,13 @@ from dflow.distributed import Async, Sync
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.strategies import sync
+from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
+from dflow.tracing.errors import TaskLost
 from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until
@@ -243,6 +245,30 @@ def test_the_feed_of_a_queue_goes_on_after_its_task_was_started_again(tasks: Tas
         assert feed.is_running()
     assert tasks.worker.epoch == 1
     assert int(total.read()) == STEPS
+
+
+def test_an_element_whose_answer_was_lost_is_put_in_once(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, numbers = OutgoingRequests.start_step, itertools.count()
+
+    def start_step(
+        requests: OutgoingRequests, task: str, message: Any, payload: Any, on_reply: Callable[[Any], None]
+    ) -> Any:
+        is_lost = next(numbers) in (1, 2)
+
+        def on_other_reply(reply: Any) -> None:
+            on_reply(TaskLost("the connection to ps:0 has broken") if is_lost else reply)
+
+        return start(requests, task, message, payload, on_other_reply)
+
+    monkeypatch.setattr(OutgoingRequests, "start_step", start_step)
+    queue, _ = queue_on_ps_0(tasks)
+    fed = dflow.data.feed(map(np.int32, range(3)), queue)
+    fed.join()
+    assert (fed.count, fed.error) == (3, None)
+    assert next(numbers) == 5  # the second element was sent three times
+    assert [int(queue.dequeue()) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(dflow.QueueClosed):
+        queue.dequeue()
 
 
 def test_a_queue_whose_data_has_ended_gives_its_last_elements_again(tasks: Tasks) -> None:

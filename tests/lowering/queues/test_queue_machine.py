@@ -12,6 +12,7 @@ from dflow.lowering.queues.queue_machine import Fail, QueueCommand, QueueMachine
 from dflow.lowering.queues.queues import order_of
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.resource_op import FedElement
 from tests.effort import examples
 from tests.reference.queue_model import QueueModel
 
@@ -53,6 +54,26 @@ def test_a_close_lets_in_what_waits_and_then_fails_what_cannot_be_served() -> No
     assert queue.dequeue(3, 2) == [Serve(3, elements(1, 2)), Serve(1)]
     assert queue.dequeue(4, 4) + queue.dequeue(5, 4, or_fewer=True) == [Fail(4), Serve(5, elements(3, 4, 5))]
     assert queue.dequeue(6, 4, or_fewer=True) + queue.dequeue(7, 0) == [Fail(6), Serve(7)]
+
+
+def test_an_element_of_a_feed_is_put_in_once() -> None:
+    queue = machine()
+    first, fourth = FedElement("feed", 0), FedElement("feed", 3)
+    assert queue.enqueue(0, elements(1), first) + queue.enqueue(1, elements(1), first) == [Serve(0), Serve(1)]
+    assert queue.enqueue(2, elements(2, 3)) + queue.enqueue(3, elements(4), fourth) == [Serve(2)]
+    # It is pending, and given again: one of the two goes in.
+    assert queue.enqueue(4, elements(4), fourth) == []
+    assert queue.dequeue(5, 1) == [Serve(5, elements(1)), Serve(3), Serve(4)]
+    assert queue.enqueue(6, elements(1), first) + queue.enqueue(7, elements(1), FedElement("other", 0)) == [Serve(6)]
+    assert queue.dequeue(8, 3) == [Serve(8, elements(2, 3, 4)), Serve(7)]
+
+
+def test_an_element_of_a_feed_that_was_abandoned_is_not_counted_as_in() -> None:
+    queue = machine()
+    assert queue.enqueue(0, elements(1, 2, 3)) + queue.enqueue(1, elements(4), FedElement("feed", 0)) == [Serve(0)]
+    assert queue.abandon(1) + queue.dequeue(2, 1) == [Serve(2, elements(1))]
+    assert queue.enqueue(3, elements(4), FedElement("feed", 0)) == [Serve(3)]
+    assert queue.dequeue(4, 3) == [Serve(4, elements(2, 3, 4))]
 
 
 def test_a_close_may_cancel_what_waits_to_come_in() -> None:

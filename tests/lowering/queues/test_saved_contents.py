@@ -19,7 +19,7 @@ from dflow.tracing.errors import FeedError, QueueClosed
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
-from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RowsType
 
 WAIT_S = 60.0
@@ -87,6 +87,28 @@ def test_pending_operations_go_on_with_the_saved_elements() -> None:
     queue.return_to(saved)
     (((number, _),),) = answers
     assert (int(number), queue.depth()[0]) == (7, 0)
+
+
+def test_the_elements_of_a_feed_that_are_not_saved_can_be_put_in_again() -> None:
+    queue = queue_of(QueueKind.FIFO, 0)
+
+    def feed(number: int) -> None:
+        element = np.int32(number), np.zeros(0, jnp.bfloat16)
+        wait(lambda done: queue.enqueue([element], done, WAIT_S, of=FedElement("feed", number)))
+
+    feed(0)
+    for number in range(1, CAPACITY):
+        put(queue, number, 0)
+    pending = list[Any]()
+    queue.enqueue([(np.int32(9), np.zeros(0, jnp.bfloat16))], pending.append, WAIT_S, of=FedElement("feed", 9))
+    saved = through_a_file(queue.saved())
+    wait(lambda done: queue.dequeue(2, done, WAIT_S))
+    assert pending == [()]
+    queue.return_to(saved)
+    wait(lambda done: queue.dequeue(2, done, WAIT_S))
+    feed(0)
+    feed(9)
+    assert [number for number, _ in drained(queue)] == [*range(2, CAPACITY), 9]
 
 
 def test_a_queue_that_was_closed_stays_closed() -> None:
