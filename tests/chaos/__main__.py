@@ -1,9 +1,9 @@
 """`make chaos`: random faults of the processes of real clusters, on which programs train.
 
 Each round launches two parameter tasks, some workers and a coordinator, with restarts of all of them, and snapshots.
-Processes are killed, terminated and paused, their connections to the coordinator are cut or hold all bytes back, and
-their writes to files fail, by a schedule that the round's seed determines; the times differ from run to run. A round
-fails when it does not end, or an invariant does not hold (`checks.py`, `programs/`).
+Processes are killed, terminated and paused, their connections to the coordinator are cut or hold all bytes back, all of
+their connections break, and their writes to files fail, by a schedule that the round's seed determines; the times
+differ from run to run. A round fails when it does not end, or an invariant does not hold (`checks.py`, `programs/`).
 """
 
 from __future__ import annotations

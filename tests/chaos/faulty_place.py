@@ -22,11 +22,14 @@ from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess
 from dflow.tracing.devices.task_name import short_task_name
+from tests.chaos.connections import break_connections
 from tests.chaos.schedule import Fault
 from tests.distributed.proxy import Proxy
 
 #: Time between two looks for a process to be started again, in s.
 POLL_S = 0.05
+#: Time between two breaks of all connections of a process, in s.
+BREAK_S = 0.25
 NEVER = 1 << 62
 
 
@@ -92,6 +95,12 @@ class FaultyPlace(ThisMachine):
                 self._last(fault, life, lambda: life.signal(signal.SIGSTOP), lambda: life.signal(signal.SIGCONT))
             case "full":
                 self._last(fault, life, lambda: _limit_files(life, 0), lambda: _limit_files(life, None))
+            case "break":
+                ends_s = time.monotonic() + fault.for_s
+                while life.signal(0):
+                    break_connections(life.child.pid, life.pidfd)
+                    if time.monotonic() > ends_s or self.is_over.wait(BREAK_S):
+                        break
             case "cut" | "hold":
                 every = fault.task == COORDINATOR
                 for proxy in [each for task, each in self._proxies.items() if every or task == fault.task]:

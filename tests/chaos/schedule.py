@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 COORDINATOR = "coordinator"
 #: Kinds of faults by role. `kill`, `terminate` and `pause` are signals; `cut` and `hold` are of the connection to the
-#: coordinator, of all connections for the coordinator itself; `full` refuses each write to a file.
+#: coordinator, of all connections for the coordinator itself; `break` breaks all connections again and again, those
+#: between tasks too; `full` refuses each write to a file.
 KINDS = {
-    "worker": ("kill", "kill", "terminate", "pause", "cut", "hold"),
-    "ps": ("kill", "kill", "terminate", "pause", "cut", "hold", "full"),
+    "worker": ("kill", "kill", "terminate", "pause", "cut", "hold", "break"),
+    "ps": ("kill", "kill", "terminate", "pause", "cut", "hold", "break", "full"),
     COORDINATOR: ("kill", "kill", "terminate", "pause", "cut", "full"),
 }
 #: Faults after which a process is started again. The launcher's pauses double with each, so a task has few of them.
