@@ -445,7 +445,7 @@ class CoordinatorState:
 
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:
-        self._ledger.note_rounds(report)
+        self._ledger.note_rounds(report, self._recovery.undone)
         return []
 
     @NOTICES.handles(Leave)

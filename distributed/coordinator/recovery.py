@@ -135,6 +135,11 @@ class Recovery:
         """Number of the snapshot of an earlier cluster that this one resumes; 0 if there is none."""
         return self._counted.resumed
 
+    @property
+    def undone(self) -> int:
+        """Number of returns to a snapshot that have undone steps."""
+        return self._counted.undone
+
     # Events.
 
     def start(self, at_s: float, jobs: Mapping[str, int]) -> list[Command]:

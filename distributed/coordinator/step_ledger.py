@@ -258,10 +258,14 @@ class StepLedger:
         )
         self._note_not_finite(report.run, report.task, report.not_finite)
 
-    def note_rounds(self, report: RoundsDone) -> None:
-        """Record the progress of a run of synchronous training, as a live worker reports it."""
+    def note_rounds(self, report: RoundsDone, undone: int) -> None:
+        """Record the progress of a run of synchronous training, as a live worker reports it.
+
+        undone  number of returns to a snapshot that undid steps; rounds from before the newest one are not counted
+        """
         done, total = self._rounds.get(report.run, (0, 0))
-        self._rounds[report.run] = max(done, report.rounds), max(total, report.total_rounds)
+        rounds = report.rounds if report.undone == undone else 0
+        self._rounds[report.run] = max(done, rounds), max(total, report.total_rounds)
         self._note_progress(report, report.steps, report.dropped)
 
 

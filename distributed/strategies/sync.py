@@ -95,6 +95,7 @@ class Sync(Strategy):
         try:
             while batch is not _END:
                 epoch = self._cluster.epoch
+                progress.begin(self._cluster.undone)
                 try:
                     gradients = part.open(step, batch, steps, self._wanted)
                     if gradients is None:
@@ -107,13 +108,14 @@ class Sync(Strategy):
                             step_s, done, failures = time.perf_counter() - started, opening.number, 0
                             self.accepted += is_fresh
                             self.dropped += not is_fresh
-                            progress.note(opening.done + 1, step_s, real_scalars(outcome), not is_fresh)
+                            progress.note(opening.done, step_s, real_scalars(outcome), not is_fresh)
                         yield outcome
                         is_fetching = True
                         batch = batch if self._requeue and not is_fresh else next(supply, _END)
                         is_fetching = False
                         # Wait even without another batch: after the loop the variables have this round's update.
                         opening = part.next(done)
+                        progress.reached(opening.done)
                         if batch is _END:
                             return
                     return
@@ -139,8 +141,16 @@ class _Progress:
         self._cluster = cluster
         self._told_at, self._news = time.monotonic(), RoundsDone(run, cluster.task, 0, total, 0)
 
+    def begin(self, undone: int) -> None:
+        """Note that rounds begin, or begin again after a return to a snapshot, the `undone`th that undid steps."""
+        self._news = replace(self._news, rounds=0, undone=undone)
+
+    def reached(self, rounds: int) -> None:
+        """Note the number of rounds that are done."""
+        self._news = replace(self._news, rounds=rounds)
+
     def note(self, rounds: int, step_s: float, metrics: Mapping[str, float], is_dropped: bool) -> None:
-        """Note that a step of this worker has ended; `rounds` is the number of rounds that have begun."""
+        """Note that a step of this worker has ended, in the round that began after `rounds` others."""
         before = self._news
         self._news = replace(
             before,
@@ -149,7 +159,7 @@ class _Progress:
             dropped=before.dropped + is_dropped,
             step_s=step_s,
             metrics=dict(metrics),
-            not_finite=before.not_finite or first_not_finite(rounds - 1, [metrics]),
+            not_finite=before.not_finite or first_not_finite(rounds, [metrics]),
         )
         if time.monotonic() - self._told_at > REPORT_S:
             self.tell()

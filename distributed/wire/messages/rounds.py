@@ -167,6 +167,8 @@ class RoundsDone(Notice, frozen=True):
     `step_s`   duration of a step, in s
     `metrics`  the worker's newest scalar metrics
     `not_finite`  first loss of these steps that is not finite; run and task need not be set
+    `undone`   number of returns to a snapshot, as in `StateRestored`, before these rounds: `rounds` no longer counts
+               after another one
     """
 
     speaker = "task"
@@ -180,3 +182,4 @@ class RoundsDone(Notice, frozen=True):
     step_s: float = 0.0
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     not_finite: NotFinite | None = None
+    undone: int = 0

@@ -9,7 +9,7 @@ from dflow.distributed.coordinator.recovery import CAPTURE_S, LOAD_S, PAUSE_S, R
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
-from dflow.distributed.wire.messages.rounds import Claimed
+from dflow.distributed.wire.messages.rounds import Claimed, RoundsDone
 from dflow.distributed.wire.messages.snapshots import (
     AwaitRecovery,
     LoadState,
@@ -125,6 +125,19 @@ def test_a_later_snapshot_has_the_ledger_of_its_own_moment() -> None:
     tasks.start_again(PS[0])
     tasks.settle()
     assert "ps:0, ps:1 returned to snapshot 2; 0 steps are done again" in tasks.log
+
+
+def test_rounds_that_a_return_has_undone_are_not_reported_as_done_afterwards() -> None:
+    tasks = Tasks()
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 4, 9, 4))
+    tasks.snapshot()
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 7, 9, 3))
+    tasks.start_again(PS[1])
+    tasks.settle()
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 8, 9, 1))  # sent before the worker has heard of the return
+    assert tasks.state._ledger.steps_done == 4
+    tasks.tell(WORKER, RoundsDone("sync", WORKER, 5, 9, 1, undone=1))
+    assert tasks.state._ledger.steps_done == 5
 
 
 def test_steps_that_a_worker_left_do_not_hold_back_the_return() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dflow.distributed.strategies import sync
 from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster
 from tests.distributed.strategies.sync_programs import Sync, Turns, pair, together
@@ -104,6 +105,29 @@ def test_a_loss_that_is_not_finite_and_a_run_short_of_its_rounds_stand_in_the_st
     [found] = status.not_finite
     assert (found.run, found.task, found.metric, found.step) == ("run", workers[1].task, "loss", 2)
     assert (status.steps_done, status.steps_total) == (5, 9)
+
+
+def test_a_round_is_reported_as_done_when_its_update_is_made(
+    memory: MemoryCluster, workers: list[Cluster], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "REPORT_S", -1.0)
+    turns = Turns()
+
+    def work(index: int, cluster: Cluster) -> int | None:
+        _, step = pair(cluster)
+        if index:
+            turns.wait("0 has given its gradient")
+        done = None
+        for _ in Sync(cluster).run(step, [1.0] * 2, steps=2, name="run"):
+            if index == 0 and done is None:
+                cluster.report("given", 1.0)  # after the worker's report of its step
+                done = memory.coordinator.status().steps_done
+                turns.done("0 has given its gradient")
+        cluster.report(f"{index} is done", 1.0)
+        return done
+
+    assert together(workers, work)[0] == 0
+    assert memory.coordinator.status().steps_done == 2
 
 
 @pytest.mark.parametrize("requeue", [False, True])
