@@ -40,11 +40,11 @@ from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.coordinator.part_costs import CostTotals
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
-from dflow.distributed.coordinator.recovery import Recovery
-from dflow.distributed.coordinator.resumption import newest_snapshot, resumed
+from dflow.distributed.coordinator.snapshots.recovery import Recovery
+from dflow.distributed.coordinator.snapshots.resumption import newest_snapshot, resumed
+from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_ledger import StepLedger
-from dflow.distributed.coordinator.step_pauses import StepPauses
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable

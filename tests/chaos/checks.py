@@ -18,7 +18,7 @@ import numpy as np
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.resumption import Snapshot
+from dflow.distributed.coordinator.snapshots.resumption import Snapshot
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.lowering.files.array_files import read_arrays

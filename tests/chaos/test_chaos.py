@@ -11,7 +11,7 @@ import pytest
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.resumption import Snapshot
+from dflow.distributed.coordinator.snapshots.resumption import Snapshot
 from dflow.distributed.coordinator.step_ledger import LedgerCopy
 from dflow.lowering.files.array_files import fill_folder
 from tests.chaos import __main__ as chaos

@@ -192,7 +192,7 @@ def _served(original: Any) -> Any:
 
 def _let_all_in(original: Any) -> Any:
     def close(queue: Any, cancel_pending: bool = False) -> Any:
-        for rest in queue._enqueuing.values() if cancel_pending else ():
+        for rest, _ in queue._enqueuing.values() if cancel_pending else ():
             for element in rest:
                 queue.order.push(element)
         return original(queue, cancel_pending)

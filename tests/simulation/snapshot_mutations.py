@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from dflow.distributed.coordinator import recovery, step_ledger, variable_directory
+from dflow.distributed.coordinator import step_ledger, variable_directory
+from dflow.distributed.coordinator.snapshots import recovery, snapshot_attempt
 from dflow.distributed.steps import step_gate
 from dflow.distributed.task import task_snapshots
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateCaptured
@@ -25,7 +26,8 @@ _DIES, _FULL = "kill=ps:0@3+0.5", "full=ps:1@2.5+9,kill=ps:0@4.5+0.5"
 #: Steps take longer than their deadline.
 _LOSSES = "loss=0.3,mixed=0.3,breaks=0.2"
 
-_RECOVERY, _PARTS = recovery.Recovery, task_snapshots.TaskSnapshots
+_RECOVERY, _ATTEMPT = recovery.Recovery, snapshot_attempt.SnapshotAttempt
+_PARTS = task_snapshots.TaskSnapshots
 
 
 def _no_part_awaited(original: Any) -> Any:
@@ -39,17 +41,16 @@ def _no_part_awaited(original: Any) -> Any:
 def _no_capture_awaited(original: Any) -> Any:
     def captured(self: Any, report: Any) -> None:
         original(self, report)
-        if self._making is not None:
-            self._uncaptured.clear()
-            self._captured.update(self._making.names)
+        self._uncaptured.clear()
+        self._names.update(self.snapshot.names)
 
     return captured
 
 
 def _ledger_of_the_commit(original: Any) -> Any:
     def snapshot_on(self: Any, at_s: float) -> Any:
-        if self._making is not None and not self._unwritten:
-            self._making = msgspec.structs.replace(self._making, ledger=self._ledger.copy())
+        if (attempt := self._attempt) is not None and attempt.is_written:
+            attempt.snapshot = msgspec.structs.replace(attempt.snapshot, ledger=self._ledger.copy())
         return original(self, at_s)
 
     return snapshot_on
@@ -57,9 +58,9 @@ def _ledger_of_the_commit(original: Any) -> Any:
 
 def _only_the_first(original: Any) -> Any:
     def load(self: Any, tasks: Any) -> Any:
-        if not self._is_setting:
+        if not self._return.is_setting:
             return original(self, tasks)
-        self._loading.intersection_update([*tasks][:1])
+        self._return._left.intersection_update([*tasks][:1])
         return original(self, [*tasks][:1])
 
     return load
@@ -78,7 +79,7 @@ def _the_newest(original: Any) -> Any:
 
 def _without_reading(original: Any) -> Any:
     def load(self: Any, tasks: Any) -> Any:
-        self._is_setting = True
+        self._return.is_setting = True
         return original(self, tasks)
 
     return load
@@ -141,9 +142,9 @@ def _planted(says: str, owner: Any, attribute: str, made: Made, found_by: str, f
 
 
 SNAPSHOT_MUTATIONS = (
-    _planted("a snapshot is committed before it is written", _RECOVERY, "captured", _no_part_awaited, "one moment"),
+    _planted("a snapshot is committed before it is written", _ATTEMPT, "captured", _no_part_awaited, "one moment"),
     _planted(
-        "the pause ends before all have captured", _RECOVERY, "captured", _no_capture_awaited, "one moment", "late=0.3"
+        "the pause ends before all have captured", _ATTEMPT, "captured", _no_capture_awaited, "one moment", "late=0.3"
     ),
     _planted("a snapshot has a later ledger", _RECOVERY, "_snapshot_on", _ledger_of_the_commit, "one moment"),
     _planted("one task alone returns", _RECOVERY, "_load", _only_the_first, "one moment", _DIES),

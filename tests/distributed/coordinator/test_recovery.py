@@ -5,7 +5,10 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
-from dflow.distributed.coordinator.recovery import CAPTURE_S, LOAD_S, PAUSE_S, RETURN_S, _Phase
+from dflow.distributed.coordinator.snapshots.recovery import RETURN_S
+from dflow.distributed.coordinator.snapshots.return_attempt import LOAD_S
+from dflow.distributed.coordinator.snapshots.snapshot_attempt import CAPTURE_S
+from dflow.distributed.coordinator.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
@@ -220,7 +223,7 @@ def test_a_worker_in_a_long_step_holds_up_the_others_for_a_third_of_the_time_at_
     paused = 0
     for _ in range(300):
         tasks.tick()
-        paused += tasks.state._recovery._phase is not _Phase.IDLE
+        paused += not tasks.state._recovery.is_idle
         for task in PS:
             while tasks.deliver(task):
                 pass

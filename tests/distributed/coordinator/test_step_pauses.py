@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, SendReply
-from dflow.distributed.coordinator.step_pauses import StepPauses
+from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.wire.messages.pauses import HoldSteps, StepsPaused
 from tests.effort import examples
 

@@ -9,7 +9,7 @@ import pytest
 
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import Change
-from dflow.distributed.coordinator.resumption import Snapshot, newest_snapshot
+from dflow.distributed.coordinator.snapshots.resumption import Snapshot, newest_snapshot
 from dflow.distributed.launching.launch_state import LaunchState
 from dflow.tracing.errors import ConfigError
 from tests.distributed.coordinator.recovering_tasks import PS, Tasks, claim

@@ -81,7 +81,7 @@ class Tasks:
     def await_reported(self, changes: int) -> None:
         """Wait for a committed snapshot that is newer than the first `changes` reports of changed state."""
         recovery = self.coordinator._state._recovery
-        until(lambda: recovery._saved_changes >= changes)
+        until(lambda: recovery._schedule._saved_changes >= changes)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -18,18 +18,19 @@ Invariants:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping
-from enum import Enum
 
 import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
-from dflow.distributed.coordinator.resumption import EPOCH, SNAPSHOT, Epoch, Snapshot
+from dflow.distributed.coordinator.snapshots.resumption import EPOCH, SNAPSHOT, Epoch, Snapshot
+from dflow.distributed.coordinator.snapshots.return_attempt import ReturnAttempt
+from dflow.distributed.coordinator.snapshots.snapshot_attempt import SnapshotAttempt, overdue
+from dflow.distributed.coordinator.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
+from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.coordinator.step_ledger import StepLedger
-from dflow.distributed.coordinator.step_pauses import StepPauses
 from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.snapshots import (
@@ -46,14 +47,6 @@ from dflow.distributed.wire.messages.snapshots import (
 from dflow.distributed.wire.messages.status import SnapshotSize
 from dflow.tracing.devices.task_name import short_task_name, task_name
 
-#: Limit of the time until all tasks have captured their state, and until they have read or set it, in s, while the
-#: steps are paused.
-CAPTURE_S, LOAD_S = 60.0, 600.0
-#: Limit of the time until a pause for a snapshot is reached, and until the parts of a snapshot are written, in s.
-PAUSE_S, WRITE_S = 10.0, 600.0
-#: Time to the next attempt at a snapshot after one that failed, in s: it doubles with each failure in a row, up to the
-#: interval between snapshots. After a pause that was not reached, at least the second time, since other workers waited.
-RETRY_S, AFTER_PAUSE_S = 1.0, 2 * PAUSE_S
 #: Failures in a row after which the log says what is missing.
 QUIET_FAILURES = 4
 #: Longest wait for the process of a task that held state to be started again, in s.
@@ -61,14 +54,6 @@ RETURN_S = 300.0
 NO_SNAPSHOTS = "no snapshots are made: start the cluster with --snapshots DIR"
 #: In place of a task's name: the requests of this file for a pause.
 _SNAPSHOT, _RETURN = "a snapshot", "the return to a snapshot"
-
-
-class _Phase(Enum):
-    IDLE = "no snapshot is made"
-    PAUSING = "the steps are being paused"
-    CAPTURING = "the tasks capture their state"
-    WRITING = "the tasks write their parts"
-    HOLDING = "the steps stay paused until tasks that leave are back"
 
 
 class Recovery:
@@ -87,48 +72,39 @@ class Recovery:
         every_s: float,
     ) -> None:
         self._records, self._members, self._directory = records, members, directory
-        self._ledger, self._pauses, self._every_s = ledger, pauses, every_s
+        self._ledger, self._pauses = ledger, pauses
+        self._schedule = SnapshotSchedule(every_s)
         self._counted = records.load_one(EPOCH, Epoch())
         self._committed = next((found for _, found in records.load(SNAPSHOT, Snapshot)), None)
-        self._phase = _Phase.IDLE
-        #: Tasks that have yet to capture, and to write, their parts of the snapshot that is being made.
-        self._uncaptured: set[str] = set()
-        self._unwritten: set[str] = set()
-        #: Names of the captured state.
-        self._captured: set[str] = set()
-        #: Reports of the tasks that have written their parts; their total for the last committed snapshot.
-        self._reports: list[StateWritten] = []
+        #: Bytes of the newest committed snapshot.
         self.size: SnapshotSize | None = None
-        #: Time when the newest snapshot was begun, and when its present phase began.
-        self._began_s = self._phase_s = -math.inf
-        #: Names at the moment of the last committed snapshot.
-        self._saved: Collection[str] = ()
-        #: Number of reports of changed state: in all, at the newest capture, and at the last committed one.
-        self._changes = self._captured_changes = self._saved_changes = 0
-        #: Time before which no other snapshot is begun; the number of attempts that failed since the last snapshot; the
-        #: time to the next attempt, if the newest one has just failed.
-        self._not_before_s, self._failures = -math.inf, 0
-        self._retry_s: float | None = None
-        #: Tasks that have yet to read, or with `_is_setting` to set, the state of the snapshot; None while none does.
-        self._loading: set[str] | None = None
-        self._is_setting, self._loading_s = False, math.inf
-        #: Why lost state cannot be restored; empty if it can, or if none is lost.
-        self._hopeless = ""
-        self._missing_since_s: float | None = None
-        #: Requests that wait for recovery.
-        self._asks: list[int] = []
-        #: Tasks with parts of a resumed snapshot that are not expected in this cluster.
-        self._unexpected: tuple[str, ...] = ()
-        #: The snapshot that the tasks capture or write.
-        self._making: Snapshot | None = None
+        #: Time since which a pause for the next snapshot is awaited; the attempt at it, when the pause is reached.
+        self._pausing_s: float | None = None
+        self._attempt: SnapshotAttempt | None = None
         #: Tasks that have announced their leave, and their requests; None for one that is answered.
         self._leaving: dict[str, int | None] = {}
+        #: Time since which the steps stay paused until tasks that leave are back.
+        self._holding_s: float | None = None
         #: Whether a step may have begun since the capture for a leave: a task has joined again, and was not held back.
         self._is_broken = False
+        #: The return to the committed snapshot, when its pause is reached.
+        self._return: ReturnAttempt | None = None
+        #: Why lost state cannot be restored; empty if it can, or if none is lost.
+        self._hopeless = ""
+        #: Tasks with parts of a resumed snapshot that are not expected in this cluster.
+        self._unexpected: tuple[str, ...] = ()
+        #: Requests that wait for recovery, and the time since which holders of state are missing.
+        self._asks: list[int] = []
+        self._missing_since_s: float | None = None
 
     @property
     def _is_returning(self) -> bool:
-        return self._loading is not None or self._pauses.has_request(_RETURN)
+        return self._return is not None or self._pauses.has_request(_RETURN)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no snapshot is being made, and no steps are paused for tasks that leave."""
+        return self._pausing_s is None and self._attempt is None and self._holding_s is None
 
     @property
     def resumed(self) -> int:
@@ -156,102 +132,94 @@ class Recovery:
 
     def tick(self, at_s: float) -> list[Command]:
         """Begin a snapshot if it is time; end one, or a return, that takes too long. `go_on` must follow."""
-        if self._loading and at_s - self._loading_s > LOAD_S:
-            late_tasks = ", ".join(map(short_task_name, sorted(self._loading)))
-            return self._give_up(f"{late_tasks} did not return to the snapshot within {LOAD_S:g} s")
-        if (late := self._late(at_s)) is not None:
-            if self._phase is _Phase.HOLDING:
+        if self._return is not None and (late := self._return.late(at_s)):
+            return self._give_up(late)
+        if late := self._late(at_s):
+            if self._holding_s is not None:
                 return [Log(late), *self._release()]
-            return self._abandon(late, least_s=AFTER_PAUSE_S if self._phase is _Phase.PAUSING else 0.0)
-        if not self._may_begin():
-            return []
-        names = self._directory.names()
-        # New state is saved immediately: a task could not return to a snapshot without it.
-        is_new = names != self._saved or self._changes > self._saved_changes
-        if at_s >= self._not_before_s and (is_new or at_s - self._began_s >= self._every_s):
+            return self._abandon(late, least_s=AFTER_PAUSE_S if self._attempt is None else 0.0)
+        if self._may_begin() and self._schedule.is_due(at_s, self._directory.names()):
             self._begin(at_s)
         return []
 
     def _may_begin(self) -> bool:
         """Whether a snapshot can begin now."""
-        is_ready = self._every_s and self._phase is _Phase.IDLE and not self._is_returning
+        is_ready = self._schedule.every_s and self.is_idle and not self._is_returning
         if not is_ready or self._counted.is_resuming or not self._directory.names():
             return False
         return not self._directory.lost() and not self._members.away()
 
     def _begin(self, at_s: float) -> None:
-        self._phase, self._began_s, self._phase_s = _Phase.PAUSING, at_s, at_s
+        self._schedule.begin(at_s)
+        self._pausing_s = at_s
         self._pauses.ask(_SNAPSHOT)
 
-    def _late(self, at_s: float) -> str | None:
-        """Why the snapshot that is being made takes too long; None if it does not."""
+    def _late(self, at_s: float) -> str:
+        """Why the snapshot that is being made, or a task that leaves, takes too long; empty if it does not."""
+        if self._attempt is not None:
+            return self._attempt.late(at_s)
         # A task that leaves waits as long as it can: it ends the attempt itself, as it leaves.
-        pause_s = math.inf if self._leaving else PAUSE_S
-        tasks, limit_s, what = {
-            _Phase.PAUSING: (self._pauses.waits_for, pause_s, "still runs a step after"),
-            _Phase.CAPTURING: (self._uncaptured, CAPTURE_S, "did not capture its state within"),
-            _Phase.WRITING: (self._unwritten, WRITE_S, "did not write its part within"),
-            _Phase.HOLDING: (self._leaving, RETURN_S, "announced to leave, and did not come back within"),
-        }.get(self._phase, ((), math.inf, ""))
-        if at_s - self._phase_s <= limit_s:
-            return None
-        return f"{', '.join(map(short_task_name, sorted(tasks))) or 'a worker'} {what} {limit_s:g} s"
+        if self._pausing_s is not None and not self._leaving and at_s - self._pausing_s > PAUSE_S:
+            return overdue(self._pauses.waits_for, "still runs a step after", PAUSE_S)
+        if self._holding_s is not None and at_s - self._holding_s > RETURN_S:
+            return overdue(self._leaving, "announced to leave, and did not come back within", RETURN_S)
+        return ""
 
     def changed(self) -> None:
         """State was changed that no step changes again, by `dflow.restore` or the end of a queue's data."""
-        self._changes += 1
+        self._schedule.changes += 1
 
     def captured(self, report: StateCaptured) -> None:
         """A task has captured its part. `go_on` must follow."""
-        if self._phase is _Phase.CAPTURING and self._making is not None and report.number == self._making.number:
-            self._uncaptured.discard(report.task)
-            self._captured.update(report.keys)
+        if self._attempt is not None:
+            self._attempt.captured(report)
 
     def written(self, report: StateWritten) -> list[Command]:
         """A task has written its part, or failed. `go_on` must follow."""
-        if self._making is None or report.number != self._making.number:
+        if self._attempt is None or report.number != self._attempt.snapshot.number:
             return []
         if report.failure:
             return self._abandon(f"{short_task_name(report.task)}: {report.failure}")
-        self._unwritten.discard(report.task)
-        self._reports.append(report)
+        self._attempt.written(report)
         return []
 
     def loaded(self, report: StateLoaded) -> list[Command]:
         """A task has loaded the snapshot, or failed. `go_on` must follow."""
-        if self._loading is None or (report.epoch, report.is_set) != (self._counted.epoch, self._is_setting):
+        if self._return is None or not self._return.expects(report):
             return []
-        if not report.failure:
-            self._loading.discard(report.task)
-            return []
-        return self._give_up(f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}")
+        if report.failure:
+            return self._give_up(f"{short_task_name(report.task)} could not return to the snapshot: {report.failure}")
+        self._return.loaded(report.task)
+        return []
 
     def _give_up(self, why: str) -> list[Command]:
         """End a return to a snapshot that failed."""
-        self._loading, self._is_setting, self._hopeless = None, False, why
+        self._return, self._hopeless = None, why
         return [Log(why), *self._release()]
 
     def joined(self, task: str, *, is_known: bool) -> list[Command]:
         """A task has joined, as the process `is_known` from before or as another one. `go_on` must follow."""
         self._hopeless = ""
         self._is_broken = self._is_broken or is_known
-        if self._loading is not None and self._committed is not None and task in self._committed.tasks:
-            self._loading.add(task)
+        if self._return is not None and self._return.repeat(task):
             return self._load([task])
         return self._left_or_replaced(task, is_known=is_known)
 
     def left(self, task: str) -> list[Command]:
         """A task has left. `go_on` must follow."""
-        if self._phase is not _Phase.HOLDING:
+        if self._holding_s is None:
             self._leaving.pop(task, None)
-        if self._loading is not None and self._committed is not None and task in self._committed.tasks:
-            self._loading.add(task)  # its next process has to load
+        if self._return is not None:
+            self._return.repeat(task)
         return self._left_or_replaced(task)
 
     def _left_or_replaced(self, task: str, *, is_known: bool = False) -> list[Command]:
-        is_part = self._making is not None and task in self._making.tasks
-        is_part = is_part or (is_known and self._phase is _Phase.CAPTURING)  # it may have begun a step
-        return self._abandon(f"{short_task_name(task)} has left or joined again") if is_part else []
+        if self._attempt is None:
+            return []
+        may_have_begun_a_step = is_known and not self._attempt.is_writing
+        if task in self._attempt.snapshot.tasks or may_have_begun_a_step:
+            return self._abandon(f"{short_task_name(task)} has left or joined again")
+        return []
 
     def await_recovery(self, ask: int, request: AwaitRecovery) -> list[Command]:
         """Answer when no state is lost. `go_on` must follow."""
@@ -263,82 +231,83 @@ class Recovery:
 
     def announce_leave(self, task: str, ask: int) -> list[Command]:
         """Answer when a snapshot has all state of a task that is going to leave. `go_on` must follow."""
-        if task not in self._directory.holders() or self._is_returning or self._phase is _Phase.HOLDING:
+        is_held = self._holding_s is not None
+        if task not in self._directory.holders() or self._is_returning or is_held:
             # Nothing has changed since the last snapshot, or what has is undone by the return.
-            if self._phase is _Phase.HOLDING:
+            if is_held:
                 self._leaving[task] = None
             return [SendReply(ask, Ok())]
-        if why := self._hopeless or self._why_not_saved():
+        if why := self._hopeless or ("" if self._schedule.every_s else NO_SNAPSHOTS):
             return [SendReply(ask, Failure("TaskLost", why))]
-        is_too_late = self._phase is _Phase.WRITING and not self._leaving  # steps run again
-        commands = self._abandon("") if is_too_late else []
-        self._leaving[task], self._not_before_s, self._retry_s = ask, -math.inf, None
+        runs_again = self._attempt is not None and self._attempt.is_writing and not self._leaving
+        commands = self._abandon("") if runs_again else []
+        self._leaving[task] = ask
+        self._schedule.allow()
         return commands
-
-    def _why_not_saved(self) -> str:
-        return "" if self._every_s else NO_SNAPSHOTS
 
     # Decisions.
 
     def go_on(self, at_s: float) -> list[Command]:
         """Carry out the decisions that follow from an event."""
         commands = [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
-        if self._retry_s is not None:
-            self._not_before_s, self._retry_s = at_s + self._retry_s, None
+        self._schedule.go_on(at_s)
         return commands
 
     def _snapshot_on(self, at_s: float) -> list[Command]:
+        """Go on with the snapshot that is being made, as far as it goes."""
         commands: list[Command] = []
-        live = self._members.connections()
-        if self._leaving and at_s >= self._not_before_s and self._may_begin():
+        if self._leaving and self._schedule.is_allowed(at_s) and self._may_begin():
             self._begin(at_s)
-        if self._phase is _Phase.PAUSING and self._pauses.reached == _SNAPSHOT:
-            tasks = self._directory.holders()
-            if self._directory.lost() or any(live.get(task) is None for task in tasks):
-                return self._abandon("")
-            self._counted = msgspec.structs.replace(self._counted, number=self._counted.number + 1)
-            self._records.put(EPOCH, self._counted)
-            self._making = Snapshot(
-                self._counted.number,
-                tasks,
-                self._directory.names(),
-                self._ledger.copy(),
-                at_s,
-                self._directory.saved(),
-                self._members.identity.cluster,
-            )
-            self._is_broken = False
-            self._uncaptured, self._unwritten, self._captured = {*tasks}, {*tasks}, set()
-            self._reports = []
-            self._captured_changes = self._changes
-            self._phase, self._phase_s = _Phase.CAPTURING, at_s
-            committed = 0 if self._committed is None else self._committed.number
-            commands.append(self._to(tasks, CaptureState(self._making.number, committed, self._making.cluster)))
-        if self._phase is _Phase.CAPTURING and not self._uncaptured and self._making is not None:
-            if missing := [name for name in self._making.names if name not in self._captured]:
-                commands += self._abandon("")  # a placed variable is not created yet
-                if self._failures == QUIET_FAILURES:
-                    names = ", ".join(missing[:MOST_NAMED])
-                    commands.append(Log(f"no snapshot can be made: {names} was placed, and is not created"))
-                return commands
-            self._phase, self._phase_s = _Phase.WRITING, at_s
-            if not self._leaving:
-                commands += self._pauses.withdraw(_SNAPSHOT, live)
-        if self._phase is _Phase.WRITING and not self._unwritten and self._making is not None:
-            if self._committed is None:
-                commands.append(Log(f"the first snapshot, of {len(self._making.names)} variables, is complete"))
-            self._phase, self._committed, self._making, self._failures = _Phase.IDLE, self._making, None, 0
-            self._saved = self._committed.names
-            self._saved_changes = self._captured_changes
-            self._records.put(SNAPSHOT, self._committed)
-            self.size = _size(self._committed.number, self._reports)
-            commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
-            if self._leaving:
-                self._phase, self._phase_s = _Phase.HOLDING, at_s
-                names = ", ".join(map(short_task_name, sorted(self._leaving)))
-                commands.append(Log(f"{names} leaves: snapshot {self._committed.number} has all state; steps wait"))
-                commands += self._answer_leaving(Ok())
+        if self._pausing_s is not None and self._pauses.reached == _SNAPSHOT:
+            commands += self._capture(at_s)
+        if self._attempt is not None and self._attempt.is_captured and not self._attempt.is_writing:
+            commands += self._end_capture(self._attempt, at_s)
+        if self._attempt is not None and self._attempt.is_written:
+            commands += self._commit(self._attempt, at_s)
         return commands
+
+    def _capture(self, at_s: float) -> list[Command]:
+        tasks, live = self._directory.holders(), self._members.connections()
+        if self._directory.lost() or any(live.get(task) is None for task in tasks):
+            return self._abandon("")
+        number, cluster = self._counted.number + 1, self._members.identity.cluster
+        self._count(number=number)
+        placed = self._directory.saved()
+        snapshot = Snapshot(number, tasks, self._directory.names(), self._ledger.copy(), at_s, placed, cluster)
+        self._pausing_s, self._is_broken = None, False
+        self._attempt = SnapshotAttempt(snapshot, at_s, self._schedule.changes)
+        committed = 0 if self._committed is None else self._committed.number
+        return [self._to(tasks, CaptureState(number, committed, cluster))]
+
+    def _end_capture(self, attempt: SnapshotAttempt, at_s: float) -> list[Command]:
+        if missing := attempt.missing:
+            commands = self._abandon("")
+            if self._schedule.failures == QUIET_FAILURES:
+                names = ", ".join(missing[:MOST_NAMED])
+                commands.append(Log(f"no snapshot can be made: {names} was placed, and is not created"))
+            return commands
+        attempt.begin_writing(at_s)
+        return [] if self._leaving else [*self._pauses.withdraw(_SNAPSHOT, self._members.connections())]
+
+    def _commit(self, attempt: SnapshotAttempt, at_s: float) -> list[Command]:
+        commands: list[Command] = []
+        if self._committed is None:
+            commands.append(Log(f"the first snapshot, of {len(attempt.snapshot.names)} variables, is complete"))
+        self._attempt, self._committed, self.size = None, attempt.snapshot, attempt.size
+        self._schedule.complete(self._committed.names, attempt.changes)
+        self._records.put(SNAPSHOT, self._committed)
+        commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
+        if self._leaving:
+            self._holding_s = at_s
+            names = ", ".join(map(short_task_name, sorted(self._leaving)))
+            commands.append(Log(f"{names} leaves: snapshot {self._committed.number} has all state; steps wait"))
+            commands += self._answer_leaving(Ok())
+        return commands
+
+    def _count(self, **changes: int | bool) -> None:
+        """Change the record of returns and snapshots."""
+        self._counted = msgspec.structs.replace(self._counted, **changes)
+        self._records.put(EPOCH, self._counted)
 
     def _answer_leaving(self, answer: Ok | Failure) -> list[Command]:
         commands: list[Command] = [SendReply(ask, answer) for ask in self._leaving.values() if ask is not None]
@@ -347,7 +316,7 @@ class Recovery:
 
     def _release(self) -> list[Command]:
         """End the pauses of this file. Tasks whose announced leave is not answered wait for the next snapshot."""
-        self._phase, self._making = _Phase.IDLE, None
+        self._pausing_s = self._attempt = self._holding_s = None
         self._leaving = {task: ask for task, ask in self._leaving.items() if ask is not None}
         live = self._members.connections()
         return [*self._pauses.withdraw(_RETURN, live), *self._pauses.withdraw(_SNAPSHOT, live)]
@@ -359,58 +328,55 @@ class Recovery:
         least_s  least time to the next attempt, in s
         """
         commands: list[Command] = [*self._pauses.withdraw(_SNAPSHOT, self._members.connections())]
-        if self._phase is not _Phase.IDLE:
-            self._retry_s = max(least_s, min(self._every_s, RETRY_S * 2**self._failures))
-            self._failures += 1
+        retry_s = 0.0 if self.is_idle else self._schedule.failed(least_s)
         if why:
-            commands = [Log(f"a snapshot is abandoned, and no other begins for {self._retry_s:g} s: {why}"), *commands]
+            commands = [Log(f"a snapshot is abandoned, and no other begins for {retry_s:g} s: {why}"), *commands]
             commands += self._answer_leaving(Failure("TaskLost", f"no snapshot could be made: {why}"))
             self._leaving = {}
-        self._phase, self._making = _Phase.IDLE, None
+        self._pausing_s = self._attempt = None
         return commands
 
     def _return_on(self, at_s: float) -> list[Command]:
+        """Begin a return when state is lost, and go on with it, as far as it goes."""
         commands: list[Command] = []
-        lost = self._directory.lost()
+        lost, is_held = self._directory.lost(), self._holding_s is not None
         if lost and not self._is_returning and not self._hopeless:
             self._hopeless = self._why_not()
             if not self._hopeless:
                 # The pause for a task that has left becomes that of the return.
-                commands = [] if self._phase is _Phase.HOLDING else self._abandon("")
+                commands = [] if is_held else self._abandon("")
                 self._pauses.ask(_RETURN, is_urgent=True)
-            elif self._every_s:
+            elif self._schedule.every_s:
                 commands = [Log(f"{', '.join(lost[:MOST_NAMED])} cannot be restored: {self._hopeless}")]
-                commands += self._release() if self._phase is _Phase.HOLDING else []
+                commands += self._release() if is_held else []
         if not lost and not self._is_returning:
             self._hopeless = ""
-        is_paused = self._pauses.reached == _RETURN or (self._phase is _Phase.HOLDING and self._is_returning)
-        if self._loading is None and is_paused and self._committed is not None:
-            live = self._members.connections()
-            if any(live.get(task) is None for task in self._committed.tasks):
+        is_paused = self._pauses.reached == _RETURN or (is_held and self._is_returning)
+        if self._return is None and is_paused and self._committed is not None:
+            tasks, live = self._committed.tasks, self._members.connections()
+            if any(live.get(task) is None for task in tasks):
                 return commands  # it is started again, or declared dead and replaced
-            self._counted = msgspec.structs.replace(self._counted, epoch=self._counted.epoch + 1)
-            self._records.put(EPOCH, self._counted)
-            self._loading, self._is_setting, self._loading_s = {*self._committed.tasks}, False, at_s
-            commands += self._load(self._committed.tasks)
-        if self._loading is not None and not self._loading and self._committed is not None:
-            if self._is_setting:
+            self._count(epoch=self._counted.epoch + 1)
+            self._return = ReturnAttempt(self._counted.epoch, tasks, at_s)
+            commands += self._load(tasks)
+        if self._return is not None and self._return.is_phase_over:
+            if self._return.is_setting:
                 return [*commands, *self._returned()]
-            self._loading, self._is_setting, self._loading_s = {*self._committed.tasks}, True, at_s
-            commands += self._load(self._committed.tasks)
+            self._return.begin_setting(at_s)
+            commands += self._load(self._return.tasks)
         return commands
 
     def _returned(self) -> list[Command]:
         assert self._committed is not None
-        self._loading, self._is_setting = None, False
-        redone = 0
-        if self._phase is not _Phase.HOLDING or self._is_broken:
+        self._return = None
+        redone, undone = 0, self._counted.undone
+        if self._holding_s is None or self._is_broken:
             redone = self._ledger.steps_done - self._committed.ledger.steps_done
             self._ledger.return_to(self._committed.ledger)
-            self._counted = msgspec.structs.replace(self._counted, undone=self._counted.undone + 1)
-        self._counted = msgspec.structs.replace(self._counted, is_resuming=False)
-        self._records.put(EPOCH, self._counted)
+            undone += 1
+        self._count(undone=undone, is_resuming=False)
         self._directory.restored(self._committed.names)
-        self._saved = self._directory.names()
+        self._schedule.returned(self._directory.names())
         where = ", ".join(map(short_task_name, self._committed.tasks))
         live = self._members.connections()
         return [
@@ -422,15 +388,16 @@ class Recovery:
 
     def _load(self, tasks: Collection[str]) -> list[Command]:
         assert self._committed is not None
+        assert self._return is not None
         snapshot, known = self._committed, {*self._directory.names()}
         forgotten = tuple(name for name in snapshot.names if name not in known)
         numbers, reopens = (snapshot.number, self._counted.epoch), self._counted.is_resuming
-        message = LoadState(*numbers, self._is_setting, snapshot.cluster, forgotten, reopens)
+        message = LoadState(*numbers, self._return.is_setting, snapshot.cluster, forgotten, reopens)
         return [self._to(tasks, message)]
 
     def _why_not(self) -> str:
         """Why lost state cannot be restored; empty if it can."""
-        if not self._every_s:
+        if not self._schedule.every_s:
             return NO_SNAPSHOTS
         if self._committed is None:
             return "it was lost before the first snapshot was complete"
@@ -443,16 +410,15 @@ class Recovery:
 
     def _answered(self, at_s: float) -> list[Command]:
         """Answer the requests that wait, if their answer is known."""
-        is_held = self._phase is _Phase.HOLDING
-        if not self._asks and not is_held and self._missing_since_s is None:
+        if not self._asks and self._holding_s is None and self._missing_since_s is None:
             return []
         away = [task for task in self._directory.holders() if self._members.connections().get(task) is None]
-        if self._hopeless or not self._every_s:
+        if self._hopeless or not self._schedule.every_s:
             why, self._missing_since_s = self._hopeless or self._why_not(), None
             return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
-        if away or is_held or self._is_returning or self._directory.lost():
+        if away or self._holding_s is not None or self._is_returning or self._directory.lost():
             # From the time of a leave on, also if the steps that wait fail later.
-            since_s = self._phase_s if is_held else at_s
+            since_s = at_s if self._holding_s is None else self._holding_s
             self._missing_since_s = since_s if self._missing_since_s is None else self._missing_since_s
             if at_s - self._missing_since_s < RETURN_S or not away:
                 return []
@@ -471,11 +437,6 @@ class Recovery:
     def _to(self, tasks: Collection[str], message: CaptureState | LoadState | SnapshotCommitted) -> Broadcast:
         live = self._members.connections()
         return Broadcast(_peers(live.get(task) for task in tasks), message)
-
-
-def _size(number: int, reports: Collection[StateWritten]) -> SnapshotSize:
-    written = sum(report.written_bytes for report in reports)
-    return SnapshotSize(number, written, sum(report.full_bytes for report in reports))
 
 
 def _peers(found: Iterable[int | None]) -> tuple[int, ...]:

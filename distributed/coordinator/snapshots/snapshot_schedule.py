@@ -1,0 +1,70 @@
+"""When the next snapshot begins. A pure function of events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+#: Limit of the time until a pause for a snapshot is reached, in s.
+PAUSE_S = 10.0
+#: Time to the next attempt at a snapshot after one that failed, in s: it doubles with each failure in a row, up to the
+#: interval between snapshots. After a pause that was not reached, at least the second time, since other workers waited.
+RETRY_S, AFTER_PAUSE_S = 1.0, 2 * PAUSE_S
+
+
+class SnapshotSchedule:
+    """The times of the snapshots of one cluster.
+
+    every_s  time between two; 0 for none
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self.every_s = every_s
+        self._began_s = -math.inf
+        #: Names in the newest complete snapshot.
+        self._names: Collection[str] = ()
+        #: Number of reports of changed state: in all, and in the newest complete snapshot.
+        self.changes = self._saved_changes = 0
+        #: Number of attempts that failed since the newest complete snapshot.
+        self.failures = 0
+        #: Time before which none begins; the time to the next attempt, if one has just failed.
+        self._not_before_s, self._retry_s = -math.inf, math.nan
+
+    def is_due(self, at_s: float, names: Collection[str]) -> bool:
+        """Whether it is time for a snapshot of the state of these names.
+
+        New state is saved immediately: a task could not return to a snapshot without it.
+        """
+        is_new = names != self._names or self.changes > self._saved_changes
+        return self.is_allowed(at_s) and (is_new or at_s - self._began_s >= self.every_s)
+
+    def is_allowed(self, at_s: float) -> bool:
+        """Whether enough time has passed since an attempt that failed."""
+        return at_s >= self._not_before_s
+
+    def allow(self) -> None:
+        """Let the next attempt begin, however the last ones ended."""
+        self._not_before_s, self._retry_s = -math.inf, math.nan
+
+    def begin(self, at_s: float) -> None:
+        """Note the beginning of an attempt."""
+        self._began_s = at_s
+
+    def failed(self, least_s: float) -> float:
+        """Note that an attempt failed; return the time to the next in s, at least `least_s`. `go_on` must follow."""
+        self._retry_s = max(least_s, min(self.every_s, RETRY_S * 2**self.failures))
+        self.failures += 1
+        return self._retry_s
+
+    def go_on(self, at_s: float) -> None:
+        """Set the time of the next attempt, after one that failed."""
+        if not math.isnan(self._retry_s):
+            self._not_before_s, self._retry_s = at_s + self._retry_s, math.nan
+
+    def complete(self, names: Collection[str], changes: int) -> None:
+        """Note that a snapshot with these names, and with this number of changes, is complete."""
+        self._names, self._saved_changes, self.failures = names, changes, 0
+
+    def returned(self, names: Collection[str]) -> None:
+        """Note that all tasks have the state of a snapshot again; `names` is what the cluster knows of."""
+        self._names = names
