@@ -30,7 +30,7 @@ from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Heartbeat, Join, Leave, Roster
 from dflow.distributed.wire.messages.rounds import ClaimSteps
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery, SaveChanges
 from dflow.distributed.wire.messages.status import GetHealth, GetStatus
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.tracing.devices.task_name import short_task_name
@@ -253,6 +253,8 @@ def _timeout_s(message: Message) -> float:
             return message.timeout_s + BARRIER_GRACE_S
         case AwaitRecovery():
             return RETURN_S + BARRIER_GRACE_S
+        case SaveChanges():
+            return message.wait_s + ANSWER_S
         case _:
             return ANSWER_S
 

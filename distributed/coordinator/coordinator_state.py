@@ -59,8 +59,8 @@ from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, Steps
 from dflow.distributed.wire.messages.snapshots import (
     AnnounceLeave,
     AwaitRecovery,
+    SaveChanges,
     StateCaptured,
-    StateChanged,
     StateLoaded,
     StateWritten,
 )
@@ -350,6 +350,11 @@ class CoordinatorState:
     def _await_recovery(self, request: AwaitRecovery, event: Asked) -> list[Command]:
         return self._recovery.await_recovery(event.ask, request)
 
+    @REQUESTS.handles(SaveChanges)
+    def _save_changes(self, request: SaveChanges, event: Asked) -> list[Command]:
+        self._recovery.changed(event.ask, event.at_s + request.wait_s)
+        return []
+
     @REQUESTS.handles(AnnounceLeave)
     def _announce_leave(self, request: AnnounceLeave, event: Asked) -> list[Command]:
         return self._recovery.announce_leave(request.task, event.ask)
@@ -419,11 +424,6 @@ class CoordinatorState:
     @NOTICES.handles(StateCaptured)
     def _state_captured(self, report: StateCaptured, event: Told) -> list[Command]:
         self._recovery.captured(report)
-        return []
-
-    @NOTICES.handles(StateChanged)
-    def _state_changed(self, notice: StateChanged, event: Told) -> list[Command]:
-        self._recovery.changed()
         return []
 
     @NOTICES.handles(StateWritten)

@@ -56,6 +56,8 @@ from dflow.tracing.source import at, caller
 from dflow.tracing.state.initial_value import Initial, TypedInitial
 from dflow.tracing.state.resources import Variable
 
+#: Longest wait for a snapshot with restored values, in s.
+RESTORE_WAIT_S = 60.0
 #: Numbers that identify this process's saves and restores on the tasks.
 _numbers = itertools.count()
 
@@ -164,8 +166,10 @@ class ClusterHome(ClusterResources):
             ends = dict.fromkeys(messages, EndRestore(*restore, is_set=True))
             try:
                 self._requests.coordinator.with_steps_paused(lambda: self._ask(ends), self.steps.timeout_s)
-            finally:
-                self.tell_changed()
+            except BaseException:
+                self.save_changes("", 0.0)  # some tasks may have set their variables
+                raise
+            self.save_changes(f"what was restored from {files.path}", RESTORE_WAIT_S)
 
         with ExitStack() as releasing:
             releasing.callback(release)

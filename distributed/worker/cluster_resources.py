@@ -7,12 +7,13 @@ op on the task.
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
-from dflow.distributed.wire.messages.snapshots import StateChanged
+from dflow.distributed.wire.messages.snapshots import SaveChanges
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
@@ -45,6 +46,14 @@ from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
+
+LOGGER = logging.getLogger("dflow")
+
+Result = TypeVar("Result")
+
+#: Longest wait for a snapshot with the end of a queue's data, in s. A step that waits for what the script does next
+#: holds up the snapshot.
+CLOSE_WAIT_S = 5.0
 
 
 class ClusterResources:
@@ -89,22 +98,37 @@ class ClusterResources:
         def message(step: StepId) -> CallResource:
             return CallResource(resource.key, op, step.origin, step.number, infos)
 
-        try:
-            answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
-        finally:
-            self.steps.state_changed()
-        if op.name == ops.queue_close.name:
-            self.tell_changed()
-        return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
+        def use() -> Sequence[jax.Array]:
+            try:
+                answer, data = self._requests.ask_step(task, message, payload, op.timeout_s)
+            finally:
+                self.steps.state_changed()
+            return [jax.device_put(array) for array in decode_arrays(answer.arrays, data)]
+
+        return self.ended(resource.key, use) if op.name == ops.queue_close.name else use()
+
+    def ended(self, queue: str, end: Callable[[], Result]) -> Result:
+        """Return `end()`, which ends a queue's data; do it again if it is lost with a task before a snapshot has it."""
+
+        def end_and_save() -> Result:
+            found = end()
+            self.save_changes(f"the end of queue {queue!r}", CLOSE_WAIT_S)
+            return found
+
+        return retried(self.steps, end_and_save, (TaskLost, StepCancelled))
 
     def producer(self, queue: Queue, where: str) -> TaskQueueProducer:
         """Return the producing side of a queue; `where` is the user's line that feeds it."""
         return TaskQueueProducer(self, self._requests, task_of_resource(queue), queue.key, where)
 
-    def tell_changed(self) -> None:
-        """Have the cluster make a snapshot soon, of a change of state that no step does again."""
+    def save_changes(self, what: str, wait_s: float) -> None:
+        """Wait until a snapshot has a change of state that no step makes again, at most `wait_s`; `what` names it.
+
+        Returns immediately if no snapshots are made. Raises TaskLost if all tasks return to an earlier snapshot.
+        """
         self.steps.state_changed()
-        self._requests.coordinator.tell(StateChanged(self._requests.task))
+        if not self._requests.coordinator.ask(SaveChanges(self._requests.task, wait_s)).is_saved and wait_s:
+            LOGGER.warning("no snapshot has %s after %g s: it is undone if a parameter task is lost now", what, wait_s)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         """Free the contents of a queue or an accumulator, and its name; see `Home.forget_resource`."""
@@ -143,17 +167,12 @@ class TaskQueueProducer:
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""
         closing = partial(self._call, close_op(self.where), ())
-        self._end(lambda: self.requests.ask_step(self.task, closing, b"", 0.0))
+        self.resources.ended(self.key, lambda: self.requests.ask_step(self.task, closing, b"", 0.0))
 
     def fail(self, failure: BaseException) -> None:
         """Close the queue with the text of `failure`; see `QueueProducer`."""
         message = FailQueue(self.key, failure_text(failure)[:MAX_TEXT], self.where)
-        self._end(lambda: self.requests.ask(self.task, message))
-
-    def _end(self, end: Callable[[], object]) -> None:
-        """End the queue's data, which no producer does again after a return to a snapshot."""
-        retried(self.resources.steps, end, (TaskLost, StepCancelled))
-        self.resources.tell_changed()
+        self.resources.ended(self.key, lambda: self.requests.ask(self.task, message))
 
     def is_recovered(self, error: BaseException, failures: int) -> bool:
         """See `QueueProducer`."""

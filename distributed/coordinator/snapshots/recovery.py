@@ -38,6 +38,7 @@ from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
     LoadState,
     Recovered,
+    Saved,
     SnapshotCommitted,
     StateCaptured,
     StateLoaded,
@@ -96,6 +97,8 @@ class Recovery:
         #: Requests that wait for recovery, and the time since which holders of state are missing.
         self._asks: list[int] = []
         self._missing_since_s: float | None = None
+        #: Requests that wait for a snapshot with a change of state: the number of the change, and the end of the wait.
+        self._unsaved: dict[int, tuple[int, float]] = {}
 
     @property
     def _is_returning(self) -> bool:
@@ -165,9 +168,10 @@ class Recovery:
             return overdue(self._leaving, "announced to leave, and did not come back within", RETURN_S)
         return ""
 
-    def changed(self) -> None:
-        """State was changed that no step changes again, by `dflow.restore` or the end of a queue's data."""
+    def changed(self, ask: int, until_s: float) -> None:
+        """Answer when a snapshot has a change that no step makes again, or at `until_s`. `go_on` must follow."""
         self._schedule.changes += 1
+        self._unsaved[ask] = self._schedule.changes, until_s
 
     def captured(self, report: StateCaptured) -> None:
         """A task has captured its part. `go_on` must follow."""
@@ -249,7 +253,7 @@ class Recovery:
 
     def go_on(self, at_s: float) -> list[Command]:
         """Carry out the decisions that follow from an event."""
-        commands = [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s)]
+        commands = [*self._snapshot_on(at_s), *self._return_on(at_s), *self._answered(at_s), *self._saved(at_s)]
         self._schedule.go_on(at_s)
         return commands
 
@@ -347,7 +351,8 @@ class Recovery:
                 commands = [] if is_held else self._abandon("")
                 self._pauses.ask(_RETURN, is_urgent=True)
             elif self._schedule.every_s:
-                commands = [Log(f"{', '.join(lost[:MOST_NAMED])} cannot be restored: {self._hopeless}")]
+                why = f"{', '.join(lost[:MOST_NAMED])} cannot be restored: {self._hopeless}"
+                commands = [Log(why), *self._refuse_unsaved(why)]
                 commands += self._release() if is_held else []
         if not lost and not self._is_returning:
             self._hopeless = ""
@@ -378,9 +383,10 @@ class Recovery:
         self._directory.restored(self._committed.names)
         self._schedule.returned(self._directory.names())
         where = ", ".join(map(short_task_name, self._committed.tasks))
-        live = self._members.connections()
+        live, what = self._members.connections(), f"{where} returned to snapshot {self._committed.number}"
         return [
-            Log(f"{where} returned to snapshot {self._committed.number}; {max(0, redone)} steps are done again"),
+            Log(f"{what}; {max(0, redone)} steps are done again"),
+            *self._refuse_unsaved(f"{what}, which was made before it"),
             *map(Log, self._ledger.take_news()),
             Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),
             *self._release(),
@@ -426,6 +432,22 @@ class Recovery:
             return self._settle(Failure("TaskLost", f"{names} did not come back within {RETURN_S:g} s"))
         self._missing_since_s = None
         return self._settle(self._recovered())
+
+    def _saved(self, at_s: float) -> list[Command]:
+        """Answer the requests that wait for a snapshot, if it is complete or their time is over."""
+        known = self._schedule.saved_changes if self._schedule.every_s else self._schedule.changes
+        answers = {
+            ask: number <= known
+            for ask, (number, until_s) in self._unsaved.items()
+            if number <= known or at_s >= until_s
+        }
+        self._unsaved = {ask: one for ask, one in self._unsaved.items() if ask not in answers}
+        return [SendReply(ask, Saved(is_saved)) for ask, is_saved in answers.items()]
+
+    def _refuse_unsaved(self, why: str) -> list[Command]:
+        """Answer the requests that wait for a snapshot with a change of state, which is lost."""
+        asks, self._unsaved = [*self._unsaved], {}
+        return [SendReply(ask, Failure("TaskLost", f"the change of state is lost: {why}")) for ask in asks]
 
     def _recovered(self) -> Recovered:
         return Recovered(self._counted.epoch, self._counted.undone)

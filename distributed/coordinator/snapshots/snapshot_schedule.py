@@ -24,7 +24,7 @@ class SnapshotSchedule:
         #: Names in the newest complete snapshot.
         self._names: Collection[str] = ()
         #: Number of reports of changed state: in all, and in the newest complete snapshot.
-        self.changes = self._saved_changes = 0
+        self.changes = self.saved_changes = 0
         #: Number of attempts that failed since the newest complete snapshot.
         self.failures = 0
         #: Time before which none begins; the time to the next attempt, if one has just failed.
@@ -35,7 +35,7 @@ class SnapshotSchedule:
 
         New state is saved immediately: a task could not return to a snapshot without it.
         """
-        is_new = names != self._names or self.changes > self._saved_changes
+        is_new = names != self._names or self.changes > self.saved_changes
         return self.is_allowed(at_s) and (is_new or at_s - self._began_s >= self.every_s)
 
     def is_allowed(self, at_s: float) -> bool:
@@ -63,7 +63,7 @@ class SnapshotSchedule:
 
     def complete(self, names: Collection[str], changes: int) -> None:
         """Note that a snapshot with these names, and with this number of changes, is complete."""
-        self._names, self._saved_changes, self.failures = names, changes, 0
+        self._names, self.saved_changes, self.failures = names, changes, 0
 
     def returned(self, names: Collection[str]) -> None:
         """Note that all tasks have the state of a snapshot again; `names` is what the cluster knows of."""

@@ -76,12 +76,22 @@ class StateLoaded(Notice, frozen=True):
     failure: str = ""
 
 
-class StateChanged(Notice, frozen=True):
-    """The task has changed state that must be saved soon, since no step does it again."""
+class Saved(Message, frozen=True):
+    """The state can be lost no more if it `is_saved`, or if no snapshots are made."""
+
+    is_saved: bool
+
+
+class SaveChanges(Request[Saved], frozen=True):
+    """The task has changed state by what no step does again; answered when a snapshot has it, or after `wait_s`.
+
+    Refused as TaskLost if all tasks return to an earlier snapshot.
+    """
 
     speaker = "task"
 
     task: str
+    wait_s: float
 
 
 class AnnounceLeave(Request[Ok], frozen=True):

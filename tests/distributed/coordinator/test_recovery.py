@@ -15,9 +15,11 @@ from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unp
 from dflow.distributed.wire.messages.rounds import Claimed, RoundsDone
 from dflow.distributed.wire.messages.snapshots import (
     AwaitRecovery,
+    CaptureState,
     LoadState,
     Recovered,
-    StateChanged,
+    SaveChanges,
+    Saved,
     StateLoaded,
     StateRestored,
     StateWritten,
@@ -197,10 +199,54 @@ def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
     tasks = Tasks()
     tasks.snapshot()
     assert [*tasks.disk[PS[0]]] == [1]
-    tasks.tell(WORKER, StateChanged(WORKER))
+    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
+    ask = tasks.asks
     tasks.snapshot()
+    assert tasks.answers[ask] == Saved(is_saved=True)
     tasks.snapshot()
     assert [*tasks.disk[PS[0]]] == [2]
+
+
+def test_a_change_during_a_capture_waits_for_the_next_snapshot() -> None:
+    tasks = Tasks()
+    tasks.tick()
+    for task in tasks.peer:
+        tasks.deliver(task)
+    assert sent(tasks, CaptureState) == {*PS}
+    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
+    ask = tasks.asks
+    tasks.settle()
+    assert [*tasks.disk[PS[0]]] == [1]
+    assert ask not in tasks.answers
+    tasks.snapshot()
+    assert tasks.answers[ask] == Saved(is_saved=True)
+
+
+def test_a_change_that_a_return_has_undone_is_refused() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert tasks.ask(SaveChanges(WORKER, 60.0)) is None
+    ask = tasks.asks
+    tasks.start_again(PS[1])
+    tasks.settle()
+    assert tasks.answers[ask] == Failure(
+        "TaskLost", "the change of state is lost: ps:0, ps:1 returned to snapshot 1, which was made before it"
+    )
+
+
+def test_a_change_is_not_waited_for_longer_than_its_task_asks_for() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert tasks.ask(SaveChanges(WORKER, 3.0)) is None
+    ask = tasks.asks
+    tasks.tick(1.0)
+    assert ask not in tasks.answers
+    tasks.tick(2.0)
+    assert tasks.answers[ask] == Saved(is_saved=False)
+
+
+def test_without_snapshots_no_change_is_waited_for() -> None:
+    assert Tasks(every_s=0.0).ask(SaveChanges(WORKER, 60.0)) == Saved(is_saved=True)
 
 
 def test_a_worker_in_a_long_step_ends_the_attempt_at_a_snapshot() -> None:

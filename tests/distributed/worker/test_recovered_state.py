@@ -78,11 +78,6 @@ class Tasks:
         newest = recovery._counted.number
         until(lambda: recovery._committed is not None and recovery._committed.number > newest)
 
-    def await_reported(self, changes: int) -> None:
-        """Wait for a committed snapshot that is newer than the first `changes` reports of changed state."""
-        recovery = self.coordinator._state._recovery
-        until(lambda: recovery._schedule._saved_changes >= changes)
-
     def close(self) -> None:
         for worker in self.workers:
             worker.close()
@@ -274,13 +269,25 @@ def test_an_element_whose_answer_was_lost_is_put_in_once(tasks: Tasks, monkeypat
 def test_a_queue_whose_data_has_ended_gives_its_last_elements_again(tasks: Tasks) -> None:
     queue, _ = queue_on_ps_0(tasks)
     dflow.data.feed(map(np.int32, range(3)), queue).join()
-    tasks.await_reported(1)
     for index in range(2):
         tasks.start_again(index)
     tasks.worker.await_recovery()
     assert [int(queue.dequeue()) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(dflow.QueueClosed):
         queue.dequeue()
+
+
+def test_restored_values_are_not_lost_with_a_task(tasks: Tasks, tmp_path: Path) -> None:
+    with tasks.worker.parameter_servers():
+        table = dflow.Variable(jnp.zeros(3), name="table")
+    dflow.save(tmp_path / "saved", {"table": table})
+    table.assign(jnp.ones(3))
+    tasks.await_snapshot(0)
+    dflow.restore(tmp_path / "saved", {"table": table})
+    for index in range(2):
+        tasks.start_again(index)
+    tasks.worker.await_recovery()
+    np.testing.assert_array_equal(table.read(), np.zeros(3))
 
 
 def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: Path) -> None:
