@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -42,6 +41,9 @@ def batches(
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
 
+    Batch `number` of arrays is also `batches(...)[number]`, counted over all epochs: for `lambda step: data[step]` in
+    the loop of a strategy, whose steps then use the same batches however often they are done.
+
     Each element is copied before the next is taken, so an iterable may reuse one buffer. Elements of different dtypes
     are promoted as by `numpy.result_type`. The result may be iterated several times, each time from the beginning.
 
@@ -62,6 +64,8 @@ class Batches:
     seed: int
     epochs: int | None
     drop_remainder: bool
+    #: The newest epoch that `__getitem__` was asked for, and the order of its rows.
+    _ordered: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -76,12 +80,38 @@ class Batches:
                 # An empty epoch ends the iteration: with `epochs=None` the loop would never yield or return.
                 return
 
+    def __getitem__(self, number: int) -> Any:
+        """Return a batch by its number, the same as in an iteration.
+
+        Raises IndexError below 0 and after the last batch; InputError unless `data` are arrays, shuffled whole or not.
+        """
+        if not _is_of_arrays(self.data) or not isinstance(self.shuffle, bool):
+            raise InputError(
+                "a batch by its number: expected arrays and shuffle=True or False, got a "
+                f"{type(self.data).__name__} and shuffle={self.shuffle!r}",
+                "give arrays, or iterate over the batches",
+                at=caller(),
+            )
+        in_epoch = self._in_epoch(_rows_in(self.data))
+        if number < 0 or not in_epoch or (self.epochs is not None and number >= self.epochs * in_epoch):
+            most = "without end" if self.epochs is None and in_epoch else f"below {(self.epochs or 0) * in_epoch}"
+            raise IndexError(f"a batch by its number: expected 0 or more, {most}, got {number}")
+        epoch, place = divmod(number, in_epoch)
+        if (order := self._ordered.get(epoch)) is None:
+            order = self._order(np.random.default_rng((self.seed, epoch)))
+            self._ordered.clear()
+            self._ordered[epoch] = order
+        return self._rows(order[place * self.size : (place + 1) * self.size])
+
     def __len__(self) -> int:
         """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
         if self.epochs is None:
             raise TypeError("batches without end have no len()")
-        count = _rows_in(self.data) if _is_of_arrays(self.data) else len(self.data)
-        return self.epochs * (count // self.size if self.drop_remainder else -(-count // self.size))
+        return self.epochs * self._in_epoch(_rows_in(self.data) if _is_of_arrays(self.data) else len(self.data))
+
+    def _in_epoch(self, count: int) -> int:
+        """Return the number of batches of `count` elements."""
+        return count // self.size if self.drop_remainder else -(-count // self.size)
 
     def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
         if not _is_of_arrays(self.data):
@@ -90,12 +120,19 @@ class Batches:
                 elements = _drawn(map(_own, elements), int(self.shuffle), random)
             yield from self._stacked(elements)
             return
-        arrays, count = jax.tree_util.tree_map(np.asarray, self.data), _rows_in(self.data)
-        order: Iterable[int] = random.permutation(count) if self.shuffle is True else range(count)
+        order: Iterable[int] = self._order(random)
         if self.shuffle is not True and self.shuffle is not False:
             order = _drawn(order, self.shuffle, random)
         for group in self._grouped(iter(order)):
-            yield jax.tree_util.tree_map(operator.itemgetter(np.asarray(group)), arrays)
+            yield self._rows(np.asarray(group))
+
+    def _order(self, random: np.random.Generator) -> Any:
+        """Return the order of the rows in an epoch, but for that of a buffer."""
+        count = _rows_in(self.data)
+        return random.permutation(count) if self.shuffle is True else np.arange(count)
+
+    def _rows(self, indices: Any) -> Any:
+        return jax.tree_util.tree_map(lambda array: np.asarray(array)[indices], self.data)
 
     def _stacked(self, elements: Iterator[Any]) -> Iterator[Any]:
         for first in elements:

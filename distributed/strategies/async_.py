@@ -8,7 +8,6 @@ worker had claimed but not done.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 
 from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.steps.retries import is_recovered
+from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
@@ -31,7 +31,8 @@ class Async(Strategy):
     """Runs a training step on every worker until all workers together have done `steps` steps.
 
     A worker's step reads the variables as soon as the worker's previous update is applied. So it costs one round trip
-    of the network, where the same function called in a plain loop costs two.
+    of the network, where the same function called in a plain loop costs two. A function of batches is given the number
+    of the step, from 0 to `steps` - 1: each is used once, by the worker that does this step.
 
     prefetch  number of the worker's own newest updates that a step may lack, at least 0. With 1, the values for a step
               are fetched while the previous step computes; its gradients are then one update older
@@ -49,7 +50,7 @@ class Async(Strategy):
         self._cluster, self._prefetch = cluster, prefetch
 
     def _results(
-        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
         with self._cluster.shared_steps(run, self._prefetch) as shared_step:
             yield from self._claimed(run, step, batches, steps, guard, shared_step)
@@ -58,7 +59,7 @@ class Async(Strategy):
         self,
         run: str,
         step: Callable[..., Any],
-        batches: Iterator[Any],
+        batches: BatchSupply,
         steps: int,
         guard: TerminationGuard,
         shared_step: Callable[[range], AbstractContextManager[None]],
@@ -73,7 +74,9 @@ class Async(Strategy):
         while claimed:
             done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
             try:
-                for number, batch in zip(claimed, batches, strict=False):
+                for number in claimed:
+                    if (batch := batches.take(number)) is END:
+                        break
                     started, pending = time.perf_counter(), [batch]
                     with guard.step():
                         with shared_step(range(number, claimed.stop)):
@@ -95,7 +98,7 @@ class Async(Strategy):
                 if is_loss and is_recovered(self._cluster, error, failures):
                     # After a return to a snapshot, the steps done since are repeated, if there were any.
                     count = done.count if self._cluster.undone == undone else 0
-                    batches = itertools.chain(pending, batches)
+                    batches.put_back(*pending)
                     claimed = coordinator.ask(replace(claim, done=count)).steps
                     continue
                 # The loop was left, or a step or a batch failed: return the steps not done here to other workers.

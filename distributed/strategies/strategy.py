@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.steps.retries import RecoveringState
+from dflow.distributed.strategies.batch_supply import BatchSupply
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -64,20 +65,28 @@ class Strategy(ABC):
 
     @suggests_keywords
     def run(
-        self, step: Callable[..., Any], batches: Iterable[Any], *, steps: int, name: str | None = None
+        self,
+        step: Callable[..., Any],
+        batches: Iterable[Any] | Callable[[int], Any],
+        *,
+        steps: int,
+        name: str | None = None,
     ) -> Iterator[Any]:
         """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
 
         step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
         batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
-                 leaves the loop, the run ends for this worker, and the other workers go on without it
+                 leaves the loop, the run ends for this worker, and the other workers go on without it. Or a function
+                 that returns the batch of a number, the same on every worker and in every process; the class defines
+                 the numbers. A step that is done again then uses the same batch
         steps    number of steps; the class defines what it counts
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
         After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps
         that are done, leaves the cluster, and raises SystemExit with the status 143.
 
-        raises   StrategyError for a negative number of steps; VariableError when the optimizer of a step has variables
-                 that are not on tasks, so that no other worker sees them; the errors that the class lists
+        raises   StrategyError for a negative number of steps, or other `batches`; VariableError when the optimizer of a
+                 step has variables that are not on tasks, so that no other worker sees them; the errors that the class
+                 lists
         """
         try:
             count = operator.index(steps)
@@ -90,14 +99,14 @@ class Strategy(ABC):
         run = name or f"{self.run_prefix}_{next(_run_numbers[self.run_prefix])}"
         with held_back_in_steps() as guard:
             try:
-                yield from self._results(run, step, iter(batches), count, guard)
+                yield from self._results(run, step, BatchSupply(batches), count, guard)
             except Terminated:
                 self._cluster.coordinator.leave(REASON)
                 raise
 
     @abstractmethod
     def _results(
-        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
         """Yield the result of each step that this worker does in the run; each is called within `guard.step()`."""
 

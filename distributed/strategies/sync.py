@@ -20,9 +20,11 @@ from msgspec.structs import replace
 from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.steps.retries import is_recovered
 from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
 from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster
 from dflow.distributed.wire.messages.rounds import RoundsDone
+from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 
@@ -48,7 +50,8 @@ class Sync(Strategy):
     job             the job whose tasks may host the run
     raises          StrategyError if this many backup workers leave no worker to wait for
 
-    The step gives its gradients to one `dflow.Optimizer`, once, and computes them from the variables' values of its
+    A function of batches is given the number `round` * n + `index` of n workers, where `index` is the worker's. The
+    step gives its gradients to one `dflow.Optimizer`, once, and computes them from the variables' values of its
     round. `run` raises StrategyError for a step without gradients, or with several optimizers; DeadlineExceeded, naming
     the workers that gave no gradient.
     """
@@ -71,13 +74,18 @@ class Sync(Strategy):
         self.accepted = self.dropped = 0
 
     def _results(
-        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
+        if self._requeue and batches.is_numbered:
+            raise StrategyError(
+                "requeue=True: expected an iterable of batches, got a function, which gives each round its own",
+                "leave requeue out, or give an iterable",
+            )
         part = self._cluster.take_part(run, self._job)
         if part is not None:
             yield from self._rounds(part, run, step, batches, steps, guard)
             return
-        for outcome in Async(self._cluster).run(step, batches, steps=steps, name=run):
+        for outcome in Async(self._cluster)._results(run, step, batches, steps, guard):
             self.accepted += 1
             yield outcome
 
@@ -86,23 +94,23 @@ class Sync(Strategy):
         part: RoundPart,
         run: str,
         step: Callable[..., Any],
-        supply: Iterator[Any],
+        supply: BatchSupply,
         steps: int,
         guard: TerminationGuard,
     ) -> Iterator[Any]:
         progress, done = _Progress(self._cluster, run, steps), -1
-        batch, failures, is_fetching = next(supply, _END), 0, False
+        batches, failures = _RoundBatches(supply, self._cluster, steps), 0
         try:
-            while batch is not _END:
+            while batches.newest is not END:
                 epoch = self._cluster.epoch
                 progress.begin(self._cluster.undone)
                 try:
-                    gradients = part.open(step, batch, steps, self._wanted)
+                    gradients = part.open(step, batches.newest, steps, self._wanted)
                     if gradients is None:
                         return
                     opening = part.next(done)
                     while opening.done < steps:
-                        started = time.perf_counter()
+                        batch, started = batches.of(opening.done), time.perf_counter()
                         with guard.step():
                             outcome, is_fresh = part.run_step(gradients, step, batch, opening.number)
                             step_s, done, failures = time.perf_counter() - started, opening.number, 0
@@ -110,20 +118,19 @@ class Sync(Strategy):
                             self.dropped += not is_fresh
                             progress.note(opening.done, step_s, real_scalars(outcome), not is_fresh)
                         yield outcome
-                        is_fetching = True
-                        batch = batch if self._requeue and not is_fresh else next(supply, _END)
-                        is_fetching = False
+                        if is_fresh or not self._requeue:
+                            batches.take(opening.done + 1)
                         # Wait even without another batch: after the loop the variables have this round's update.
                         opening = part.next(done)
                         progress.reached(opening.done)
-                        if batch is _END:
+                        if batches.newest is END:
                             return
                     return
                 except DflowError as error:
                     # After a return to a snapshot the openings and accumulators from before it are no more.
                     is_loss = isinstance(error, TaskLost) or self._cluster.epoch != epoch
                     failures += 1
-                    if is_fetching or not is_loss or not is_recovered(self._cluster, error, failures):
+                    if batches.is_taking or not is_loss or not is_recovered(self._cluster, error, failures):
                         raise
                     done = -1
         finally:
@@ -131,7 +138,30 @@ class Sync(Strategy):
             progress.tell()
 
 
-_END = object()
+class _RoundBatches:
+    """This worker's batches by round; a function's are taken ahead of the round, as an iterable's are."""
+
+    def __init__(self, supply: BatchSupply, cluster: Workers, rounds: int) -> None:
+        self._supply, self._rounds = supply, rounds
+        self._index, self._workers = split_task_name(cluster.task)[1], cluster.colleagues()[1]
+        #: Whether the program's code runs, whose errors are not those of a step.
+        self.is_taking = False
+        self._round, self.newest = 0, None
+        self.take(0)
+
+    def take(self, number: int) -> None:
+        """Take the batch of round `number`: of a function that of this round, of an iterable the next one."""
+        if self._supply.is_numbered and number >= self._rounds:
+            return
+        self.is_taking = True
+        self._round, self.newest = number, self._supply.take(number * self._workers + self._index)
+        self.is_taking = False
+
+    def of(self, number: int) -> Any:
+        """Return the batch for round `number`."""
+        if self._supply.is_numbered and number != self._round:
+            self.take(number)
+        return self.newest
 
 
 class _Progress:

@@ -51,8 +51,8 @@ LOGGER = logging.getLogger("dflow")
 
 Result = TypeVar("Result")
 
-#: Longest wait for a snapshot with the end of a queue's data, in s. A step that waits for what the script does next
-#: holds up the snapshot.
+#: Longest wait for a snapshot with the end of a queue's data, in s. A step may wait for the script, and hold up the
+#: snapshot.
 CLOSE_WAIT_S = 5.0
 
 

@@ -33,7 +33,7 @@ class ReturnAttempt:
         self.is_setting, self._left, self._phase_s = True, {*self.tasks}, at_s
 
     def expects(self, report: StateLoaded) -> bool:
-        """Whether the report is of this return, and of what tasks do in it now."""
+        """Whether the report is of this return, and of its present phase."""
         return (report.epoch, report.is_set) == (self._epoch, self.is_setting)
 
     def loaded(self, task: str) -> None:

@@ -83,7 +83,7 @@ class Saved(Message, frozen=True):
 
 
 class SaveChanges(Request[Saved], frozen=True):
-    """The task has changed state by what no step does again; answered when a snapshot has it, or after `wait_s`.
+    """The task has made a change that no step repeats; answered when a snapshot has it, or after `wait_s`.
 
     Refused as TaskLost if all tasks return to an earlier snapshot.
     """

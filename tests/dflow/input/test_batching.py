@@ -55,6 +55,36 @@ def test_batches_hold_each_element_once_an_epoch(
             assert all(row < place + int(shuffle) + 1 for place, row in enumerate(rows))
 
 
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    count=st.integers(0, 20),
+    size=st.integers(1, 7),
+    shuffle=st.booleans(),
+    epochs=st.integers(1, 3),
+    drop=st.booleans(),
+    order=st.randoms(use_true_random=False),
+)
+def test_a_batch_by_its_number_is_that_of_an_iteration(
+    count: int, size: int, shuffle: bool, epochs: int, drop: bool, order: Any
+) -> None:
+    data = {"x": np.arange(count), "y": -np.arange(count)}
+    made = batches(data, size, shuffle=shuffle, epochs=epochs, drop_remainder=drop, seed=3)
+    expected = [(batch["x"].tolist(), batch["y"].tolist()) for batch in made]
+    for number in order.sample(range(len(expected)), len(expected)):
+        assert (made[number]["x"].tolist(), made[number]["y"].tolist()) == expected[number]
+    for number in (-1, len(expected)):
+        with pytest.raises(IndexError, match=f"expected 0 or more, below {len(expected)}, got {number}"):
+            made[number]
+
+
+def test_a_batch_by_its_number_needs_arrays_in_a_known_order() -> None:
+    assert batches(np.arange(4), 2, epochs=None)[1001].tolist() == [2, 3]
+    with pytest.raises(dflow.InputError, match="expected arrays and shuffle=True or False, got a list and"):
+        batches([1, 2, 3], 2)[0]
+    with pytest.raises(dflow.InputError, match="shuffle=3"):
+        batches(np.arange(9), 2, shuffle=3)[0]
+
+
 def test_rows_of_arrays_stay_together_and_each_epoch_has_an_order_of_its_own() -> None:
     data = {"x": np.arange(20), "y": -np.arange(20)}
     made = list(batches(data, 5, shuffle=True, epochs=2, seed=1))

@@ -113,6 +113,11 @@ def test_it_yields_what_each_call_returns_and_passes_tuples_as_arguments() -> No
     assert list(Async(dflow.connect()).run(lambda batch: batch, [[1, 2], {"a": 3}], steps=2)) == [[1, 2], {"a": 3}]
 
 
+def test_a_function_of_batches_is_given_the_numbers_of_the_claimed_steps() -> None:
+    source = Scripted(range(4, 6), range(9, 10))
+    assert list(Async(source).run(lambda batch: batch, lambda step: 10 * step, steps=20)) == [40, 50, 90]
+
+
 def test_a_failed_step_is_announced_before_it_ends_for_those_who_pause_the_steps() -> None:
     source = Scripted(range(4, 8))
     numbers = iter(range(4))

@@ -9,6 +9,7 @@ import pytest
 
 import dflow
 from dflow.distributed.process.termination import TerminationGuard
+from dflow.distributed.strategies.batch_supply import BatchSupply
 from dflow.distributed.strategies.strategy import Strategy, arguments_of
 from dflow.tracing.errors import StrategyError
 
@@ -22,10 +23,10 @@ class Twice(Strategy):
         self.runs: list[str] = []
 
     def _results(
-        self, run: str, step: Callable[..., Any], batches: Iterator[Any], steps: int, guard: TerminationGuard
+        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
         self.runs.append(run)
-        for _, batch in zip(range(steps), batches, strict=False):
+        for batch in map(batches.take, range(steps)):
             yield step(*arguments_of(batch)), step(*arguments_of(batch))
 
 
@@ -47,6 +48,15 @@ def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     first, second = (int(run.removeprefix("twice_")) for run in one.runs)
     assert second == first + 1
     assert other.runs == ["again_0"]
+
+
+def test_a_function_gives_the_batch_of_each_number() -> None:
+    assert list(Twice().run(lambda a, b: a + b, lambda number: (number, 10), steps=3)) == [(10, 10), (11, 11), (12, 12)]
+
+
+def test_other_batches_are_refused_at_the_users_line() -> None:
+    with pytest.raises(StrategyError, match=r"batches: expected an iterable or a function of .*, got 5"):
+        list(Twice().run(lambda a: a, 5, steps=1))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

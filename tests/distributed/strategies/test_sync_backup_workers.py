@@ -13,6 +13,7 @@ import pytest
 from dflow.distributed.strategies import sync
 from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster
+from dflow.tracing.errors import StrategyError
 from tests.distributed.strategies.sync_programs import Sync, Turns, pair, together
 
 
@@ -161,3 +162,9 @@ def test_a_batch_whose_gradient_was_dropped_is_used_again_if_that_is_wanted(
 
     together(workers, work)
     assert used[:2] == ([1, 1] if requeue else [1, 2])
+
+
+def test_a_function_of_batches_gives_each_round_its_own(workers: list[Cluster]) -> None:
+    strategy = Sync(workers[0], backup_workers=1, requeue=True)
+    with pytest.raises(StrategyError, match="requeue=True: expected an iterable of batches, got a function"):
+        list(strategy.run(lambda x: x, float, steps=1))

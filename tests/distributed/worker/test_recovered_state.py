@@ -123,6 +123,11 @@ X = jnp.ones((4, 3))
 STEPS = 60
 
 
+def number_of_batch(number: int) -> float:
+    """A number that tells the batches of steps apart."""
+    return 1.0 + number * 7 % 10 / 10
+
+
 def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Tasks) -> None:
     state, step = model(tasks.worker)
 
@@ -142,6 +147,32 @@ def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Task
         alone_step(X)
     for one, other in zip(values(state), values(alone), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_each_batch_of_a_function_is_used_once(tasks: Tasks) -> None:
+    with tasks.worker.parameter_servers():
+        used = []
+        for index in range(2):
+            with dflow.device(f"ps:{index}"):
+                used.append(dflow.Variable(lambda: jnp.zeros(STEPS), name=f"used{index}"))
+    kills = [(20, 0), (40, 1)]
+
+    def batch(number: int) -> Any:
+        if kills and kills[0][0] == number:
+            tasks.await_snapshot(15)
+            tasks.start_again(kills.pop(0)[1])
+        return jnp.int32(number)
+
+    @dflow.jit
+    def step(number: jax.Array) -> None:
+        for variable in used:
+            variable.scatter_add(number[None], jnp.ones(1))
+
+    for _ in Async(tasks.worker).run(step, batch, steps=STEPS, name="run"):
+        pass
+    assert tasks.worker.epoch == 2
+    for variable in used:
+        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
 
 
 def pair(cluster: Any) -> tuple[Any, Any]:
@@ -169,15 +200,16 @@ def test_synchronous_rounds_go_on_from_the_snapshot(
 
     def train(cluster: Cluster) -> Any:
         made, step = pair(cluster)
+        kills = [(10, order[0]), (30, order[1])] if cluster.index == 0 else []
 
-        def batches() -> Iterator[Any]:
-            for number in itertools.count():
-                if number in (10, 30) and cluster.index == 0:
-                    tasks.await_snapshot(5)
-                    tasks.start_again(order[number // 30])
-                yield jnp.ones(3)
+        def batch(number: int) -> Any:
+            assert number % 2 == cluster.index
+            if kills and kills[0][0] == number // 2:
+                tasks.await_snapshot(5)
+                tasks.start_again(kills.pop(0)[1])
+            return number_of_batch(number) * jnp.ones(3)
 
-        for _ in Sync(cluster).run(step, batches(), steps=STEPS, name="run"):
+        for _ in Sync(cluster).run(step, batch, steps=STEPS, name="run"):
             pass
         return [np.asarray(variable.read()) for variable in made]
 
@@ -188,8 +220,8 @@ def test_synchronous_rounds_go_on_from_the_snapshot(
         tasks.close()
     assert tasks.worker.epoch == 2
     made, step = pair(dflow.connect())
-    for _ in range(STEPS):
-        step(jnp.ones(3))
+    for number in range(0, 2 * STEPS, 2):
+        step((number_of_batch(number) + number_of_batch(number + 1)) / 2 * jnp.ones(3))
     for one in found:
         for value, variable in zip(one, made, strict=True):
             np.testing.assert_allclose(value, np.asarray(variable.read()), rtol=1e-5)
