@@ -113,7 +113,8 @@ class Peer:
         """
         meta = self._meta(message, payload)
         with self._lock:
-            self._raise_if_closed()
+            if self.closed:
+                raise TransportClosed(self._closed_text())
             self._last_number += 1
             number = self._last_number
             pending = self._waiting[number] = PendingReply(self, number, type(message), on_reply)
@@ -140,7 +141,8 @@ class Peer:
                      this returns; not called if this raises
         """
         meta = self._meta(message, payload)
-        self._raise_if_closed()
+        if self.closed:
+            raise TransportClosed(self._closed_text())
         self._send(Frame(Kind.NOTIFY, 0, meta, payload, on_released))
 
     def close(self, reason: str = "closed by this side") -> None:
@@ -239,10 +241,6 @@ class Peer:
     def _forget(self, number: int) -> PendingReply[Any] | None:
         with self._lock:
             return self._waiting.pop(number, None)
-
-    def _raise_if_closed(self) -> None:
-        if self.closed:
-            raise TransportClosed(self._closed_text())
 
     def _closed_text(self, during: str = "") -> str:
         return f"the connection from {self._local} to {self.name} has ended{during}: {self.closed}"

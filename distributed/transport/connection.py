@@ -24,7 +24,7 @@ import msgspec
 from dflow.distributed.transport.framing import FrameReader, pack_header, stalled
 from dflow.distributed.transport.link import LOGGER, Frame, Kind, Limits, OnReleased, become_reader, on_reader_thread
 from dflow.distributed.transport.reactor import Reactor
-from dflow.distributed.transport.send_queue import SendQueue, gather, send_gathered
+from dflow.distributed.transport.send_queue import SendQueue, flush
 from dflow.distributed.transport.session import Session
 from dflow.distributed.transport.shared_memory import SHARED_FROM_BYTES, SharedMemory
 from dflow.distributed.transport.stream import Deadline, Parts, Stream, reason_of
@@ -86,10 +86,12 @@ class Connection:
 
     def send(self, frame: Frame) -> None:
         """Send or retain a frame; see `FrameLink.send`."""
-        on_released = None
-        if frame.payload and (copied := self._copied(frame)) is not None:
+        on_released, payload = None, frame.payload
+        is_small = type(payload) is bytes and len(payload) < SHARED_FROM_BYTES
+        if not is_small and (copied := self._copied(frame)) is not None:
             on_released, frame = frame.on_released, copied
-        self._wait_for_room()
+        if self.is_broken or self.session.retained_bytes > self._limits.max_retained_bytes:
+            self._wait_for_room()
         self._queue.send(frame)
         if on_released is not None:
             on_released()
@@ -181,7 +183,8 @@ class Connection:
                 if size_bytes > _JOINED_BYTES:
                     parts += map(memoryview, (header, meta, *parts_of(payload)))
                 else:
-                    parts.append(memoryview(header + meta + joined(payload)))
+                    assert isinstance(payload, bytes)  # copied by `send`
+                    parts.append(memoryview(header + meta + payload))
                 every += parts
         for on_released in unsent:
             on_released()
@@ -230,7 +233,6 @@ class Connection:
 
     def _read_available(self) -> bool:
         """Handle the frames that have arrived; return whether the data ends in the middle of a frame."""
-        gather()
         breaks = False
         try:
             ended = self._read()
@@ -244,7 +246,7 @@ class Connection:
         except Exception:
             LOGGER.exception("reading the connection to %s failed", self._name)
             ended = "reading failed"
-        send_gathered()
+        flush()
         if ended:
             self._stream_ended(ended, breaks=breaks)
         return not ended and self._reader.is_in_frame
@@ -268,7 +270,7 @@ class Connection:
                     raise TransportClosed(_CLOSED)
             except BlockingIOError:
                 return ""
-            while (frame := reader.read()) is not None:
+            while reader.is_in_frame and (frame := reader.read()) is not None:
                 if frame.kind is Kind.LAST:
                     return _CLOSED
                 self._take(frame)
@@ -302,15 +304,16 @@ class Connection:
             self.is_broken = True
             recovers = breaks and not self.is_closed
             self._changed.notify_all()
-        if not recovers:
-            self._on_end(reason)
-            return
-        LOGGER.info("connection to %s broke and is resumed: %s", self._name, reason)
-        name = f"dflow recover {self._name}"
-        try:
-            threading.Thread(target=self._recover_from, args=(stream, reason), name=name, daemon=True).start()
-        except RuntimeError as error:
-            self._on_end(f"{reason}, and {error}")
+        if recovers:
+            LOGGER.info("connection to %s broke and is resumed: %s", self._name, reason)
+            name = f"dflow recover {self._name}"
+            try:
+                threading.Thread(target=self._recover_from, args=(stream, reason), name=name, daemon=True).start()
+                return
+            except RuntimeError as error:
+                reason = f"{reason}, and {error}"
+        self._on_end(reason)
+        flush()
 
     def _recover_from(self, broken: Stream, reason: str) -> None:
         become_reader()

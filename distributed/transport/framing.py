@@ -84,11 +84,8 @@ class FrameReader:
         self._start = 0
         self._end = 0
         self._header: Header | None = None
-
-    @property
-    def is_in_frame(self) -> bool:
-        """Whether part of a frame has arrived."""
-        return self._end > self._start or self._header is not None
+        #: Whether a frame, or a part of one, has arrived and is not read.
+        self.is_in_frame = False
 
     def receive(self) -> bool:
         """Read the available bytes into the free part of the buffer; False if the other side closed the connection.
@@ -100,8 +97,10 @@ class FrameReader:
             self._buffer[:held] = self._buffer[self._start : self._end]
             self._start, self._end = 0, held
         count = self._stream.receive(self._buffer[held:], waits=False)
-        self._end += count
-        if not count and self.is_in_frame:
+        if count:
+            self._end += count
+            self.is_in_frame = True
+        elif self.is_in_frame:
             raise TransportClosed(_BREAKS_OFF)
         return count > 0
 
@@ -140,6 +139,7 @@ class FrameReader:
                 self._fill(payload)
         if is_shared:
             payload = self._shared_payload(payload)
+        self.is_in_frame = self._start < self._end
         return Frame(kind, number, meta, payload, None, False, sequence, acknowledged)
 
     def _shared_payload(self, place: Payload) -> memoryview:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from dflow.distributed.transport.link import LOGGER, become_reader
-from dflow.distributed.transport.send_queue import flush
+from dflow.distributed.transport.send_queue import flush, gather
 from dflow.lowering.values.computed import before_waiting
 
 _EVENTS_AT_A_TIME = 64
@@ -81,6 +81,8 @@ class Reactor:
         read     called when `file` has data, to read all of it; returns whether that ends in the middle of a frame. It
                  may wait only after a call of `give_way`. An exception is logged, and ends the reading of this source
         stalled  called when no byte of a begun frame has arrived for `stall_timeout_s`
+
+        Both flush the frames that they send: the thread gathers them.
         """
         with self._lock:
             if not self.threads:
@@ -122,6 +124,7 @@ class Reactor:
 
     def _run(self) -> None:
         become_reader()
+        gather()
         before_waiting(give_way)
         while True:
             self._leading.acquire()

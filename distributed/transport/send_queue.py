@@ -10,8 +10,8 @@ Invariants:
 - The thread that holds `_sending` packs a frame right before sending it. Packing numbers it, so numbers are in order.
 - Frames of reader threads leave in the order they were sent: while one is queued, later ones queue behind it. The queue
   holds at most `Limits.max_unsent` frames, and a stream that accepts no byte for `stall_timeout_s` breaks.
-- Frames gathered by a reader thread wait in the queue too. They leave before the next frame that is sent, at the latest
-  when that thread flushes. So do the frames of `send_with_next`, until its caller flushes.
+- Frames gathered by a thread of a reactor wait in the queue too. They leave before the next frame that is sent, at the
+  latest when that thread flushes. So do the frames of `send_with_next`, until its caller flushes.
 - Without a stream, frames are packed (which retains them) and not sent.
 - A stream is closed under `_sending`: no thread can then send on a file descriptor that the system has reused.
 """
@@ -39,18 +39,12 @@ _GATHERING = _Gathering()
 
 
 def gather() -> None:
-    """From now until `send_gathered`, gather the frames that this thread sends, to send them together by connection."""
+    """From now on gather the frames that this thread sends, until it flushes, to send them together by connection."""
     _GATHERING.queues = set()
 
 
-def send_gathered() -> None:
-    """Send the frames that this thread has gathered, and stop gathering."""
-    flush()
-    _GATHERING.queues = None
-
-
 def flush() -> None:
-    """Send the frames that this thread has gathered, and continue gathering."""
+    """Send the frames that this thread has gathered."""
     queues = _GATHERING.queues
     while queues:
         queues.pop().flush()
@@ -76,7 +70,7 @@ class SendQueue:
         queues = _GATHERING.queues
         if queues is None and not on_reader_thread():
             with self._sending:
-                self._send_all(self._pack([*self._take_gathered(), frame]))
+                self._send_all(self._pack(self._with_gathered(frame) if self._queue else (frame,)))
             return
         is_full = self._append(frame) > _MOST_GATHERED
         if queues is None or is_full or len(frame.payload) > GATHERED_BYTES:
@@ -106,7 +100,7 @@ class SendQueue:
                 self._is_draining = True
                 self._start_drain([])
                 return
-            frames = self._take_queue()
+            frames, self._queue = self._queue, collections.deque()
         try:
             rest = self._send_now(self._pack(frames))
         except BaseException:
@@ -126,7 +120,7 @@ class SendQueue:
         try:
             stream, self._stream = self._stream, None
             if stream is not None:
-                stream.send(self._pack([*self._take_gathered(), frame]), waits=False)
+                stream.send(self._pack(self._with_gathered(frame)), waits=False)
         except OSError:
             pass
         finally:
@@ -149,16 +143,11 @@ class SendQueue:
         else:
             self._sending.release()
 
-    def _take_gathered(self) -> list[Frame]:
-        """Take the frames from the queue; called with `_sending` held, also before a drain thread has sent them."""
-        if not self._queue:
-            return []
+    def _with_gathered(self, frame: Frame) -> Sequence[Frame]:
+        """Take the frames from the queue, which go before `frame`; called with `_sending` held."""
         with self._queue_lock:
-            return self._take_queue()
-
-    def _take_queue(self) -> list[Frame]:
-        frames = list(self._queue)
-        self._queue.clear()
+            frames, self._queue = self._queue, collections.deque()
+        frames.append(frame)
         return frames
 
     def _start_drain(self, begun: Parts) -> None:

@@ -52,13 +52,10 @@ class Session(Generic[Item]):
         self._ack_bytes = ack_bytes
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
+        #: Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met.
+        self.ack_due = False
         self._sent = 0
         self._acknowledged = 0
-
-    @property
-    def ack_due(self) -> bool:
-        """Whether to send an acknowledgement now, even without a frame to send: the limit of frames or bytes is met."""
-        return self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
 
     def send(self, item: Item, size_bytes: int) -> int:
         """Retain an item that is about to be sent; return its number."""
@@ -71,6 +68,7 @@ class Session(Generic[Item]):
         """Return the number to acknowledge in the frame that is about to be sent."""
         self._unsaid_frames = 0
         self._unsaid_bytes = 0
+        self.ack_due = False
         return self.received
 
     def receive(self, number: int, size_bytes: int) -> bool:
@@ -85,6 +83,7 @@ class Session(Generic[Item]):
         self.received = number
         self._unsaid_frames += 1
         self._unsaid_bytes += size_bytes
+        self.ack_due = self._unsaid_frames >= self._ack_frames or self._unsaid_bytes >= self._ack_bytes
         return True
 
     def acknowledge(self, upto: int) -> list[Item]:

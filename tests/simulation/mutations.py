@@ -169,8 +169,13 @@ def _one_more(original: Any) -> Any:
     return lambda link: original(link) + 1
 
 
-def _property_giving(result: Any) -> Made:
-    return lambda original: property(lambda link: result)
+def _never_due(original: Any) -> Any:
+    def receive(link: Any, number: int, size_bytes: int) -> Any:
+        is_new = original(link, number, size_bytes)
+        link.ack_due = False
+        return is_new
+
+    return receive
 
 
 def _peeking(original: Any) -> Any:
@@ -351,7 +356,7 @@ MUTATIONS = (
     Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),
     Mutation("what is acknowledged is kept", _LINK, "acknowledge", doing_nothing, "bounded"),
-    Mutation("nothing is acknowledged in itself", _LINK, "ack_due", _property_giving(False), "bounded"),
+    Mutation("nothing is acknowledged in itself", _LINK, "receive", _never_due, "bounded"),
     Mutation("an element is given to two", queue_machine.FifoOrder, "pop", _peeking, "taken once", program=QUEUE),
     Mutation("the last in is the first out", queue_machine.FifoOrder, "pop", _the_last, "in order", program=QUEUE),
     Mutation("a waiter that gave up is served", _QUEUE, "abandon", doing_nothing, "refused", program=QUEUE),

@@ -240,6 +240,32 @@ def test_closing_ends_the_waiting_calls(serve: Serve) -> None:
     assert client.closed.empty()
 
 
+class TellsOfEnds(Recorder):
+    """Tells the peers that have asked it something of each connection that ends, on the thread that learns of it."""
+
+    def __init__(self) -> None:
+        self.peers: list[Peer] = []
+        super().__init__(self.keep)
+
+    def keep(self, peer: Peer, message: Message, payload: memoryview, responder: Responder) -> None:
+        self.peers.append(peer)
+        responder.reply(Ok())
+
+    def on_close(self, peer: Peer, reason: str) -> None:
+        for other in self.peers:
+            if not other.closed:
+                other.notify(Placed(peer.name))
+
+
+def test_what_a_handler_sends_at_the_end_of_a_connection_arrives(kind: Kind) -> None:
+    transport, server, client = kind.make(None), TellsOfEnds(), Recorder()
+    listener = transport.listen(kind.free, name="server", handler=server)
+    reach(transport, listener.address, client, name="one").call(Ok(), timeout_s=DEADLINE_S)
+    reach(transport, listener.address, Recorder(), name="two").close()
+    assert client.notice() == (Placed("two"), b"")
+    listener.close()
+
+
 def test_a_listener_that_closes_ends_its_connections(kind: Kind) -> None:
     transport, server, client, asked = kind.make(None), Recorder(), Recorder(), threading.Event()
     server._answer = hold(asked)

@@ -10,7 +10,7 @@ import pytest
 
 from dflow.distributed.transport.link import Frame, Kind, Limits, become_reader
 from dflow.distributed.transport.reactor import give_way
-from dflow.distributed.transport.send_queue import GATHERED_BYTES, SendQueue, flush, gather, send_gathered
+from dflow.distributed.transport.send_queue import GATHERED_BYTES, SendQueue, flush, gather
 from dflow.distributed.transport.stream import Parts
 from tests.distributed.transports import DEADLINE_S
 
@@ -64,7 +64,7 @@ def as_reader() -> Iterator[Callable[[Callable[[], None]], None]]:
                 work()
             except BaseException as error:
                 failed.append(error)
-            send_gathered()
+            flush()
 
         thread = threading.Thread(target=reads)
         thread.start()
