@@ -157,7 +157,10 @@ class PlanRuns:
     ) -> None:
         with self._lock:
             run, began_ns, started_at = self._runs.pop(step)
-            if not isinstance(outcome, BaseException):
+            if isinstance(outcome, BaseException):
+                text = described_end(outcome)
+            else:
+                text = ""
                 if run.attempt is not None:
                     run.attempt.ended()
                 executable.has_run = True
@@ -168,7 +171,7 @@ class PlanRuns:
             if follower is not None and follower[0] in self._runs:  # and was not cancelled
                 self._runs[follower[0]] = *self._runs[follower[0]][:2], self.updates
         self._channel.finish(step)
-        ended_ns = self._recorder.note(PART_ENDED, step, "", described_end(outcome))
+        ended_ns = self._recorder.note(PART_ENDED, step, "", text)
         self.counts.ended((ended_ns - began_ns) / 1e9, outcome)
         if follower is None:
             on_done(outcome)

@@ -46,10 +46,6 @@ class _Total:
     messages: int = 0
     size_bytes: int = 0
 
-    def add(self, size_bytes: int) -> None:
-        self.messages += 1
-        self.size_bytes += size_bytes
-
 
 #: Values sent within this task, or the payload with those of another task.
 _Held = Sequence[Sent] | memoryview
@@ -162,9 +158,11 @@ class TaskChannel:
         self._sent(step, edge, destination, len(values), size_bytes, began)
 
     def _sent(self, step: StepId, edge: str, destination: str, count: int, size_bytes: int, began: int) -> None:
-        self._recorder.note(SENT, step, edge, destination, size_bytes, began)
+        self._recorder.append((self._recorder.clock(), SENT, step, edge, destination, size_bytes, began))
         with self._lock:
-            self._traffic[edge_alone(edge), destination, count].add(size_bytes)
+            total = self._traffic[edge_alone(edge), destination, count]
+            total.messages += 1
+            total.size_bytes += size_bytes
 
     def receive(
         self,
@@ -191,7 +189,7 @@ class TaskChannel:
     def arrived(self, message: Values, payload: memoryview, peer: Peer) -> None:
         """Handle values from another task."""
         step, edge, source = StepId(message.origin, message.step), message.edge, peer.name
-        self._recorder.note(RECEIVED, step, edge, source, len(payload))
+        self._recorder.append((self._recorder.clock(), RECEIVED, step, edge, source, len(payload), 0))
         with self._lock:
             self._taken_in[source] += len(payload)
             commands = self._rendezvous.put(step, edge, payload)

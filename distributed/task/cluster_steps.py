@@ -197,7 +197,8 @@ class ClusterSteps:
         return fetches
 
     def _ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
-        ended_ns = self.server.recorder.note(STEP_ENDED, step, "", described_end(error))
+        text = described_end(error) if error is not None else ""
+        ended_ns = self.server.recorder.note(STEP_ENDED, step, "", text)
         self.server.step_counts.ended((ended_ns - began_ns) / 1e9, error)
 
     def _run(

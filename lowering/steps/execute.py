@@ -82,7 +82,7 @@ class Execution:
             if value is PENDING and slot not in pending:
                 pending.append(slot)
         self._lock = threading.Lock()
-        self._on_item, self._recorder, self._note = on_item, recorder, recorder.note
+        self._on_item, self._recorder = on_item, recorder
         self._waiting, self._uses = list(executable.waiting), list(executable.uses)
         self._left = len(plan.items)
         self._has_started = False
@@ -154,7 +154,7 @@ class Execution:
             index = queue.popleft()
             try:
                 plan = self._executable.plan
-                self._note(ITEM_BEGAN, self._step, plan, index)
+                self._recorder.append((self._recorder.clock(), ITEM_BEGAN, self._step, plan, index))
                 item = plan.items[index]
                 if _PERFORM[type(item)](self, item, index):
                     queue.extend(self._done(index))
@@ -309,7 +309,7 @@ class Execution:
 
     def _done(self, index: int) -> list[int]:
         """Count an item as done; return the items that became ready."""
-        self._note(ITEM_ENDED, self._step, self._executable.plan, index)
+        self._recorder.append((self._recorder.clock(), ITEM_ENDED, self._step, self._executable.plan, index))
         if self._on_item is not None:
             # Before it is counted, so that the last item is reported before the end of the execution.
             self._on_item(index, [(slot, self._slots[slot]) for slot in gives(self._executable.plan.items[index])])

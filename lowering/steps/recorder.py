@@ -2,7 +2,8 @@
 
 An event is stored as a tuple of objects at hand; names and texts are looked up when events are read. The ring is a
 bounded deque. `append` to it is atomic in CPython, so any thread may record without a lock; the oldest event is freed
-when the ring is full. No other part of dflow bases decisions on the events.
+when the ring is full. The events of items and values are appended by their threads, since a call of a Python function
+for each would be a tenth of all calls of a small step. No other part of dflow bases decisions on the events.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     text: str = ""
 
 
+#: An event as it is stored; see `Recorder.append`.
+Noted = tuple[Any, ...]
 #: The results of a call, its step, its plan and its index there.
 Called = tuple[Sequence[Any], StepId, Plan, int]
 
@@ -90,7 +93,10 @@ class Recorder:
     def __init__(self, capacity: int = EVENTS_KEPT, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.clock = clock
         self._capacity = capacity
-        self._ring: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        self._ring: deque[Noted] = deque(maxlen=capacity)
+        #: Records an event, made as `note` does: its time by `clock`, what happened, the step, subject and detail; then
+        #: for a value size and beginning. To be looked up for each event.
+        self.append: Callable[[Noted], None] = self._ring.append
         #: Queue for the numbers of the calls whose completion is recorded; None while none is.
         self.watched: SimpleQueue[int | None] | None = None
         #: The calls that are not seen to be computed, by number.
@@ -108,7 +114,7 @@ class Recorder:
         all else   the other task  a text
         """
         at_ns = self.clock()
-        self._ring.append((at_ns, what, step, subject, detail, size, began))
+        self.append((at_ns, what, step, subject, detail, size, began))
         return at_ns
 
     def keep(self, events: int) -> None:
@@ -117,27 +123,29 @@ class Recorder:
         Events that other threads record during this call may be missed.
         """
         self._ring = deque(self._ring, maxlen=max(events, self._capacity))
+        if self.watched is None:
+            self.append = self._ring.append
 
     def watch(self) -> None:
         """Record from now on when calls are computed.
 
         A separate thread waits for them in the order of dispatch. It may see the end of a call late, since it needs the
-        interpreter's lock. So each `note` first looks for calls that are computed: their end is recorded before any
-        event that comes after it.
+        interpreter's lock. So `append` first looks for calls that are computed: their end is recorded before any event
+        that comes after it.
         """
         self.unwatch()
         # A call that was dispatched as the last `unwatch` ended the thread was never recorded.
         self._computing.clear()
         self.watched = SimpleQueue()
-        # Not a condition in `note`, which would cost all the steps that are not traced.
-        self.note = self._look_and_note  # type: ignore[method-assign]
+        # Not a condition for each event, which would cost all the steps that are not traced.
+        self.append = self._look_and_append
         threading.Thread(target=self._wait_for_all, args=(self.watched,), name="dflow computed", daemon=True).start()
 
     def unwatch(self) -> None:
         """Stop recording when calls are computed, except those dispatched before."""
         watched, self.watched = self.watched, None
         if watched is not None:
-            self.__dict__.pop("note", None)
+            self.append = self._ring.append
             watched.put(None)
 
     def called(self, results: Sequence[Any], step: StepId, plan: Plan, index: int) -> None:
@@ -151,12 +159,10 @@ class Recorder:
             if not self._look(number):
                 watched.put(number)
 
-    def _look_and_note(
-        self, what: str, step: StepId | None = None, subject: Any = "", detail: Any = "", size: int = 0, began: int = 0
-    ) -> int:
+    def _look_and_append(self, noted: Noted) -> None:
         for number in tuple(self._computing):
             self._look(number)
-        return Recorder.note(self, what, step, subject, detail, size, began)
+        self._ring.append((self.clock(), *noted[1:]))
 
     def _look(self, number: int) -> bool:
         """Record that a call is computed if it is; return whether it is. Any thread may call this."""
@@ -175,7 +181,7 @@ class Recorder:
     def _computed(self, number: int) -> None:
         called = self._computing.pop(number, None)
         if called is not None:  # else another thread has recorded it
-            Recorder.note(self, COMPUTED, *called[1:])
+            self._ring.append((self.clock(), COMPUTED, *called[1:]))
 
     def _wait_for_all(self, watched: SimpleQueue[int | None]) -> None:
         while (number := watched.get()) is not None:
@@ -196,18 +202,18 @@ class Recorder:
         return [_read(noted) for noted in self._ring.copy() if noted[0] >= since_ns]
 
 
-def described_end(outcome: object) -> str:
-    """Return a short text of an outcome that is an error, else ""."""
+def described_end(error: BaseException) -> str:
+    """Return a short text of the error that ended a step."""
     # A text, since the error would keep its traceback, and so the values of the step, in memory.
-    return f"{type(outcome).__name__}: {outcome}"[:MOST_TEXT] if isinstance(outcome, BaseException) else ""
+    return f"{type(error).__name__}: {error}"[:MOST_TEXT]
 
 
 #: A recorder that keeps no event.
 NOWHERE: Final = Recorder(0, lambda: 0)
 
 
-def _read(noted: tuple[Any, ...]) -> Event:
-    at_ns, what, step, subject, detail, size, began = noted
+def _read(noted: Noted) -> Event:
+    at_ns, what, step, subject, detail, *transfer = noted
     origin, number = step if step is not None else ("", 0)
     if isinstance(subject, Plan):
         index, text = detail if isinstance(detail, tuple) else (detail, "")
@@ -221,6 +227,7 @@ def _read(noted: tuple[Any, ...]) -> Event:
         kind, values = type(item).__name__, _values_of(item)
         return Event(at_ns, what, origin, number, kind, name, line, peer, values=values, number=index, text=text)
     if what in _OF_VALUES:
+        size, began = transfer
         return Event(at_ns, what, origin, number, name=subject, peer=detail, size_bytes=size, began_ns=began)
     return Event(at_ns, what, origin, number, peer=subject, text=detail)
 

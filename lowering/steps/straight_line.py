@@ -263,13 +263,13 @@ class StraightRun:
     def _run(self, numbers: list[int], rest: Iterator[_SegmentItem] | None = None) -> None:
         """Run segments, or the `rest` of the first, and then the segments that become ready by them."""
         step, line = self.step, self.line
-        plan, note = line.plan, self.recorder.note
+        plan, recorder, clock = line.plan, self.recorder, self.recorder.clock
         for number in numbers:  # which grows
             items, rest = rest or iter(line.segments[number]), None
             for index, waits, do in items:
                 if not self._is_open:
                     return
-                note(ITEM_BEGAN, step, plan, index)
+                recorder.append((clock(), ITEM_BEGAN, step, plan, index))
                 try:
                     do(self)
                 except NotConnected as needed:
@@ -280,7 +280,7 @@ class StraightRun:
                     self._fail(index, error)
                     return
                 if not waits:
-                    note(ITEM_ENDED, step, plan, index)
+                    recorder.append((clock(), ITEM_ENDED, step, plan, index))
             for later in line.following[number]:
                 if self._tokens[later].pop():
                     numbers.append(later)
@@ -309,7 +309,7 @@ class StraightRun:
             return
         try:
             fill(self.slots, values)
-            self.recorder.note(ITEM_ENDED, self.step, self.line.plan, index)
+            self.recorder.append((self.recorder.clock(), ITEM_ENDED, self.step, self.line.plan, index))
             ready = []
             if self._unreleased and self._is_numbered and self._is_of_origin(index):
                 ready += self._ready_by_release()

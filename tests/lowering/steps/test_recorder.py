@@ -101,11 +101,6 @@ def test_a_value_is_told_by_its_edge_its_peer_and_its_size() -> None:
     ]
 
 
-@pytest.mark.parametrize("outcome", [None, (), (1,)])
-def test_what_ends_well_says_nothing(outcome: object) -> None:
-    assert described_end(outcome) == ""
-
-
 def test_an_error_is_kept_as_a_text_of_bounded_length() -> None:
     assert described_end(ValueError("too few")) == "ValueError: too few"
     assert len(described_end(ValueError("x" * 10_000))) == MOST_TEXT
