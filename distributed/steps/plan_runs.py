@@ -199,11 +199,15 @@ def run_soon(work: Callable[[], None]) -> None:
     if _QUEUE.work is not None:
         _QUEUE.work.append(work)
         return
-    queue = _QUEUE.work = deque([work])
+    queue = _QUEUE.work = deque()
     try:
-        _drain(queue)
+        work()
     finally:
-        _QUEUE.work = None
+        try:
+            if queue:
+                _drain(queue)
+        finally:
+            _QUEUE.work = None
 
 
 def _drain(queue: deque[Callable[[], None]]) -> None:

@@ -51,21 +51,30 @@ class Program:
 
     def __call__(self, *operands: Any) -> Sequence[jax.Array]:
         """Return the results of a program that uses no variables."""
-        results: Sequence[jax.Array] = self.run(lambda call: call([], [], *operands)[1], lambda: operands)
+        results: Sequence[jax.Array] = self.run(_without_variables, operands, lambda: operands)
         return results
 
-    def run(self, do: Callable[[Callable[..., Any]], Any], values: Callable[[], Sequence[Any]]) -> Any:
-        """Return `do(call)` for the compiled function; for another one if JAX refuses the arguments' shardings.
+    def run(
+        self,
+        do: Callable[[Callable[..., Any], Sequence[Any]], Any],
+        operands: Sequence[Any],
+        values: Callable[[], Sequence[Any]],
+    ) -> Any:
+        """Return `do(call, operands)` for the compiled function; for another one if JAX refuses the shardings.
 
         `values` returns the arguments, flat; only their shardings are used.
         """
         try:
-            return do(self._call)
+            return do(self._call, operands)
         except ValueError:
             if self._elsewhere in (None, self._call) or not lie_apart(values(), self.compiled):
                 raise
         self._call = self._elsewhere
-        return do(self._call)
+        return do(self._call, operands)
+
+
+def _without_variables(call: Callable[..., Any], operands: Sequence[Any]) -> Any:
+    return call([], [], *operands)[1]
 
 
 def awaited(call: Callable[..., Any]) -> Callable[..., Any]:

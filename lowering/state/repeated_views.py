@@ -1,12 +1,14 @@
 """Reads of the same variables, step after step, at a small cost for each.
 
-A read remembers which call holds its variables from step to step, and takes their values from there.
+A read remembers where its variables are from step to step, in the table or with a call, and takes their values from
+there without a lock. It makes no call of a Python function for each variable.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import numpy as np
@@ -15,40 +17,40 @@ from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.store import Store, has_view
 from dflow.lowering.values.computed import wait_until_computed
 
+_VALUE, _STEP, _IS_READY = attrgetter("value"), attrgetter("step"), methodcaller("is_ready")
+
 
 class RepeatedViews:
     """Repeated `store.views` of the same variables; thread-safe."""
 
     def __init__(self, store: Store, keys: Sequence[str]) -> None:
         self._store, self._keys = store, keys
-        #: The step that held all variables at the last call, its entries then, and the function that picks the values.
-        self._found: tuple[StepState, Sequence[HeldValue], Callable[[Any], Sequence[Any]]] | None = None
+        #: Returns the values from where they were at the last call; None if they are there no longer.
+        self._found: Callable[[], Sequence[Any] | None] | None = None
 
     def __call__(self) -> Sequence[Any]:
         """Return the values at one moment; see `Store.views`."""
         found = self._found
-        if found is not None:
-            step, entries, pick = found
-            # In this order: if the step has the same entries now, it held these values when they were taken from it,
-            # since it gets a new list of entries each time that it takes values from the table.
-            written = step.written
-            if written is not None and step.results is None and step.entries is entries:
-                values = pick(written)
-                try:  # `suppress` would cost as much as a view
-                    wait_until_computed([value for value in values if not value.is_ready()])
-                    return [np.asarray(value) for value in values]
-                except RuntimeError:  # a program has overwritten a value since
-                    pass
+        values = found() if found is not None else None
+        if values is not None:
+            try:  # `suppress` would cost as much as a view
+                if not all(map(_IS_READY, values)):
+                    wait_until_computed(values)
+                return [*map(np.asarray, values)]
+            except RuntimeError:  # a program has overwritten a value since
+                pass
         values = self._store.views(self._keys)
         self._found = self._look()
         return values
 
-    def _look(self) -> tuple[StepState, Sequence[HeldValue], Callable[[Any], Sequence[Any]]] | None:
-        """Return the step that holds all variables, if one does."""
+    def _look(self) -> Callable[[], Sequence[Any] | None] | None:
+        """Return the function for `_found`, if one step holds all variables, or the table does."""
         held = [self._store.table.entry(key) for key in self._keys]
         step = held[0].step if held else None
-        if step is None or any(entry.step is not step for entry in held):
+        if any(entry.step is not step for entry in held):
             return None
+        if step is None:
+            return partial(self._in_table, held) if all(has_view(entry.value) for entry in held) else None
         entries, written = step.entries, step.written
         if written is None or [entries[entry.index] for entry in held] != held:
             return None
@@ -57,4 +59,26 @@ class RepeatedViews:
             return None
         first = indices[0]
         is_range = len(indices) == 1 or indices == [*range(first, first + len(indices))]
-        return step, entries, itemgetter(slice(first, first + len(indices))) if is_range else itemgetter(*indices)
+        pick = itemgetter(slice(first, first + len(indices))) if is_range else itemgetter(*indices)
+        return partial(_in_step, step, entries, pick)
+
+    def _in_table(self, entries: list[HeldValue]) -> Sequence[Any] | None:
+        values = [*map(_VALUE, entries)]
+        # No value of a variable comes back once it is replaced. So if each variable has the same value after none was
+        # with a step, and its entry is still in the table, there was a moment when all had these values.
+        are_there = (
+            not any(map(_STEP, entries))
+            and all(map(is_, values, map(_VALUE, entries)))
+            and [*map(self._store.table.entries.get, self._keys)] == entries
+        )
+        return values if are_there else None
+
+
+def _in_step(
+    step: StepState, entries: Sequence[HeldValue], pick: Callable[[Any], Sequence[Any]]
+) -> Sequence[Any] | None:
+    # In this order: if the step has the same entries now, it held these values when they were taken from it, since it
+    # gets a new list of entries each time that it takes values from the table.
+    written = step.written
+    are_there = written is not None and step.results is None and step.entries is entries
+    return pick(written) if are_there else None

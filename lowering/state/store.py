@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -237,9 +237,10 @@ class Store:
         """
         if not writes and not reads:
             return program(*operands)
-        step, run = step or self.step_state(program, writes, reads), self.table.runner(writes)
+        run = self.table.runner(writes)
         results: Sequence[jax.Array] = program.run(
-            lambda call: run(step, call, operands),
+            partial(run, step or self.step_state(program, writes, reads)),
+            operands,
             lambda: [*map(self.table.buffer, (*writes, *reads)), *operands],
         )
         return results
@@ -251,7 +252,7 @@ class Store:
         values = self.snapshot([*writes, *reads])
         written, read = [jnp.copy(values[key]) for key in writes], [values[key] for key in reads]
         results: Sequence[jax.Array] = program.run(
-            lambda call: call(written, read, *operands)[1], lambda: [*written, *read, *operands]
+            lambda call, args: call(written, read, *args)[1], operands, lambda: [*written, *read, *operands]
         )
         return results
 

@@ -5,7 +5,8 @@ Slots are filled and taken as a whole, so that the number of values costs no cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -34,8 +35,8 @@ class ItemsRun(Protocol):
     recorder: Recorder
     attempt: StepAttempt | None
 
-    def arrival(self, index: int, fill: Fill) -> Callable[[Outcome[Any]], None]:
-        """Return the callback for the results of an item that waits."""
+    def arrived(self, index: int, fill: Fill, values: Outcome[Any]) -> None:
+        """Continue after the item at `index`, which waited, with its results, which `fill` puts into slots."""
         ...
 
     def cancel_at_end(self, cancel: Cancel) -> None:
@@ -70,20 +71,26 @@ def compiled_item(item: Item, index: int, executable: Executable, store: Store) 
     raise InternalError(f"{type(item).__name__} in a straight line; please report this")
 
 
-def _taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
-    if not slots:
-        return lambda _: ()
-    if len(slots) == 1:
-        return lambda held, slot=slots[0]: (held[slot],)  # type: ignore[misc]
-    if list(slots) == [*range(slots[0], slots[0] + len(slots))]:
-        return itemgetter(slice(slots[0], slots[0] + len(slots)))
-    return itemgetter(*slots)
+def taker(slots: Sequence[int]) -> Callable[[list[Any]], Sequence[Any]]:
+    """Return the function, in C, that takes the values of `slots` from the list of all slots."""
+    ranges = ranges_of(slots)
+    return itemgetter(*slots) if len(ranges) > 1 else itemgetter(ranges[0] if ranges else slice(0))
+
+
+def ranges_of(slots: Sequence[int]) -> list[slice]:
+    """Return the slices that have these slots, in this order."""
+    ranges: list[slice] = []
+    for slot in slots:
+        if ranges and ranges[-1].stop == slot:
+            ranges[-1] = slice(ranges[-1].start, slot + 1)
+        else:
+            ranges.append(slice(slot, slot + 1))
+    return ranges
 
 
 def _filler(slots: Sequence[int]) -> Fill:
-    count = len(slots)
-    is_range = bool(slots) and list(slots) == [*range(slots[0], slots[0] + count)]
-    place = slice(slots[0], slots[0] + count) if is_range else None
+    count, ranges = len(slots), ranges_of(slots)
+    place = ranges[0] if len(ranges) == 1 else None
 
     def fill(held: list[Any], values: Sequence[Any]) -> None:
         if len(values) != count:
@@ -97,32 +104,20 @@ def _filler(slots: Sequence[int]) -> Fill:
     return fill
 
 
-def with_freed(do: DoItem, slots: Collection[int]) -> DoItem:
-    if not slots:
-        return do
-    fill, nothing = _filler(sorted(slots)), (None,) * len(slots)
-
-    def do_and_free(run: ItemsRun) -> None:
-        do(run)
-        fill(run.slots, nothing)
-
-    return do_and_free
-
-
 def _receive(item: Recv, index: int, executable: Executable) -> DoItem:
     edge, source, layout = item.edge, item.source, executable.layouts[index]
     fill = _filler(item.gives)
-    return lambda run: run.channel.receive(run.step, edge, source, layout, run.arrival(index, fill))
+    return lambda run: run.channel.receive(run.step, edge, source, layout, partial(run.arrived, index, fill))
 
 
 def _send(item: Send) -> DoItem:
-    edge, destination, take = item.edge, item.destination, _taker(item.takes)
+    edge, destination, take = item.edge, item.destination, taker(item.takes)
     return lambda run: run.channel.send(run.step, edge, destination, take(run.slots))
 
 
 def _call(item: Call, index: int, executable: Executable, store: Store, state: StepState | None) -> DoItem:
     program = executable.programs[item.program]
-    take, fill = _taker(item.takes), _filler(item.gives)
+    take, fill = taker(item.takes), _filler(item.gives)
     changes = changes_of(item)
 
     def do(run: ItemsRun) -> None:
@@ -162,10 +157,10 @@ def _copy(item: Copy, executable: Executable) -> DoItem:
 
 
 def _use_resource(item: UseResource, index: int, executable: Executable, store: Store) -> DoItem:
-    key, op, take, fill = item.key, executable.resource_ops[index], _taker(item.takes), _filler(item.gives)
+    key, op, take, fill = item.key, executable.resource_ops[index], taker(item.takes), _filler(item.gives)
 
     def do(run: ItemsRun) -> None:
-        held, operands, arrived = store.resource(key), list(take(run.slots)), run.arrival(index, fill)
+        held, operands, arrived = store.resource(key), list(take(run.slots)), partial(run.arrived, index, fill)
         if item.gives or run.attempt is None:
             run.cancel_at_end(held.start(op, operands, arrived))
         else:

@@ -28,7 +28,7 @@ from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
-from dflow.lowering.steps.line_items import DoItem, compiled_item, with_freed
+from dflow.lowering.steps.line_items import DoItem, Fill, compiled_item, ranges_of, taker
 from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
@@ -39,8 +39,10 @@ from dflow.tracing.errors import InternalError
 _WAITS = Recv | UseResource
 #: Limit of the waits that need other items: the time to find segments grows with its square.
 MOST_CHAINED = 256
-#: An item of a segment: its index, whether it waits, and the function that runs it and frees what it takes last.
-_SegmentItem = tuple[int, bool, DoItem]
+#: Slots that are freed after an item: a range of them, and as many Nones.
+_Freed = tuple[slice, Sequence[None]]
+#: An item of a segment: its index, whether it waits, the function that runs it, and the slots that it takes last.
+_SegmentItem = tuple[int, bool, DoItem, Sequence[_Freed]]
 
 
 class StraightLine:
@@ -49,12 +51,14 @@ class StraightLine:
     segments   the items of each segment, with their indices, in order
     first      the segment without waits that changes no state, if there is one
     changing   the segments that may change state
-    tokens     the tokens of each segment: one for each wait and each segment that it comes after, and one for the
-               release if it may change state
+    at_start   the segments that a run which is not held back begins with
+    released   the tokens of each segment: one for each wait and each segment that it comes after
+    tokens     the same for a run that begins ahead: one more for the release if the segment may change state
     left       the tokens of the end: one for each segment and each wait
     after      segments that come after each wait, by the index of its item
     following  segments that come after each segment
     slots      the initial content of the slots
+    fetched    returns the fetches, given the slots
     """
 
     def __init__(self, executable: Executable, store: Store) -> None:
@@ -73,10 +77,10 @@ class StraightLine:
         ]
         self.first = [number for number, key in enumerate(groups) if key == (frozenset(), False)]
         self.changing = [n for n, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)]
-        self.tokens = [
-            _tokens(len(waits) + len(earlier[number]) + (number in self.changing))
-            for number, (waits, _) in enumerate(groups)
-        ]
+        counts = [len(waits) + len(earlier[number]) for number, (waits, _) in enumerate(groups)]
+        self.released = list(map(_tokens, counts))
+        self.tokens = [_tokens(count + (number in self.changing)) for number, count in enumerate(counts)]
+        self.at_start = [*self.first, *(number for number in self.changing if not counts[number])]
         self.after: dict[int, list[int]] = {}
         self.following: list[list[int]] = [[] for _ in groups]
         for number, (waits, _) in enumerate(groups):
@@ -84,6 +88,7 @@ class StraightLine:
                 self.after.setdefault(wait, []).append(number)
             for segment in earlier[number]:
                 self.following[segment].append(number)
+        self.fetched = taker(plan.fetches)
         self.slots: list[Any] = [None] * plan.slots
         for slot, value in executable.scalars:
             self.slots[slot] = value
@@ -114,7 +119,9 @@ class StraightLine:
             do, state = compiled_item(item, index, self.executable, self.store)
             if state is not None:
                 self.states.append(state)
-            done.append((index, _waits(item), with_freed(do, freed - self.executable.fetched)))
+            ranges = ranges_of(sorted(freed - self.executable.fetched))
+            nothing = [(place, (None,) * (place.stop - place.start)) for place in ranges]
+            done.append((index, _waits(item), do, nothing))
         return done
 
 
@@ -205,11 +212,11 @@ class StraightRun:
             self.slots[slot] = value
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         #: Tokens of the parts that each segment comes after.
-        self._tokens = list(map(list, line.tokens))
+        self._tokens = list(map(list, line.tokens if begins_ahead else line.released))
         self._begins_ahead, self._is_numbered = begins_ahead, is_numbered
         self.attempt = attempt
         #: A token until the run may change state.
-        self._unreleased = [True]
+        self._unreleased = [True] if begins_ahead else []
         #: Tokens of the parts that the end comes after.
         self._left = list(line.left)
         #: A token until the run has ended.
@@ -219,12 +226,10 @@ class StraightRun:
 
     def start(self) -> None:
         """Run the items that need no wait, on this thread. Does nothing if the run was cancelled before."""
-        if not self.line.segments:
-            self._complete()
-        elif self._begins_ahead:
-            self._run(list(self.line.first))
+        if self.line.segments:
+            self._run(list(self.line.first if self._begins_ahead else self.line.at_start))
         else:
-            self._run([*self.line.first, *self._ready_by_release()])
+            self._complete()
 
     def release(self, attempt: StepAttempt | None = None) -> None:
         """Let a run that has begun ahead change state; `attempt` is given if it was not known before."""
@@ -236,15 +241,11 @@ class StraightRun:
     @property
     def is_ahead(self) -> bool:
         """Whether the run has begun ahead and is not released."""
-        return self._begins_ahead and bool(self._unreleased)
+        return bool(self._unreleased)
 
     def cancel(self, error: BaseException) -> None:
         """End with `error` unless it has ended."""
         self._end(error)
-
-    def arrival(self, index: int, fill: Callable[[list[Any], Sequence[Any]], None]) -> Callable[[Outcome[Any]], None]:
-        """Return the callback for the results of an item that waits."""
-        return partial(self._arrived, index, fill)
 
     def cancel_at_end(self, cancel: Cancel) -> None:
         """Call `cancel` if the run fails while the operation waits."""
@@ -266,19 +267,21 @@ class StraightRun:
         plan, recorder, clock = line.plan, self.recorder, self.recorder.clock
         for number in numbers:  # which grows
             items, rest = rest or iter(line.segments[number]), None
-            for index, waits, do in items:
+            for index, waits, do, freed in items:
                 if not self._is_open:
                     return
                 recorder.append((clock(), ITEM_BEGAN, step, plan, index))
                 try:
                     do(self)
                 except NotConnected as needed:
-                    left = numbers[numbers.index(number) :], chain([(index, waits, do)], items)
+                    left = numbers[numbers.index(number) :], chain([(index, waits, do, freed)], items)
                     needed.then(partial(self._connected, index, *left))
                     return
                 except BaseException as error:
                     self._fail(index, error)
                     return
+                for place, nothing in freed:
+                    self.slots[place] = nothing
                 if not waits:
                     recorder.append((clock(), ITEM_ENDED, step, plan, index))
             for later in line.following[number]:
@@ -300,9 +303,7 @@ class StraightRun:
         except Exception as failure:
             self._fail(index, failure)
 
-    def _arrived(
-        self, index: int, fill: Callable[[list[Any], Sequence[Any]], None], values: Outcome[Sequence[Any]]
-    ) -> None:
+    def arrived(self, index: int, fill: Fill, values: Outcome[Sequence[Any]]) -> None:
         """Continue after an item that waited, on the thread that delivers its results."""
         if isinstance(values, BaseException):
             self._fail(index, values)
@@ -337,8 +338,7 @@ class StraightRun:
             raise_interrupt(error)
 
     def _complete(self) -> None:
-        slots = self.slots
-        self._end(on_device([slots[slot] for slot in self.line.plan.fetches]))
+        self._end(on_device(self.line.fetched(self.slots)))
 
     def _end(self, outcome: Outcome[Fetches]) -> bool:
         """End the run, and return True; return False if it had ended."""

@@ -51,7 +51,7 @@ def as_argument(value: Any) -> jax.Array | npt.NDArray[Any]:
 
 def on_device(values: Iterable[Any]) -> tuple[jax.Array, ...]:
     """Return the values, with NumPy arrays converted to JAX arrays."""
-    return tuple(_converted(value) if isinstance(value, np.ndarray) else value for value in values)
+    return tuple([_converted(value) if isinstance(value, np.ndarray) else value for value in values])
 
 
 def _converted(value: np.ndarray[Any, Any]) -> jax.Array:

@@ -20,5 +20,5 @@ def flat_program(fn: Callable[..., Sequence[Any]], writes: int = 0) -> Program:
 
 def run_flat(program: Program, writes: int, *args: Any) -> list[Any]:
     """Run a program that reads no variables but those it writes."""
-    new, results = program.run(lambda call: call([*args[:writes]], [], *args[writes:]), lambda: args)
+    new, results = program.run(lambda call, args: call([*args[:writes]], [], *args[writes:]), args, lambda: args)
     return [*new, *results]

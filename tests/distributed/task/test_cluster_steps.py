@@ -391,10 +391,10 @@ def test_a_failed_step_is_cancelled_on_every_task(memory: MemoryCluster, worker:
     def fail(*_: Any) -> Any:
         raise FloatingPointError("no second")
 
-    call, sender.server.store.views = sender.server.store.views, fail  # type: ignore[method-assign]
+    send, sender.server.channel.send = sender.server.channel.send, fail  # type: ignore[method-assign]
     with pytest.raises(RemoteError, match="no second"):
         step(jnp.ones(3))
-    sender.server.store.views = call  # type: ignore[method-assign]
+    sender.server.channel.send = send  # type: ignore[method-assign]
     # The waiting task answers in order, so this answer shows that it has handled the cancellation.
     np.testing.assert_array_equal(made[0], [1, 1, 1])
     assert waiting.server.statistics().running == 0

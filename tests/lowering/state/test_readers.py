@@ -300,7 +300,7 @@ def test_steps_that_read_see_variables_written_together_as_they_are_written() ->
     look = lower_program(lambda a, b: [a, b], [F32] * 2, 0, 2).compile()
 
     def program(written: Any, read: Any) -> Any:
-        return look.run(lambda call: call(written, read), lambda: read)
+        return look.run(lambda call, _: call(written, read), (), lambda: read)
 
     def infer(step: StepState) -> list[tuple[float, float]]:
         pairs = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflow.lowering.programs.program import lower_program
+from dflow.lowering.programs.program import Program, lower_program
 from dflow.lowering.state import repeated_views
 from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store, has_view
@@ -21,6 +22,8 @@ from dflow.tracing.ir.types import ArrayType
 F32 = ArrayType(np.dtype("float32"), (3,))
 NAMES = ("a", "b", "c")
 ADD = {count: lower_program(lambda *w: [v + 1 for v in w], [F32] * count, count).compile() for count in (1, 2, 3)}
+#: It leaves the earlier values valid, so reading these raises no error.
+ADD_AND_KEEP = lower_program(lambda *w: [v + 1 for v in w], [F32] * 3, 3, keeps=True).compile()
 
 
 def store_of(names: Sequence[str] = NAMES) -> Store:
@@ -30,9 +33,9 @@ def store_of(names: Sequence[str] = NAMES) -> Store:
     return store
 
 
-def repeated_add(store: Store, keys: Sequence[str]) -> Callable[[], Any]:
+def repeated_add(store: Store, keys: Sequence[str], program: Program | None = None) -> Callable[[], Any]:
     """Return a call that adds 1 to variables, and keeps them from call to call."""
-    program = ADD[len(keys)]
+    program = program or ADD[len(keys)]
     state = store.step_state(program, keys, ())
     return lambda: store.call(program, keys, (), (), state)
 
@@ -73,6 +76,41 @@ def test_views_stay_valid_when_their_variables_are_overwritten() -> None:
     np.testing.assert_array_equal(views(), [copy + 1 for copy in copies])
 
 
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_unchanged_values_are_read_without_the_store(monkeypatch: pytest.MonkeyPatch, is_in_step: bool) -> None:
+    store = store_of()
+    add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
+    if is_in_step:
+        add()
+    before = views()
+    monkeypatch.delattr(Store, "views")
+    np.testing.assert_array_equal(views(), before)
+
+
+@pytest.mark.parametrize("then", ["the step keeps them", "the table has them", "one is replaced"])
+def test_values_in_the_table_are_of_one_moment(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    store = store_of()
+    views, value_of = RepeatedViews(store, NAMES), attrgetter("value")
+    add = repeated_add(store, NAMES, ADD_AND_KEEP)
+    views()
+
+    def changing(entry: Any) -> Any:
+        """All variables change after the value of the first is read."""
+        value = value_of(entry)
+        if entry is store.table.entry(NAMES[0]):
+            monkeypatch.setattr(repeated_views, "_VALUE", value_of)
+            add()
+            if then == "the table has them":
+                store.table.section(lambda: store.table._released(NAMES))
+            elif then == "one is replaced":
+                store.write(NAMES[0], np.full(3, 1, np.float32))
+                store.table.section(lambda: store.table._released(NAMES))
+        return value
+
+    monkeypatch.setattr(repeated_views, "_VALUE", changing)
+    assert [float(value[0]) for value in views()] == [1, 2, 3]
+
+
 def test_a_value_overwritten_while_it_is_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of()
     add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
@@ -89,10 +127,12 @@ def test_a_value_overwritten_while_it_is_read_is_read_again(monkeypatch: pytest.
     assert [float(value[0]) for value in views()] == [2, 3, 4]
 
 
-def test_a_variable_that_is_gone_is_named() -> None:
+@pytest.mark.parametrize("is_in_step", [False, True])
+def test_a_variable_that_is_gone_is_named(is_in_step: bool) -> None:
     store = store_of()
     add, views = repeated_add(store, NAMES), RepeatedViews(store, NAMES)
-    add()
+    if is_in_step:
+        add()
     views()
     store.table.forget("b", "b is gone", "make it again")
     with pytest.raises(VariableError, match="b is gone"):
