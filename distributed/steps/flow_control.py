@@ -105,7 +105,7 @@ class Inflow:
         #: Number of tasks that may send to this one.
         self.senders = 1
         self._owed: dict[str, int] = {}
-        #: By step and edge: source and cost of each untaken value; source and size of each offer not awaited yet; of
+        #: By step and edge: source and size of each untaken value; source and size of each offer not awaited yet; of
         #: each awaited offer that is not requested yet, oldest first; and of each requested value that has not come.
         self._held: dict[StepId, dict[str, tuple[str, int]]] = {}
         self._offered: dict[StepId, dict[str, tuple[str, int]]] = {}
@@ -124,18 +124,23 @@ class Inflow:
         """Number of offers not answered yet."""
         return sum(map(len, self._offered.values())) + len(self._queued)
 
-    def came(self, source: str, step: StepId, edge: str, size_bytes: int, *, is_held: bool) -> list[Reaction]:
-        """Count a pushed value that arrived; `is_held`: it waits to be taken."""
-        cost = size_bytes + COST_BYTES
-        if not is_held:
-            return self._owe(source, cost)
-        self._held.setdefault(step, {})[edge] = source, cost
-        return []
+    def hold(self, source: str, step: StepId, edge: str, size_bytes: int) -> None:
+        """Count a pushed value that arrived and waits to be taken."""
+        self._held.setdefault(step, {})[edge] = source, size_bytes
 
     def taken(self, step: StepId, edge: str) -> list[Reaction]:
         """Count a waiting value as taken."""
         value = self._held.get(step, {}).pop(edge, None)
-        return self._owe(*value) if value is not None else []
+        return self.used(*value) if value is not None else []
+
+    def used(self, source: str, size_bytes: int) -> list[Reaction]:
+        """Credit a pushed value that was taken or dropped, perhaps later together with others."""
+        owed = self._owed.get(source, 0) + size_bytes + COST_BYTES
+        if owed < self._window // self.senders // CREDITED_PART:
+            self._owed[source] = owed
+            return []
+        self._owed[source] = 0
+        return [Reaction(source, Credit(owed))]
 
     def offer(
         self, source: str, step: StepId, edge: str, size_bytes: int, *, is_awaited: bool, is_open: bool
@@ -165,7 +170,7 @@ class Inflow:
         """Credit and decline what remains of a step, which is dropped."""
         if not (self._held or self._offered or self._queued or self._requested):
             return []
-        credits = [one for held in self._held.pop(step, {}).values() for one in self._owe(*held)]
+        credits = [one for held in self._held.pop(step, {}).values() for one in self.used(*held)]
         offered = list(self._offered.pop(step, {}).items())
         if self._queued:
             queued = [key for key in self._queued if key[0] == step]
@@ -210,14 +215,6 @@ class Inflow:
         if requested is not None:
             self.requested_bytes -= requested[1]
         return requested is not None
-
-    def _owe(self, source: str, cost_bytes: int) -> list[Reaction]:
-        owed = self._owed.get(source, 0) + cost_bytes
-        if owed < self._window // self.senders // CREDITED_PART:
-            self._owed[source] = owed
-            return []
-        self._owed[source] = 0
-        return [Reaction(source, Credit(owed))]
 
 
 def _answer(source: str, step: StepId, edge: str, *, wanted: bool) -> Reaction:

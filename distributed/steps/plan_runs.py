@@ -79,9 +79,11 @@ class PlanRuns:
         after: StepId | None = None,
         of: StepOfRun | None = None,
     ) -> None:
-        """Run a plan as the task's part of `step`; see `TaskServer.run`, and `RunPlan` for the options.
+        """Run a plan as the task's part of `step`, at most one a step; see `RunPlan` for the options.
 
-        raises  what `TaskServer.run` raises; WireError for a wrong `of`; InternalError if a run begins after `after`
+        on_done  called once, from any thread
+        raises   InternalError if the task runs a plan in this step, or a run begins after `after`; StepCancelled if the
+                 step has ended here; TaskLost if the task that started it has left; WireError for a wrong `of`
         """
         runs_here = executable.is_asynchronous and executable.has_run
         submit = partial(self._do, executable) if runs_here else self._threads.submit

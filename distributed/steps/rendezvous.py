@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dflow.lowering.queues.channel import StepId, is_in_loop
+from dflow.lowering.queues.channel import ITERATION, StepId
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, InternalError, StepCancelled
@@ -83,9 +83,6 @@ class _EndedSteps:
 
     low: int = 0
     above: set[int] = field(default_factory=set)
-
-    def __contains__(self, number: int) -> bool:
-        return number < self.low or number in self.above
 
     def add(self, number: int) -> None:
         if number >= self.low:
@@ -157,7 +154,7 @@ class Rendezvous(Generic[Waiter, Value]):
 
     def _deliver(self, edges: _Edges[Waiter, Value], edge: str) -> None:
         self._delivered += 1
-        if is_in_loop(edge):
+        if ITERATION in edge:
             del edges[edge]
         else:
             edges[edge] = None
@@ -266,7 +263,8 @@ class Rendezvous(Generic[Waiter, Value]):
         return self._steps.setdefault(step, {})
 
     def _has_ended(self, step: StepId) -> bool:
-        return step.origin in self._ended and step.number in self._ended[step.origin]
+        ended = self._ended.get(step.origin)
+        return ended is not None and (step.number < ended.low or step.number in ended.above)
 
     def _count(self, matches: Callable[[object], bool]) -> int:
         return sum(matches(place) for edges in self._steps.values() for place in edges.values())

@@ -143,7 +143,7 @@ class StepsAhead:
             try:
                 for task in released:
                     with contextlib.suppress(TransportClosed):  # the step fails by that itself
-                        begun.peers[task].notify(ReleaseStep(*begun.step, of))
+                        begun.peers[task].notify(ReleaseStep(begun.step.origin, begun.step.number, of))
             except BaseException as error:
                 self._starter.cancel(begun.step, begun.peers.values(), error)
                 raise

@@ -184,7 +184,8 @@ class TaskChannel:
                 if has_deadline:
                     self._deadlines.add(receiver)
                 reactions = self._inflow.awaited(step, edge)
-        self._carry_out(commands, reactions)
+        if commands or reactions:
+            self._carry_out(commands, reactions)
 
     def arrived(self, message: Values, payload: memoryview, peer: Peer) -> None:
         """Handle values from another task."""
@@ -196,9 +197,11 @@ class TaskChannel:
             self._senders[source] = peer
             if isinstance(message, PulledValues):
                 reactions = self._inflow.pulled(step, edge)
+            elif not commands and self._rendezvous.holds(step, edge):
+                reactions = []
+                self._inflow.hold(source, step, edge, len(payload))
             else:
-                is_held = not commands and self._rendezvous.holds(step, edge)
-                reactions = self._inflow.came(source, step, edge, len(payload), is_held=is_held)
+                reactions = self._inflow.used(source, len(payload))
         self._carry_out(commands, reactions)
 
     def offered(self, offer: Offer, peer: Peer) -> None:
@@ -245,7 +248,8 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.finish(step)
             reactions = self._inflow.ended(step)
-        self._carry_out(commands, reactions)
+        if commands or reactions:
+            self._carry_out(commands, reactions)
 
     def abort(self, step: StepId, error: BaseException) -> None:
         """Abort the step; its waits end with `error`."""

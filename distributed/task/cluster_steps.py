@@ -183,8 +183,11 @@ class ClusterSteps:
         step = self.server.starter.next_step() if begun is None else begun.step
         began_ns = self.server.recorder.note(STEP_BEGAN, step)
         try:
-            with self._requests.used.explained(called.handles):
+            try:  # not `with used.explained(...)`, which is six calls in each step
                 fetches = self._run(step, called.handles, feeds, begun, loop)
+            except DflowError as error:
+                self._requests.used.explain(error, called.handles)
+                raise
         except BaseException as error:
             if begun is not None:  # an interrupt may have come before `_run`, which cancels too
                 self.server.starter.cancel(step, begun.peers.values(), error)

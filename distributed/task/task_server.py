@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
@@ -86,11 +86,8 @@ from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, Pulle
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
-from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.recorder import CONNECTION_LOST, ROSTER_CHANGED, Recorder
-from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost
 
@@ -275,25 +272,6 @@ class TaskServer:
         """Number of plans, of running parts, and the state of the rendezvous."""
         return TaskStatistics(len(self.plans), len(self.runs.running()), self.channel.statistics())
 
-    # Running plans.
-
-    def run(
-        self,
-        handle: int,
-        step: StepId,
-        feeds: Sequence[Any],
-        on_done: Callable[[Outcome[Fetches]], None],
-        of: StepOfRun | None = None,
-    ) -> None:
-        """Run a registered plan as this task's part of `step`; `on_done` is called once, from any thread.
-
-        A task runs at most one plan per step. `of` is as in `RunPlan`.
-
-        raises  InternalError if no such plan is registered, or one runs in this step; StepCancelled if the step has
-                ended here; TaskLost if the task that started it has left
-        """
-        self.runs.run(self.plans.get(handle), step, feeds, on_done, of=of)
-
     # The other tasks.
 
     def roster_changed(self, roster: Roster) -> None:
@@ -402,13 +380,17 @@ class TaskServer:
     @REQUESTS.handles(RunPlan)
     def _run_plan(self, message: RunPlan, arrival: RequestArrival) -> None:
         self.peers.adopt(arrival.peer)
-        step, done = StepId(message.origin, message.step), partial(answer_run, arrival.responder)
-        if message.is_ahead:
-            after = StepId(message.origin, message.after)
-            plan, is_next = self.plans.get(message.handle), message.is_next
-            self.runs.run(plan, step, (), done, is_ahead=True, is_next=is_next, after=after, of=message.of)
-        else:
-            self.run(message.handle, step, (), done, message.of)
+        plan, step = self.plans.get(message.handle), StepId(message.origin, message.step)
+        self.runs.run(
+            plan,
+            step,
+            (),
+            partial(answer_run, arrival.responder),
+            is_ahead=message.is_ahead,
+            is_next=message.is_next,
+            after=StepId(message.origin, message.after) if message.is_ahead else None,
+            of=message.of,
+        )
 
     @REQUESTS.handles(CancelStep)
     def _cancel_step(self, message: CancelStep, arrival: RequestArrival) -> None:

@@ -66,13 +66,17 @@ class UsedState:
         try:
             yield
         except DflowError as error:
-            lost = self.loss(tasks)
-            if lost is not None:
-                raise lost from error
-            if isinstance(error, TransportClosed):
-                names = " or ".join(map(short_task_name, tasks))
-                raise TaskLost(f"{names} was lost while {short_task_name(self._user)} waited: {error}") from error
+            self.explain(error, tasks)
             raise
+
+    def explain(self, error: DflowError, tasks: Collection[str]) -> None:
+        """Raise TaskLost from `error` when one of `tasks`, or state that it held, was lost."""
+        lost = self.loss(tasks)
+        if lost is not None:
+            raise lost from error
+        if isinstance(error, TransportClosed):
+            names = " or ".join(map(short_task_name, tasks))
+            raise TaskLost(f"{names} was lost while {short_task_name(self._user)} waited: {error}") from error
 
     def _end_of(self, task: str, process: str) -> str:
         ended: list[TaskInfo] = [info for info in self._roster().tasks if (info.task, info.process) == (task, process)]

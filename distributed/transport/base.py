@@ -22,7 +22,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Protocol, cast
+from typing import Any, Generic, NamedTuple, Protocol
 
 from dflow.distributed.transport.link import LOGGER, Frame, FrameLink, Kind, Limits, OnReleased, on_reader_thread
 from dflow.distributed.wire.codec import Parts, SentPayload, decode_message, encode_message
@@ -182,7 +182,8 @@ class Peer:
                 LOGGER.exception("%s: %s from %s failed", self._local, type(message).__name__, self.name)
 
     def _settle(self, number: int, message: Message, payload: memoryview) -> None:
-        pending = self._forget(number)
+        with self._lock:
+            pending = self._waiting.pop(number, None)
         if pending is None:
             LOGGER.debug("%s: %s answered request %d, which no one awaits", self._local, self.name, number)
         else:
@@ -238,9 +239,9 @@ class Peer:
             )
         return meta
 
-    def _forget(self, number: int) -> PendingReply[Any] | None:
+    def _forget(self, number: int) -> None:
         with self._lock:
-            return self._waiting.pop(number, None)
+            self._waiting.pop(number, None)
 
     def _closed_text(self, during: str = "") -> str:
         return f"the connection from {self._local} to {self.name} has ended{during}: {self.closed}"
@@ -318,7 +319,7 @@ class Responder:
 def _outcome(asked: type[Request[Answer]], message: Message, payload: memoryview, peer: str) -> Outcome[Reply[Answer]]:
     """Return the reply to a request, unpacked, or its error. This is the only check of a reply's type."""
     if isinstance(message, asked.replies):
-        return Reply(cast(Answer, message), payload)
+        return Reply(message, payload)  # type: ignore[arg-type]
     try:
         unpacked = unpack(message, payload)
     except WireError as error:
@@ -326,7 +327,7 @@ def _outcome(asked: type[Request[Answer]], message: Message, payload: memoryview
     if isinstance(unpacked, Failure):
         return error_of(unpacked, peer)
     if isinstance(unpacked, asked.replies) or not asked.replies:
-        return Reply(cast(Answer, unpacked), payload)
+        return Reply(unpacked, payload)  # type: ignore[arg-type]
     expected = " or ".join(reply.__name__ for reply in asked.replies)
     return WireError(
         f"{peer} answered {asked.__name__} with {type(unpacked).__name__}; expected {expected}; "

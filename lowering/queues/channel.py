@@ -8,9 +8,10 @@ a send with its receive by `(step, edge)`, with these numbers; either may come f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
+import msgspec
 import numpy.typing as npt
 
 from dflow.lowering.values.outcome import Outcome
@@ -20,7 +21,7 @@ from dflow.lowering.values.payload_layout import PayloadLayout
 STEPS_OF_A_LIFE = 1 << 27
 
 
-class StepId(NamedTuple):
+class StepId(msgspec.Struct, frozen=True, gc=False):
     """One run of a graph: the task that started it, and the number of the step on that task."""
 
     origin: str
@@ -32,6 +33,8 @@ class StepId(NamedTuple):
         return self.number % STEPS_OF_A_LIFE
 
 
+#: Separates an edge from the iteration numbers; no edge outside of loops has it.
+ITERATION = "@"
 #: A transferred value. Small values from the network are NumPy arrays, which programs take without conversion.
 Sent = jax.Array | npt.NDArray[Any]
 #: Called with the values that a send of a bundle gave, in order, or with the error that ended the wait.
@@ -66,14 +69,9 @@ class Channel(Protocol):
 
 def frame_of_turn(frame: str, turn: int) -> str:
     """Return the suffix of edges in an iteration of a loop; `frame` is the suffix outside of that loop, or ""."""
-    return f"{frame}.{turn}" if frame else f"@{turn}"
+    return f"{frame}.{turn}" if frame else f"{ITERATION}{turn}"
 
 
 def edge_alone(edge: str) -> str:
     """Return the edge without the iteration numbers."""
-    return edge.partition("@")[0]
-
-
-def is_in_loop(edge: str) -> bool:
-    """Whether the edge has iteration numbers."""
-    return "@" in edge
+    return edge.partition(ITERATION)[0]

@@ -214,7 +214,7 @@ NOWHERE: Final = Recorder(0, lambda: 0)
 
 def _read(noted: Noted) -> Event:
     at_ns, what, step, subject, detail, *transfer = noted
-    origin, number = step if step is not None else ("", 0)
+    origin, number = (step.origin, step.number) if step is not None else ("", 0)
     if isinstance(subject, Plan):
         index, text = detail if isinstance(detail, tuple) else (detail, "")
         item = subject.items[index]

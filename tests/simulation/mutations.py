@@ -337,7 +337,7 @@ MUTATIONS = (
     Mutation("a barrier passes before all have come", _BARRIERS, "_pass_if_complete", _pass_early, "one view"),
     Mutation("each is told of another barrier", barriers, "_answer", _tell_each_another, "one view"),
     Mutation("whoever asks is elected", elections.Elections, "elect", giving(True), "one in office"),
-    Mutation("ended steps are forgotten", rendezvous._EndedSteps, "__contains__", giving(False), "nothing left"),
+    Mutation("ended steps are forgotten", rendezvous.Rendezvous, "_has_ended", giving(False), "nothing left"),
     Mutation("a task's gate hears of no members", member_gate.MemberGate, "roster_changed", doing_nothing, "none lost"),
     Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "waits end"),
     Mutation("an ask is not asked again", _SESSION, "_send_all", doing_nothing, "none lost"),

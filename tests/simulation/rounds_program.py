@@ -319,7 +319,8 @@ class RoundsWorker(TrainingWorker):
         parts = StepParts((self.task, *others), partial(end_wait, future))
         for task, peer in others.items():
             peer.start(RunPlan(self._gives[task], id.origin, id.number), on_reply=partial(parts.ended, task))
-        self._member.server.run(self._plan, id, feeds, partial(parts.ended, self.task))
+        server = self._member.server
+        server.runs.run(server.plans.get(self._plan), id, feeds, partial(parts.ended, self.task))
         (is_fresh,) = self._member.wait("the end of a step", STEP_S, future)
         return bool(is_fresh)
 

@@ -84,12 +84,12 @@ class Model:
             self.got.append(edge)
         elif not self.is_ended:
             self.lying[edge] = size
-        is_held = edge in self.lying
-        self.to_sender.extend(
-            self.inflow.came("sender", STEP, edge, size, is_held=is_held)
-            if kind == "value"
-            else self.inflow.pulled(STEP, edge)
-        )
+        if kind != "value":
+            self.to_sender.extend(self.inflow.pulled(STEP, edge))
+        elif edge in self.lying:
+            self.inflow.hold("sender", STEP, edge, size)
+        else:
+            self.to_sender.extend(self.inflow.used("sender", size))
 
     def deliver_to_sender(self) -> None:
         match self.to_sender.popleft().message:
@@ -162,7 +162,7 @@ def test_a_task_that_is_lost_leaves_nothing() -> None:
     assert outflow.end(Offered("ps", STEP, "e")) is None
     assert outflow.pushes("ps", 1)
     inflow = Inflow(WINDOW)
-    inflow.came("ps", STEP, "held", WINDOW, is_held=True)
+    inflow.hold("ps", STEP, "held", WINDOW)
     inflow.offer("ps", STEP, "offered", 1, is_awaited=False, is_open=True)
     inflow.forget("ps")
     assert inflow.ended(STEP) == []
@@ -171,10 +171,10 @@ def test_a_task_that_is_lost_leaves_nothing() -> None:
 def test_requests_of_a_lost_task_make_room_for_others() -> None:
     inflow = Inflow(WINDOW)
     [first] = inflow.offer("ps", STEP, "first", WINDOW, is_awaited=True, is_open=True)
-    assert first == Reaction("ps", Pull(*STEP, "first", True))
+    assert first == Reaction("ps", Pull(STEP.origin, STEP.number, "first", True))
     assert inflow.offer("other", STEP, "second", WINDOW, is_awaited=True, is_open=True) == []
     assert inflow.offer("ps", STEP, "third", 1, is_awaited=True, is_open=True) == []
-    assert inflow.forget("ps") == [Reaction("other", Pull(*STEP, "second", True))]
+    assert inflow.forget("ps") == [Reaction("other", Pull(STEP.origin, STEP.number, "second", True))]
     assert inflow.pulled(STEP, "second") == []
     assert inflow.requested_bytes == 0
 
@@ -187,7 +187,7 @@ def test_the_window_is_shared_by_the_senders_and_credit_comes_before_a_share_is_
     while outflow.pushes("ps", size):
         sent += 1
     assert sent * (size + COST_BYTES) <= WINDOW // 4
-    credits = [one for n in range(sent) for one in inflow.came("worker", STEP, str(n), size, is_held=False)]
+    credits = [one for n in range(sent) for one in inflow.used("worker", size)]
     for credit in credits:
         assert isinstance(credit.message, Credit)
         outflow.credit("ps", credit.message.size_bytes)

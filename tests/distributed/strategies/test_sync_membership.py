@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 from dflow.distributed.strategies import round_part
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
+from dflow.lowering.steps.executable import Executable
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, TaskLost
 from tests.distributed.strategies.sync_programs import SOON, Sync, Turns, pair, together
@@ -173,14 +174,14 @@ def test_a_run_goes_on_after_a_failed_update_when_every_process_is_back(
     memory: MemoryCluster, workers: list[Cluster]
 ) -> None:
     host, other = memory.tasks["ps:0"].server, memory.tasks["ps:1"].server
-    run_part, failed = other.run, itertools.count()
+    run_part, failed = other.runs.run, itertools.count()
 
-    def run(handle: int, step: StepId, feeds: Sequence[Any], on_done: Callable[[Any], None], of: Any) -> None:
+    def run(executable: Executable, step: StepId, *args: Any, **options: Any) -> None:
         if step.origin == host.name and next(failed) in (1, 3):
             raise TaskLost("the connection broke")
-        run_part(handle, step, feeds, on_done, of)
+        run_part(executable, step, *args, **options)
 
-    other.run = run  # type: ignore[method-assign]
+    other.runs.run = run  # type: ignore[method-assign]
 
     def work(index: int, cluster: Cluster) -> Any:
         model, step = pair(cluster)

@@ -51,7 +51,11 @@ class Steps:
     def start(self, *items: Item, program: Program | None = None) -> PendingReply[Ok]:
         """Start a step of a plan."""
         handle = self.cluster.ps.plans.add(Plan(PS, 4, items), [] if program is None else [program])
-        return self.peer.start(RunPlan(handle, *self.next_step()))
+        return self.peer.start(self.next_run(handle))
+
+    def next_run(self, handle: int) -> RunPlan:
+        step = self.next_step()
+        return RunPlan(handle, step.origin, step.number)
 
     def next_step(self) -> StepId:
         self.number += 1
@@ -68,8 +72,8 @@ class Steps:
         handle = self.cluster.ps.plans.add(Plan(PS, 4, items), [add])
         for _ in range(2):
             step = self.next_step()
-            running = self.peer.start(RunPlan(handle, *step))
-            self.peer.notify(Values(*step, "grad"), encode_array(ONES))
+            running = self.peer.start(RunPlan(handle, step.origin, step.number))
+            self.peer.notify(Values(step.origin, step.number, "grad"), encode_array(ONES))
             assert running.wait(DEADLINE_S).message == Ok()
         called = threading.Event()
         calling = self.start(Call(0, (), (), (), ()), program=flat_program(lambda: (called.set(), ())[1]))
@@ -271,7 +275,7 @@ def test_dialling_a_dead_task_delays_nothing_else(with_dead: tuple[Cluster, With
     cluster, dead = with_dead
     create(cluster)
     worker, handle = Steps(cluster, CLIENT), send_to_dead(cluster.ps)
-    sending = [worker.peer.start(RunPlan(handle, *worker.next_step())) for _ in range(MANY)]
+    sending = [worker.peer.start(worker.next_run(handle)) for _ in range(MANY)]
     worker.run_all()
     Steps(cluster, CLIENTS[1]).run_all()
     assert dead.began.wait(DEADLINE_S)
@@ -286,7 +290,7 @@ def test_a_step_that_waits_for_a_dead_task_can_be_cancelled(with_dead: tuple[Clu
     cluster, dead = with_dead
     create(cluster)
     step, outcomes = StepId(PS, 1), list[Any]()
-    cluster.ps.run(send_to_dead(cluster.ps), step, (), outcomes.append)
+    cluster.ps.runs.run(cluster.ps.plans.get(send_to_dead(cluster.ps)), step, (), outcomes.append)
     assert dead.began.wait(DEADLINE_S)
     cluster.ps.runs.cancel(step, TaskLost("enough"))
     assert [str(error) for error in outcomes] == ["enough"]
@@ -302,8 +306,8 @@ def test_values_are_sent_once_the_task_is_connected(cluster: Cluster) -> None:
     sends = cluster.ps.plans.add(Plan(PS, 1, (Read(("w",), (0,)), Send("value", to, (0,)))), ())
     takes = cluster.other.plans.add(Plan(to, 1, (Recv("value", PS, (0,), (("f32", (3,)),)),), fetches=(0,)), ())
     step = StepId(CLIENT, 1)
-    cluster.other.run(takes, step, (), receiving.append)
-    cluster.ps.run(sends, step, (), sending.append)
+    cluster.other.runs.run(cluster.other.plans.get(takes), step, (), receiving.append)
+    cluster.ps.runs.run(cluster.ps.plans.get(sends), step, (), sending.append)
     until(lambda: len(receiving) == len(sending) == 1)
     assert sending == [()]
     ((value,),) = receiving

@@ -84,7 +84,7 @@ def start(server: TaskServer, handle: int, step: StepId, *feeds: Any) -> Future[
     def on_done(outcome: tuple[jax.Array, ...] | BaseException) -> None:
         done.set_exception(outcome) if isinstance(outcome, BaseException) else done.set_result(outcome)
 
-    server.run(handle, step, feeds, on_done)
+    server.runs.run(server.plans.get(handle), step, feeds, on_done)
     return done
 
 

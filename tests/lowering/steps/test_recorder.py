@@ -84,8 +84,8 @@ def test_an_item_is_told_by_its_class_its_node_and_the_users_line() -> None:
     recorder.note(ITEM_BEGAN, STEP, PLAN, 0)
     recorder.note(ITEM_FAILED, STEP, PLAN, (1, "VariableError"))
     assert recorder.events() == [
-        Event(1, ITEM_BEGAN, *STEP, "Recv", "w", "model.py:12", "/job:worker/task:0", values=1),
-        Event(2, ITEM_FAILED, *STEP, "Call", "%y (xla.call)", number=1, text="VariableError"),
+        Event(1, ITEM_BEGAN, STEP.origin, STEP.number, "Recv", "w", "model.py:12", "/job:worker/task:0", values=1),
+        Event(2, ITEM_FAILED, STEP.origin, STEP.number, "Call", "%y (xla.call)", number=1, text="VariableError"),
     ]
 
 
@@ -95,8 +95,8 @@ def test_a_value_is_told_by_its_edge_its_peer_and_its_size() -> None:
     recorder.note(RECEIVED, STEP, "v", "/job:ps/task:0", 8)
     recorder.note(CONNECTED, None, "/job:ps/task:0", "127.0.0.1:7711")
     assert recorder.events() == [
-        Event(1, SENT, *STEP, name="w", peer="/job:ps/task:0", size_bytes=4, began_ns=17),
-        Event(2, RECEIVED, *STEP, name="v", peer="/job:ps/task:0", size_bytes=8),
+        Event(1, SENT, STEP.origin, STEP.number, name="w", peer="/job:ps/task:0", size_bytes=4, began_ns=17),
+        Event(2, RECEIVED, STEP.origin, STEP.number, name="v", peer="/job:ps/task:0", size_bytes=8),
         Event(3, CONNECTED, peer="/job:ps/task:0", text="127.0.0.1:7711"),
     ]
 
