@@ -1,67 +1,75 @@
-"""One deadline for each of many waits that all have the same timeout.
+"""Deadlines of many waits that all have the same timeout.
 
-Why: thousands of receives may wait concurrently, and most end long before their deadline, so a wait starts no timer.
-Invariant: since all have the same timeout, the oldest wait is the next to expire, so a dict in order of insertion is
-the queue, and one timer, for the oldest, is enough. `expire` is called once for each key, unless that is discarded or
-the clock is closed first.
+Why: thousands of receives may wait concurrently, and most end long before their deadline. So a wait starts no timer,
+and its end costs nothing here: one timer looks at the waits that are pending when the oldest of them may expire.
+Invariants: while a wait that has begun is pending, the timer runs. A wait does not expire before its time is over, and
+expires once, unless it ends or the clock is closed first; again only if `expire` could not end it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from dflow.lowering.queues.timers import Clock
 
-Key = TypeVar("Key", bound=Hashable)
+LOGGER = logging.getLogger("dflow")
+
+Wait = TypeVar("Wait")
 
 
-class Deadlines(Generic[Key]):
-    """Calls `expire` with each key added `timeout_s` ago and not discarded, one after another, when `clock` calls."""
+class Deadlines(Generic[Wait]):
+    """Calls `expire` with each wait that is still pending `timeout_s` after it began, the oldest first.
 
-    def __init__(self, timeout_s: float, expire: Callable[[Key], None], clock: Clock) -> None:
+    pending  returns the waits that have not ended, each after the time when it expires; called with `lock`
+    expire   must end the wait, without `lock`
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        pending: Callable[[], Iterable[tuple[float, Wait]]],
+        expire: Callable[[Wait], None],
+        clock: Clock,
+        lock: threading.Lock,
+    ) -> None:
         self.timeout_s = timeout_s
-        self._expire = expire
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._ends_at: dict[Key, float] = {}
+        self._pending, self._expire = pending, expire
+        self._clock, self._lock = clock, lock
         self._has_timer = False
+        #: Waits that expire until then have expired.
+        self._looked_s = -math.inf
 
-    def __len__(self) -> int:
-        return len(self._ends_at)
-
-    def add(self, key: Key) -> None:
-        """Start the timeout of `key`."""
-        with self._lock:
-            self._ends_at[key] = self._clock.now_s + self.timeout_s
-            if not self._has_timer:
-                self._start_timer()
-
-    def discard(self, key: Key) -> None:
-        """End the timeout of `key`, whose wait has ended; does nothing if it is unknown."""
-        with self._lock:
-            self._ends_at.pop(key, None)
-
-    def oldest(self) -> Key | None:
-        """Return the key added first; None when there is none."""
-        with self._lock:
-            return next(iter(self._ends_at), None)
-
-    def _start_timer(self) -> None:
-        ends_at = next(iter(self._ends_at.values()), None)
-        self._has_timer = False
-        if ends_at is not None:
-            self._clock.after(ends_at - self._clock.now_s, self._expire_oldest)
+    def begin(self) -> float:
+        """Return when a wait that begins now expires, by the clock. The caller has the lock, and adds the wait."""
+        if not self._has_timer:
             self._has_timer = True
+            self._clock.after(self.timeout_s, self._look)
+        return self._clock.now_s + self.timeout_s
 
-    def _expire_oldest(self) -> None:
+    def overdue(self) -> int:
+        """Return the number of waits that go on after they expired, or that the timer misses. The caller has the lock.
+
+        It is 0 whenever no call of `expire` is in progress.
+        """
+        until_s = self._looked_s if self._has_timer else math.inf
+        return sum(ends_s <= until_s for ends_s, _ in self._pending())
+
+    def _look(self) -> None:
         with self._lock:
-            key = next(iter(self._ends_at), None)
-            if key is not None and self._ends_at[key] <= self._clock.now_s:
-                del self._ends_at[key]
-            else:  # the key that the timer was started for was discarded
-                key = None
-            self._start_timer()
-        if key is not None:
-            self._expire(key)
+            now_s = self._looked_s = self._clock.now_s
+            waits = sorted(self._pending(), key=lambda wait: wait[0])
+            later = [ends_s for ends_s, _ in waits if ends_s > now_s]
+            # Also after those that expire now: if one could not be ended, it expires again.
+            self._has_timer = bool(waits)
+            if waits:
+                self._clock.after(later[0] - now_s if later else self.timeout_s, self._look)
+        for ends_s, wait in waits:
+            if ends_s <= now_s:
+                try:
+                    self._expire(wait)
+                except Exception:
+                    LOGGER.exception("the end of a wait that took %g s failed", self.timeout_s)

@@ -50,12 +50,8 @@ class Outflow(Generic[Item]):
         self.senders = 1
         #: By destination, the bytes pushed and not credited, including `COST_BYTES` per value.
         self.untaken: Counter[str] = Counter()
-        self._offers: dict[Offered, Item] = {}
-
-    @property
-    def offers(self) -> int:
-        """Number of values kept."""
-        return len(self._offers)
+        #: The values kept.
+        self.kept: dict[Offered, Item] = {}
 
     def pushes(self, destination: str, size_bytes: int) -> bool:
         """Whether to push a value, which then counts until it is credited. If false, `keep` it and send an offer."""
@@ -67,27 +63,25 @@ class Outflow(Generic[Item]):
 
     def keep(self, offer: Offered, item: Item) -> None:
         """Keep an offered value."""
-        self._offers[offer] = item
+        self.kept[offer] = item
 
     def end(self, offer: Offered) -> Item | None:
         """Remove and return an offered value that was requested, declined or has expired; None if it has ended."""
-        return self._offers.pop(offer, None)
+        return self.kept.pop(offer, None)
 
     def credit(self, destination: str, size_bytes: int) -> None:
         """Note that `destination` has taken `size_bytes` of the pushed values."""
         self.untaken[destination] = max(0, self.untaken[destination] - size_bytes)
 
-    def forget(self, destination: str) -> list[Offered]:
-        """Drop all transfers to `destination`, whose connection has ended; return the offers dropped."""
+    def forget(self, destination: str) -> None:
+        """Drop all transfers to `destination`, whose connection has ended."""
         del self.untaken[destination]
-        return self.end_all(lambda offer: offer.destination == destination)
+        self.end_all(lambda offer: offer.destination == destination)
 
-    def end_all(self, concerns: Callable[[Offered], bool]) -> list[Offered]:
-        """Drop the offers that `concerns` returns true of; return them."""
-        ended = [offer for offer in self._offers if concerns(offer)]
-        for offer in ended:
-            del self._offers[offer]
-        return ended
+    def end_all(self, concerns: Callable[[Offered], bool]) -> None:
+        """Drop the offers that `concerns` returns true of."""
+        for offer in [offer for offer in self.kept if concerns(offer)]:
+            del self.kept[offer]
 
 
 class Reaction(NamedTuple):
@@ -108,7 +102,7 @@ class Inflow:
         #: By step and edge: source and size of each untaken value; source and size of each offer not awaited yet; of
         #: each awaited offer that is not requested yet, oldest first; and of each requested value that has not come.
         self._held: dict[StepId, dict[str, tuple[str, int]]] = {}
-        self._offered: dict[StepId, dict[str, tuple[str, int]]] = {}
+        self.unanswered: dict[StepId, dict[str, tuple[str, int]]] = {}
         self._queued: dict[tuple[StepId, str], tuple[str, int]] = {}
         self._requested: dict[tuple[StepId, str], tuple[str, int]] = {}
         #: Total size of the requested values that have not come.
@@ -122,7 +116,7 @@ class Inflow:
     @property
     def offered(self) -> int:
         """Number of offers not answered yet."""
-        return sum(map(len, self._offered.values())) + len(self._queued)
+        return sum(map(len, self.unanswered.values())) + len(self._queued)
 
     def hold(self, source: str, step: StepId, edge: str, size_bytes: int) -> None:
         """Count a pushed value that arrived and waits to be taken."""
@@ -151,12 +145,12 @@ class Inflow:
             return self._requests()
         if not is_open:
             return [_answer(source, step, edge, wanted=False)]
-        self._offered.setdefault(step, {})[edge] = source, size_bytes
+        self.unanswered.setdefault(step, {})[edge] = source, size_bytes
         return []
 
     def awaited(self, step: StepId, edge: str) -> list[Reaction]:
         """Request the value, which an op now waits for, if it was offered."""
-        offered = self._offered.get(step, {}).pop(edge, None)
+        offered = self.unanswered.get(step, {}).pop(edge, None)
         if offered is None:
             return []
         self._queued[step, edge] = offered
@@ -168,10 +162,10 @@ class Inflow:
 
     def ended(self, step: StepId) -> list[Reaction]:
         """Credit and decline what remains of a step, which is dropped."""
-        if not (self._held or self._offered or self._queued or self._requested):
+        if not (self._held or self.unanswered or self._queued or self._requested):
             return []
         credits = [one for held in self._held.pop(step, {}).values() for one in self.used(*held)]
-        offered = list(self._offered.pop(step, {}).items())
+        offered = list(self.unanswered.pop(step, {}).items())
         if self._queued:
             queued = [key for key in self._queued if key[0] == step]
             offered += [(edge, self._queued.pop((step, edge))) for _, edge in queued]
@@ -183,13 +177,13 @@ class Inflow:
 
     def steps_of(self, origin: str) -> list[StepId]:
         """The steps of `origin` with held, offered or requested values here."""
-        found = {**self._held, **self._offered}.keys() | {step for step, _ in (*self._queued, *self._requested)}
+        found = {**self._held, **self.unanswered}.keys() | {step for step, _ in (*self._queued, *self._requested)}
         return [step for step in found if step.origin == origin]
 
     def forget(self, source: str) -> list[Reaction]:
         """Forget `source`, whose connection has ended: its values are no longer credited, its offers are void."""
         self._owed.pop(source, None)
-        by_key: list[dict[Any, tuple[str, int]]] = [*self._held.values(), *self._offered.values(), self._queued]
+        by_key: list[dict[Any, tuple[str, int]]] = [*self._held.values(), *self.unanswered.values(), self._queued]
         for values in by_key:
             for key in [key for key, (by, _) in values.items() if by == source]:
                 del values[key]

@@ -105,12 +105,19 @@ class Rendezvous(Generic[Waiter, Value]):
         self._delivered = 0
         self._dropped = 0
 
-    def begin(self, step: StepId) -> None:
-        """Begin this task's part in the step, until `finish`, `abort` or `lose`.
+    def begin(self, step: StepId) -> _Edges[Waiter, Value]:
+        """Begin the step here, if it has not begun, until `finish`, `abort` or `lose`; return its edges.
 
         raises  StepCancelled if the step has ended already; the error of `lose` if the origin was lost
         """
-        self._open(step)
+        edges = self._steps.get(step)
+        if edges is not None:
+            return edges
+        if step.origin in self._lost:
+            raise self._lost[step.origin]
+        if self._has_ended(step):
+            raise StepCancelled(f"{describe(step)} has ended here, or was cancelled")
+        return self._steps.setdefault(step, {})
 
     def count_from(self, origin: str, number: int) -> None:
         """Treat steps of `origin` below `number` as ended, since earlier lives started them; drop their values."""
@@ -121,7 +128,7 @@ class Rendezvous(Generic[Waiter, Value]):
     def put(self, step: StepId, edge: str, value: Value) -> list[EndWait[Waiter, Value]]:
         """Store or deliver a received value; drop it if the step has ended, or the edge has had its value."""
         try:
-            edges = self._open(step)
+            edges = self.begin(step)
         except DflowError:
             self._dropped += 1
             return []
@@ -138,7 +145,7 @@ class Rendezvous(Generic[Waiter, Value]):
     def take(self, step: StepId, edge: str, source: str, waiter: Waiter) -> list[EndWait[Waiter, Value]]:
         """Wait for the value that the task `source` sends; the wait ends now if the value is here, or cannot come."""
         try:
-            edges = self._open(step)
+            edges = self.begin(step)
         except DflowError as error:
             return [EndWait(waiter, error)]
         place = edges.get(edge)
@@ -250,17 +257,6 @@ class Rendezvous(Generic[Waiter, Value]):
             dropped=self._dropped,
             remembered=sum(len(ended.above) for ended in self._ended.values()),
         )
-
-    def _open(self, step: StepId) -> _Edges[Waiter, Value]:
-        """Return the edges of a step, creating the step if it is new. Raises if it has ended or its origin is lost."""
-        edges = self._steps.get(step)
-        if edges is not None:
-            return edges
-        if step.origin in self._lost:
-            raise self._lost[step.origin]
-        if self._has_ended(step):
-            raise StepCancelled(f"{describe(step)} has ended here, or was cancelled")
-        return self._steps.setdefault(step, {})
 
     def _has_ended(self, step: StepId) -> bool:
         ended = self._ended.get(step.origin)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.codec import SentPayload, encode_values
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
-from dflow.lowering.queues.channel import Channel, Deliver, NotConnected, Sent, StepId, edge_alone
+from dflow.lowering.queues.channel import ITERATION, Channel, Deliver, NotConnected, Sent, StepId
 from dflow.lowering.queues.timers import Clock, Timers
 from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
 from dflow.lowering.values.computed import wait_until_computed
@@ -59,7 +60,8 @@ class _Receiver(msgspec.Struct, frozen=True, eq=False):
     source: str
     layout: PayloadLayout
     deliver: Deliver
-    has_deadline: bool = True
+    #: When the wait expires, by the clock.
+    ends_s: float
 
     def end(self, outcome: Outcome[_Held]) -> None:
         """End the wait; values from another task are checked and unpacked."""
@@ -81,10 +83,11 @@ class _WithoutDeadlines:
 
 @dataclass(frozen=True)
 class _OfferedValues:
-    """A number of offered values, ready to be sent."""
+    """A number of offered values, ready to be sent; dropped at `ends_s`, by the clock."""
 
     count: int
     payload: SentPayload
+    ends_s: float
 
 
 class TaskChannel:
@@ -110,13 +113,13 @@ class TaskChannel:
         self._lock = threading.Lock()
         self._rendezvous: Rendezvous[_Receiver, _Held] = Rendezvous()
         self._clock = clock or Timers("dflow deadlines")
-        self._deadlines: Deadlines[_Receiver] = Deadlines(wait_timeout_s, self._expire, self._clock)
+        self._deadlines = Deadlines(wait_timeout_s, self._waits, self._expire, self._clock, self._lock)
         #: Sent messages by edge, destination and number of values in each, so that a message costs one count.
         self._traffic: dict[tuple[str, str, int], _Total] = defaultdict(_Total)
         self._taken_in: Counter[str] = Counter()
         self._outflow: Outflow[_OfferedValues] = Outflow(window_bytes)
         self._inflow = Inflow(window_bytes)
-        self._offers: Deadlines[Offered] = Deadlines(wait_timeout_s, self._expire_offer, self._clock)
+        self._offers = Deadlines(wait_timeout_s, self._kept, self._expire_offer, self._clock, self._lock)
         #: The same channel for parts begun ahead, whose values may come late.
         self.without_deadlines: Channel = _WithoutDeadlines(self)
         # The connection over which the newest value or offer of a task came.
@@ -142,8 +145,7 @@ class TaskChannel:
             is_pushed = self._outflow.pushes(destination, size_bytes)
             if not is_pushed:
                 offer = Offered(destination, step, edge)
-                self._outflow.keep(offer, _OfferedValues(len(values), payload))
-                self._offers.add(offer)
+                self._outflow.keep(offer, _OfferedValues(len(values), payload, self._offers.begin()))
         if not is_pushed:
             peer.notify(Offer(step.origin, step.number, edge, size_bytes))
             return
@@ -160,7 +162,7 @@ class TaskChannel:
     def _sent(self, step: StepId, edge: str, destination: str, count: int, size_bytes: int, began: int) -> None:
         self._recorder.append((self._recorder.clock(), SENT, step, edge, destination, size_bytes, began))
         with self._lock:
-            total = self._traffic[edge_alone(edge), destination, count]
+            total = self._traffic[edge.partition(ITERATION)[0], destination, count]
             total.messages += 1
             total.size_bytes += size_bytes
 
@@ -175,15 +177,13 @@ class TaskChannel:
         has_deadline: bool = True,
     ) -> None:
         """Call `deliver` once, with the values or with the error that ended the wait."""
-        receiver = _Receiver(step, edge, source, layout, deliver, has_deadline)
         with self._lock:
-            commands = self._rendezvous.take(step, edge, source, receiver)
+            ends_s = self._deadlines.begin() if has_deadline else math.inf
+            commands = self._rendezvous.take(step, edge, source, _Receiver(step, edge, source, layout, deliver, ends_s))
             if commands:
                 reactions = self._inflow.taken(step, edge)
             else:
-                if has_deadline:
-                    self._deadlines.add(receiver)
-                reactions = self._inflow.awaited(step, edge)
+                reactions = self._inflow.awaited(step, edge) if self._inflow.unanswered else []
         if commands or reactions:
             self._carry_out(commands, reactions)
 
@@ -221,8 +221,6 @@ class TaskChannel:
         offer = Offered(peer.name, step, pull.edge)
         with self._lock:
             kept = self._outflow.end(offer)
-            if kept is not None:
-                self._offers.discard(offer)
         if kept is not None and pull.wanted:
             began = self._recorder.clock()
             peer.notify(PulledValues(pull.origin, pull.step, pull.edge), kept.payload)
@@ -256,7 +254,7 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.abort(step, error)
             reactions = self._inflow.ended(step)
-            self._void(self._outflow.end_all(lambda offer: offer.step == step))
+            self._outflow.end_all(lambda offer: offer.step == step)
         self._carry_out(commands, reactions)
 
     def connection_lost(self, task: str, error: DflowError) -> None:
@@ -264,7 +262,7 @@ class TaskChannel:
         with self._lock:
             commands = self._rendezvous.stop_waiting_for(task, error)
             reactions = self._inflow.forget(task)
-            self._void(self._outflow.forget(task))
+            self._outflow.forget(task)
             self._senders.pop(task, None)
         self._carry_out(commands, reactions)
 
@@ -275,8 +273,8 @@ class TaskChannel:
             commands = self._rendezvous.lose(task, error)
             reactions = self._inflow.forget(task)
             reactions += [one for step in self._inflow.steps_of(task) for one in self._inflow.ended(step)]
-            self._void(self._outflow.forget(task))
-            self._void(self._outflow.end_all(lambda offer: offer.step.origin == task))
+            self._outflow.forget(task)
+            self._outflow.end_all(lambda offer: offer.step.origin == task)
             self._senders.pop(task, None)
         self._carry_out(commands, reactions)
         return steps
@@ -298,7 +296,8 @@ class TaskChannel:
 
     def oldest_wait(self) -> str:
         """Describe the longest wait; empty when there is none."""
-        oldest = self._deadlines.oldest()
+        with self._lock:
+            _, oldest = min(self._waits(), key=lambda wait: wait[0], default=(0.0, None))
         if oldest is None:
             return ""
         step = describe(oldest.step)
@@ -306,9 +305,9 @@ class TaskChannel:
 
     @property
     def endless_waits(self) -> int:
-        """Number of waits without the deadline that they should have: 0 whenever no call is in progress."""
+        """Number of waits that their deadlines do not end: 0 whenever no call is in progress."""
         with self._lock:
-            return sum(waiter.has_deadline for waiter in self._rendezvous.waiters()) - len(self._deadlines)
+            return self._deadlines.overdue()
 
     def traffic(self) -> tuple[EdgeTraffic, ...]:
         """Messages, values and bytes sent since the start, per edge and destination."""
@@ -339,6 +338,14 @@ class TaskChannel:
         """Stop all deadlines: no wait expires any more."""
         self._clock.close()
 
+    def _waits(self) -> list[tuple[float, _Receiver]]:
+        """The waits that expire, each after the time when it does."""
+        return [(one.ends_s, one) for one in self._rendezvous.waiters() if one.ends_s < math.inf]
+
+    def _kept(self) -> list[tuple[float, Offered]]:
+        """The offers that are not answered, each after the time when it expires."""
+        return [(kept.ends_s, offer) for offer, kept in self._outflow.kept.items()]
+
     def _expire(self, receiver: _Receiver) -> None:
         step, edge = receiver.step, receiver.edge
         with self._lock:
@@ -364,10 +371,6 @@ class TaskChannel:
                 *(self._name, offer.edge, describe(offer.step), offer.destination, self._offers.timeout_s),
             )
 
-    def _void(self, offers: Iterable[Offered]) -> None:
-        for offer in offers:
-            self._offers.discard(offer)
-
     def _carry_out(self, commands: Iterable[EndWait[_Receiver, _Held]], reactions: Iterable[Reaction] = ()) -> None:
         """Send credit and answers to offers, except to tasks whose connection has ended; then end the waits."""
         for to, message in reactions:
@@ -376,7 +379,6 @@ class TaskChannel:
                 with contextlib.suppress(TransportClosed):
                     peer.notify(message)
         for command in commands:
-            self._deadlines.discard(command.waiter)
             try:
                 command.waiter.end(command.outcome)
             except Exception:

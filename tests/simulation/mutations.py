@@ -98,14 +98,9 @@ def _say_complete_too_early(original: Any) -> Any:
     return answer_waiting
 
 
-def _deliver_and_still_wait(original: Any) -> Any:
+def _deliver_twice(original: Any) -> Any:
     def put(meeting: Any, step: Any, edge: str, value: Any) -> Any:
-        opened = meeting._steps.get(step)
-        place = opened.get(edge) if opened is not None else None
-        commands = original(meeting, step, edge, value)
-        if commands:
-            opened[edge] = place
-        return commands
+        return 2 * original(meeting, step, edge, value)
 
     return put
 
@@ -339,7 +334,7 @@ MUTATIONS = (
     Mutation("whoever asks is elected", elections.Elections, "elect", giving(True), "one in office"),
     Mutation("ended steps are forgotten", rendezvous.Rendezvous, "_has_ended", giving(False), "nothing left"),
     Mutation("a task's gate hears of no members", member_gate.MemberGate, "roster_changed", doing_nothing, "none lost"),
-    Mutation("a value is delivered each time it comes", _MEETING, "put", _deliver_and_still_wait, "waits end"),
+    Mutation("a value is delivered twice", _MEETING, "put", _deliver_twice, "nothing raises"),
     Mutation("an ask is not asked again", _SESSION, "_send_all", doing_nothing, "none lost"),
     Mutation("a lost coordinator is not called again", _DRIVER, "_try_to_open", doing_nothing, "none lost"),
     Mutation("the coordinator's answers are dropped", _DRIVER, "_reply_came", doing_nothing, "none lost"),
@@ -348,7 +343,7 @@ MUTATIONS = (
     Mutation("the end of a part is not recorded", _ATTEMPT, "begins", _by_attempt, "applied once"),
     Mutation("all steps count as applied", _ATTEMPT, "begins", giving(False), "none lost"),
     Mutation("the release of a step brings no number", plan_runs.PlanRuns, "release", _without_number, "applied once"),
-    Mutation("waits have no deadline", deadlines.Deadlines, "add", doing_nothing, "waits end"),
+    Mutation("waits have no deadline", deadlines.Deadlines, "begin", giving(1e9), "waits end"),
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", doing_nothing, "nothing left"),
     Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", doing_nothing, "nothing left"),

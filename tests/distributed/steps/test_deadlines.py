@@ -1,52 +1,102 @@
 from __future__ import annotations
 
-import queue
+import threading
+from collections.abc import Callable
 
 import pytest
 
 from dflow.distributed.steps.deadlines import Deadlines
-from dflow.lowering.queues.timers import Timers
+from tests.manual_clock import ManualClock
 
-DEADLINE_S = 30.0
-
-
-def test_what_is_added_expires_once_and_in_order() -> None:
-    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
-    timers = Timers()
-    deadlines = Deadlines(0.01, expired.put, timers)
-    for key in "abc":
-        deadlines.add(key)
-    assert [expired.get(timeout=DEADLINE_S) for _ in range(3)] == ["a", "b", "c"]
-    deadlines.add("d")
-    assert expired.get(timeout=DEADLINE_S) == "d"
-    assert expired.empty()
-    timers.close()
+TIMEOUT_S = 10.0
 
 
-def test_what_is_discarded_does_not_expire() -> None:
-    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
-    timers = Timers()
-    deadlines = Deadlines(0.05, expired.put, timers)
-    deadlines.add("discarded")
-    deadlines.discard("discarded")
-    deadlines.discard("unknown")
-    deadlines.add("kept")
-    assert expired.get(timeout=DEADLINE_S) == "kept"
-    timers.close()
+class Waits:
+    """Waits with deadlines, by name; one that expires ends, unless its name is "kept"."""
+
+    def __init__(self, on_expiry: Callable[[str], None] = lambda wait: None) -> None:
+        self.clock, self.lock = ManualClock(), threading.Lock()
+        self.pending: dict[str, float] = {}
+        self.expired: list[str] = []
+        self.deadlines = Deadlines(TIMEOUT_S, self.all, self.expire, self.clock, self.lock)
+        self.on_expiry = on_expiry
+
+    def begin(self, wait: str) -> None:
+        with self.lock:
+            self.pending[wait] = self.deadlines.begin()
+
+    def overdue(self) -> int:
+        with self.lock:
+            return self.deadlines.overdue()
+
+    def all(self) -> list[tuple[float, str]]:
+        assert self.lock.locked()
+        return [(ends_s, wait) for wait, ends_s in self.pending.items()]
+
+    def expire(self, wait: str) -> None:
+        assert not self.lock.locked()
+        self.on_expiry(wait)
+        self.expired.append(wait)
+        if wait != "kept":
+            del self.pending[wait]
+
+
+def test_each_wait_expires_once_after_its_timeout_the_oldest_first() -> None:
+    waits = Waits()
+    for wait in "abc":
+        waits.begin(wait)
+        waits.clock.advance(1)
+    waits.clock.advance(6.9)
+    assert waits.expired == []
+    waits.clock.advance(0.1)
+    assert waits.expired == ["a"]
+    waits.clock.advance(1)
+    assert waits.expired == ["a", "b"]
+    waits.clock.advance(100)
+    assert waits.expired == ["a", "b", "c"]
+    waits.begin("d")
+    waits.clock.advance(TIMEOUT_S)
+    assert waits.expired == ["a", "b", "c", "d"]
+
+
+def test_a_wait_that_has_ended_does_not_expire() -> None:
+    waits = Waits()
+    waits.begin("ended")
+    waits.clock.advance(4)
+    waits.begin("pending")
+    del waits.pending["ended"]
+    waits.clock.advance(9.9)
+    assert waits.expired == []
+    waits.clock.advance(0.1)
+    assert waits.expired == ["pending"]
 
 
 def test_a_wait_whose_end_fails_leaves_the_later_ones_their_deadlines(caplog: pytest.LogCaptureFixture) -> None:
-    expired: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def expire(key: str) -> None:
-        if key == "bad":
+    def fail(wait: str) -> None:
+        if wait == "bad":
             raise RuntimeError("a callback of the user's")
-        expired.put(key)
 
-    timers = Timers()
-    deadlines = Deadlines(0.01, expire, timers)
-    deadlines.add("bad")
-    deadlines.add("good")
-    assert expired.get(timeout=DEADLINE_S) == "good"
+    waits = Waits(fail)
+    for wait in ("bad", "good"):
+        waits.begin(wait)
+    waits.clock.advance(TIMEOUT_S)
+    assert waits.expired == ["good"]
     assert "a callback of the user's" in caplog.text
-    timers.close()
+
+
+def test_a_wait_that_expires_and_does_not_end_expires_again() -> None:
+    waits = Waits()
+    waits.begin("kept")
+    waits.clock.advance(TIMEOUT_S - 1)
+    assert waits.overdue() == 0
+    waits.clock.advance(TIMEOUT_S)
+    assert waits.expired == ["kept"]
+    assert waits.overdue() == 1
+    waits.clock.advance(TIMEOUT_S)
+    assert waits.expired == ["kept", "kept"]
+
+
+def test_a_wait_without_a_timer_is_overdue() -> None:
+    waits = Waits()
+    waits.pending["unknown"] = 1.0
+    assert waits.overdue() == 1
