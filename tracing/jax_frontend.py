@@ -35,6 +35,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, cached_property
+from itertools import compress
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
@@ -548,8 +549,7 @@ _disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debu
 
 def checked_numbers() -> list[str]:
     """Those of `nan` and `inf` that JAX checks results for, with context managers, which the public flags ignore."""
-    flags = {"nan": jax_config.debug_nans, "inf": jax_config.debug_infs}
-    return [name for name, flag in flags.items() if flag.value]
+    return list(compress(("nan", "inf"), (jax_config.debug_nans.value, jax_config.debug_infs.value)))
 
 
 def trace_context() -> Any:

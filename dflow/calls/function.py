@@ -222,9 +222,9 @@ class Function(Generic[P, R]):
                 self._jitted = self._planner.jitted
                 self._dispatch = self._new_dispatch()
             return cast(R, self._dispatch(*args, **kwargs))
-        result = self._run(plan, args, kwargs, leaves)
+        result: R = self._run(plan, args, kwargs, leaves)
         self._planner.shared.log.finish()
-        return cast(R, result)
+        return result
 
     def _run(self, plan: CallPlan, args: Any, kwargs: Any, leaves: list[Any]) -> Any:
         if not checked_numbers():

@@ -14,7 +14,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -229,12 +229,16 @@ class Planner:
         plan = functools.partial(CallPlan, weakref.ref(jaxpr), kept, resources, writes)
         if not home.is_local:
             runner = home.runner(traced, check=CONFIG.check, observe=observe)
-            return plan(_on_leaves(lambda: runner, traced.out_tree))
+            return plan(_on_leaves(runner, traced.out_tree))
         step = LOCAL.lower(traced, check=CONFIG.check, observe=observe)
         if step.call is None:
             lowered = step.lower()
-            compiled = functools.cache(lambda: lowered.compile(None)[0])  # by the first call
-            return plan(_on_leaves(compiled, traced.out_tree), lambda args, kwargs: lowered)
+            compiled = functools.cache(lambda: lowered.compile(None)[0])
+
+            def run_leaves(leaves: Sequence[Any]) -> Sequence[Any]:
+                return compiled()(leaves)  # by the first call
+
+            return plan(_on_leaves(run_leaves, traced.out_tree), lambda args, kwargs: lowered)
         single = self.shared.plans.single_of(identity_of(step, step.call))
         if single is None:
             single = SingleExecutable(step, step.call, self.jitted, self.options.get("compiler_options"))
@@ -256,9 +260,9 @@ def _dumper(name: str) -> Observer | None:
     return write
 
 
-def _on_leaves(runner: Callable[[], Runner], out_tree: Any) -> Callable[[Any, Any, list[Any]], Any]:
+def _on_leaves(runner: Runner, out_tree: Any) -> Callable[[Any, Any, list[Any]], Any]:
     """Return a function that runs a call: it takes args, kwargs and the leaves of the traced arguments."""
-    return lambda args, kwargs, leaves: jax.tree_util.tree_unflatten(out_tree, runner()(leaves))
+    return lambda args, kwargs, leaves: jax.tree_util.tree_unflatten(out_tree, runner(leaves))
 
 
 def resources_in(tree: Any) -> list[Any]:

@@ -102,7 +102,9 @@ class PlanRuns:
             if after is not None and after in self._followers:
                 raise InternalError(f"two runs of {self._task} begin after {describe(after)}")
             self._channel.begin(step)
-            self._runs[step] = run, self._recorder.note(PART_BEGAN, step), self.updates
+            began_ns = self._recorder.clock()
+            self._runs[step] = run, began_ns, self.updates
+            self._recorder.append((began_ns, PART_BEGAN, step, "", ""))
             if after in self._runs:
                 self._followers[after] = step, start, is_next
                 return
@@ -173,7 +175,8 @@ class PlanRuns:
             if follower is not None and follower[0] in self._runs:  # and was not cancelled
                 self._runs[follower[0]] = *self._runs[follower[0]][:2], self.updates
         self._channel.finish(step)
-        ended_ns = self._recorder.note(PART_ENDED, step, "", text)
+        ended_ns = self._recorder.clock()
+        self._recorder.append((ended_ns, PART_ENDED, step, "", text))
         self.counts.ended((ended_ns - began_ns) / 1e9, outcome)
         if follower is None:
             on_done(outcome)

@@ -42,6 +42,8 @@ class StepParts:
         self._on_over = on_over
         self._lock = threading.Lock()
         self._running = {*tasks}
+        #: Whether all parts have ended, or one has failed.
+        self.is_over = not self._running
         self._outcome: Outcome[Fetches] = ()
 
     @property
@@ -50,15 +52,10 @@ class StepParts:
         with self._lock:
             return sorted(self._running)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether all parts have ended, or one has failed."""
-        return not self._running
-
     def ended(self, task: str, outcome: Outcome[Fetches] | Reply[Ok]) -> None:
         """Record that the part of `task` has ended; later calls after an error do nothing."""
         with self._lock:
-            if not self._running:
+            if self.is_over:
                 return
             self._running.discard(task)
             if isinstance(outcome, BaseException):
@@ -67,6 +64,7 @@ class StepParts:
                 self._outcome = outcome
             if self._running:
                 return
+            self.is_over = True
         self._on_over(self._outcome)
 
 

@@ -181,7 +181,9 @@ class ClusterSteps:
         loop = CURRENT.get()
         begun = loop.take(called) if loop is not None else None
         step = self.server.starter.next_step() if begun is None else begun.step
-        began_ns = self.server.recorder.note(STEP_BEGAN, step)
+        recorder = self.server.recorder
+        began_ns = recorder.clock()
+        recorder.append((began_ns, STEP_BEGAN, step, "", ""))
         try:
             try:  # not `with used.explained(...)`, which is six calls in each step
                 fetches = self._run(step, called.handles, feeds, begun, loop)
@@ -194,14 +196,15 @@ class ClusterSteps:
             self._ended(step, began_ns, error)
             raise
         finally:
-            if loop is None:
+            if loop is None and self._loops:
                 self.state_changed()
         self._ended(step, began_ns, None)
         return fetches
 
     def _ended(self, step: StepId, began_ns: int, error: BaseException | None) -> None:
         text = described_end(error) if error is not None else ""
-        ended_ns = self.server.recorder.note(STEP_ENDED, step, "", text)
+        ended_ns = self.server.recorder.clock()
+        self.server.recorder.append((ended_ns, STEP_ENDED, step, "", text))
         self.server.step_counts.ended((ended_ns - began_ns) / 1e9, error)
 
     def _run(

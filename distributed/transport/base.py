@@ -119,7 +119,9 @@ class Peer:
             number = self._last_number
             pending = self._waiting[number] = PendingReply(self, number, type(message), on_reply)
         try:
-            self._send(Frame(Kind.REQUEST, number, meta, payload), with_next)
+            (self._link.send_with_next if with_next else self._link.send)(Frame(Kind.REQUEST, number, meta, payload))
+        except TransportClosed as error:
+            raise self._ended(error) from error
         except BaseException:
             self._forget(number)
             raise
@@ -143,7 +145,10 @@ class Peer:
         meta = self._meta(message, payload)
         if self.closed:
             raise TransportClosed(self._closed_text())
-        self._send(Frame(Kind.NOTIFY, 0, meta, payload, on_released))
+        try:
+            self._link.send(Frame(Kind.NOTIFY, 0, meta, payload, on_released))
+        except TransportClosed as error:
+            raise self._ended(error) from error
 
     def close(self, reason: str = "closed by this side") -> None:
         """End the connection, and fail its pending calls with `reason`; a second call does nothing."""
@@ -217,12 +222,10 @@ class Peer:
         self._forget(number)
         return DeadlineExceeded(f"{self.name} did not answer {asked.__name__} of {self._local} within {timeout_s:g} s")
 
-    def _send(self, frame: Frame, with_next: bool = False) -> None:
-        try:
-            (self._link.send_with_next if with_next else self._link.send)(frame)
-        except TransportClosed as error:
-            self.close(str(error))
-            raise TransportClosed(self._closed_text()) from error
+    def _ended(self, error: TransportClosed) -> TransportClosed:
+        """Close the connection, over which nothing can be sent, and fail its calls; return the error to raise."""
+        self.close(str(error))
+        return TransportClosed(self._closed_text())
 
     def _meta(self, message: Message, payload: SentPayload) -> bytes:
         meta = encode_message(message)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -51,6 +52,9 @@ class _RetainedFrame(msgspec.Struct, frozen=True):
 
     parts: Parts
     on_released: OnReleased | None
+
+
+_ON_RELEASED = attrgetter("on_released")
 
 
 class Connection:
@@ -169,7 +173,6 @@ class Connection:
         unsent: list[OnReleased] = []
         session = self.session
         with self._lock:
-            acknowledged = session.say_received()
             for frame in frames:
                 if frame.on_released is not None and self.is_closed:
                     unsent.append(frame.on_released)
@@ -179,7 +182,9 @@ class Connection:
                 parts: Parts = []
                 if frame.kind <= Kind.NOTIFY:
                     sequence = session.send(_RetainedFrame(parts, frame.on_released), size_bytes)
-                header = pack_header(frame, sequence, acknowledged)
+                else:
+                    session.say_received()
+                header = pack_header(frame, sequence, session.received)
                 if size_bytes > _JOINED_BYTES:
                     parts += map(memoryview, (header, meta, *parts_of(payload)))
                 else:
@@ -287,7 +292,7 @@ class Connection:
             is_new = is_message and session.receive(frame.sequence, len(frame.payload) + len(frame.meta))
             if kept and self._waiting_for_room:
                 self._changed.notify_all()
-        if kept:
+        if any(map(_ON_RELEASED, kept)):
             _release(kept)
         if is_new:
             self._on_frame(frame)

@@ -58,16 +58,17 @@ class Session(Generic[Item]):
         self._acknowledged = 0
 
     def send(self, item: Item, size_bytes: int) -> int:
-        """Retain an item that is about to be sent; return its number."""
+        """Retain an item that is about to be sent; return its number. Its frame acknowledges all `received` frames."""
+        self._unsaid_frames = self._unsaid_bytes = 0
+        self.ack_due = False
         self._sent += 1
         self.retained.append(Retained(self._sent, item, size_bytes))
         self.retained_bytes += size_bytes
         return self._sent
 
     def say_received(self) -> int:
-        """Return the number to acknowledge in the frame that is about to be sent."""
-        self._unsaid_frames = 0
-        self._unsaid_bytes = 0
+        """Return the number to acknowledge in a frame that is about to be sent, and is not retained or sent again."""
+        self._unsaid_frames = self._unsaid_bytes = 0
         self.ack_due = False
         return self.received
 
