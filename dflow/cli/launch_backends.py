@@ -24,14 +24,12 @@ from dflow.tracing.errors import ConfigError
 class LaunchBackend:
     """A place for `dflow launch --on NAME`.
 
-    `add_options`     adds the options that only this backend takes; their default is None
-    `place`           returns the place, and a note for the user that may be empty. Raises ConfigError
-    `restarts_tasks`  whether the place starts failed tasks again, by the plan's policies; else the launcher does
+    `add_options`  adds the options that only this backend takes; their default is None
+    `place`        returns the place, and a note for the user that may be empty. Raises ConfigError
     """
 
     add_options: Callable[[argparse.ArgumentParser], None]
     place: Callable[[LaunchPlan, argparse.Namespace, SecurityPolicy], tuple[LaunchPlace, str]]
-    restarts_tasks: bool
 
 
 def add_backends(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +39,7 @@ def add_backends(parser: argparse.ArgumentParser) -> None:
         choices=tuple(BACKENDS),
         default=THIS_MACHINE,
         help="this machine (default), or the Ray cluster that RAY_ADDRESS names or that runs here; each task is then "
-        "an actor, and --restart says how often Ray starts it again",
+        "an actor",
     )
     for backend in BACKENDS.values():
         backend.add_options(parser)
@@ -111,7 +109,7 @@ def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPol
     asked: dict[str, dict[str, float]] = {}
     for jobs, each in ((plan.stock, options.ps_resources), (plan.jobs, options.worker_resources)):
         asked |= dict.fromkeys(jobs, each or {"CPU": 1.0})
-    place = OnRay(asked, plan.restarts, is_secured=not isinstance(security, SameMachine))
+    place = OnRay(asked, plan.snapshots, is_secured=not isinstance(security, SameMachine))
     return place, f"{place.described(plan.counts)}; "
 
 
@@ -119,6 +117,6 @@ THIS_MACHINE = "this-machine"
 RAY = "ray"
 
 BACKENDS = {
-    THIS_MACHINE: LaunchBackend(_machine_options, _this_machine, restarts_tasks=False),
-    RAY: LaunchBackend(_ray_options, _on_ray, restarts_tasks=True),
+    THIS_MACHINE: LaunchBackend(_machine_options, _this_machine),
+    RAY: LaunchBackend(_ray_options, _on_ray),
 }

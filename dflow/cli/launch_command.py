@@ -88,7 +88,7 @@ def _launch(options: argparse.Namespace) -> int:
         plan = _launch_plan(options)
         backend = backend_of(options)
         security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
-        if options.snapshots is not None and not backend.restarts_tasks:
+        if options.snapshots is not None:
             from dflow.distributed.launching.launch_state import LaunchState
 
             kept = LaunchState(options.snapshots.resolve(), options.script, plan.stock)
@@ -115,10 +115,7 @@ def _launch(options: argparse.Namespace) -> int:
         view.show_event(f"{note}each task's output is kept in {logs.folder}")
         if kept is not None:
             view.show_event(kept.news)
-        if backend.restarts_tasks:
-            plan = replace(plan, restarts={})
-        else:
-            plan = _kept_here(plan, f"{state}/coordinator" if kept is None else str(kept.path), logs.folder)
+        plan = _kept_here(plan, f"{state}/coordinator" if kept is None else str(kept.path), logs.folder)
         status = launch(stop, plan, place, view, SocketTransport(security=security))
         if kept is not None and status == 0:
             kept.finish()

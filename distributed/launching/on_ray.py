@@ -1,41 +1,54 @@
-"""A Ray cluster as a place for tasks: each task is an actor, on a node with the resources for it; Ray restarts it.
+"""A Ray cluster as a place for tasks: each process of a task is an actor, on a node with the resources for it.
 
 An actor runs the task's program as a child process. It prints the program's output, which Ray keeps as for any actor,
 and passes it on to the launcher. Ray pickles what passes through it, so only strings and numbers do; the tasks connect
 to each other directly, as everywhere.
 
+Ray restarts no actor: the launcher makes another one, by the policies that hold on this machine, and by the address
+and the state that the coordinator had. So the coordinator runs on the launcher's node, as another node has neither.
+
 Invariants:
-- an actor whose program failed ends itself while Ray may restart it; otherwise it reports the program's exit status;
-- an actor keeps each line of output until the launcher acknowledges it, and delays its own end for that by at most
-  `_HAND_OVER_S`: the last lines say why the program failed;
-- a program ends with its actor, however the actor ends.
+- an actor keeps each line of output until the launcher acknowledges it, and delays the report of its program's end for
+  that by at most `_HAND_OVER_S`: the last lines say why the program failed;
+- a program ends with its actor, however the actor ends;
+- a task server with snapshots runs only on a node that sees the launcher's folder of snapshots.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.ray_resources import amounts_text
 from dflow.distributed.launching.this_machine import ThisMachine
-from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess, describe_end
+from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
+from dflow.distributed.process.run_folder import write_whole_file
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import ConfigError
 
 #: Time after which an actor answers a request for lines with none.
 _LINES_S = 2.0
 _POLL_S = 0.1
-#: Longest wait of an actor for the launcher to take its last lines, before it ends itself.
+#: Time between two looks of an actor at the nodes that Ray drains.
+_DRAIN_S = 1.0
+#: Longest wait of an actor for the launcher to take its last lines.
 _HAND_OVER_S = 10.0
+#: File in the folder of snapshots by which an actor sees that the folder is the launcher's.
+_LAUNCH_ID = "launch.id"
 #: Exit status of a program whose actor is gone without reporting one: that of a killed process.
 _GONE = -9
 #: Environment variables of the launcher that tasks on other nodes need too.
@@ -46,17 +59,22 @@ class OnRay:
     """The Ray cluster found by RAY_ADDRESS or Ray's own search, else a new one on this machine.
 
     `resources`  the resources requested by the tasks of each job
-    `restarts`   the number of times that Ray may restart the actors of each job; by default 0
+    `snapshots`  the folder of snapshots, which each node with a task server must see; empty for none
     `is_secured` whether tasks have certificates or a secret, and so may connect over the network
-    raises       ConfigError for several nodes without certificates or a secret; errors of `ray.init`
+    raises       ConfigError for several nodes without certificates or a secret, or when this machine is not a node of
+                 the cluster; errors of `ray.init`
     """
 
-    def __init__(
-        self, resources: Mapping[str, Mapping[str, float]], restarts: Mapping[str, int], *, is_secured: bool
-    ) -> None:
+    def __init__(self, resources: Mapping[str, Mapping[str, float]], snapshots: str, *, is_secured: bool) -> None:
         self._resources = resources
-        self._restarts = restarts
         self._is_secured = is_secured
+        address = os.environ.get("RAY_ADDRESS", "")
+        if "://" in address:
+            raise ConfigError(
+                f"RAY_ADDRESS: expected the address of a cluster that this machine is a node of, got {address}: the "
+                "coordinator runs beside the launcher",
+                "run dflow launch on a node, for instance by ray job submit",
+            )
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             ray.init(log_to_driver=False, configure_logging=False)
@@ -69,26 +87,37 @@ class OnRay:
                 "set DFLOW_SECRET_FILE, or DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA, to "
                 "files that each node has; see docs/security.md",
             )
+        self._snapshots, self._launch_id = snapshots, secrets.token_hex(8)
+        if snapshots:
+            write_whole_file(Path(snapshots) / _LAUNCH_ID, self._launch_id.encode())
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> _OnActor:
         """Start an actor; see `LaunchPlace.start`."""
-        is_coordinator = not program.task.startswith("/")
-        job = program.task if is_coordinator else split_task_name(program.task)[0]
-        asked = {"CPU": 0.0} if is_coordinator else dict(self._resources[job])
-        limit = self._restarts.get(job, 0)
+        if program.task == COORDINATOR:
+            asked = {"CPU": 0.0}
+            node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        else:
+            asked, node = dict(self._resources[split_task_name(program.task)[0]]), None
         actor = ray.remote(TaskActor).options(
             name=f"dflow {short_task_name(program.task)} {secrets.token_hex(8)}",
             num_cpus=asked.pop("CPU"),
             num_gpus=asked.pop("GPU", 0.0),
             resources=asked,
-            max_restarts=limit,
-            max_task_retries=limit,
+            scheduling_strategy=node,
             max_concurrency=4,
         )
         handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
         environment, defaults = {**handed_on, **program.environment}, dict(program.defaults)
+        has_part = self._snapshots and self._snapshots in program.words
         made = actor.remote(
-            program.task, program.words, environment, defaults, os.getcwd(), self._is_secured, limit > 0
+            program.task,
+            program.words,
+            environment,
+            defaults,
+            int(program.ends_by),
+            os.getcwd(),
+            self._is_secured,
+            (self._snapshots, self._launch_id) if has_part else None,
         )
         return _OnActor(made, on_line)
 
@@ -113,7 +142,11 @@ class OnRay:
 
 
 class TaskActor:
-    """The actor: runs one program as a child process, from its construction on."""
+    """The actor: runs one program as a child process, from its construction on.
+
+    `seen`  a folder that this node must see, and the id of the launch in it
+    raises  ConfigError when this node sees another folder, or none
+    """
 
     def __init__(
         self,
@@ -121,66 +154,95 @@ class TaskActor:
         words: Sequence[str],
         environment: Mapping[str, str],
         defaults: Mapping[str, str],
+        ends_by: int,
         folder: str,
         is_secured: bool,
-        is_restarted: bool,
+        seen: tuple[str, str] | None = None,
     ) -> None:
-        self._name = short_task_name(task)
-        self._is_restarted = is_restarted
-        #: Random, since an actor that is restarted in another container may have the same PID.
-        self._incarnation = secrets.randbits(62)
+        if seen is not None:
+            _check_seen(task, *seen)
         self._changed = threading.Condition()
         #: Lines that the launcher has not acknowledged. `_had` counts the acknowledged ones before them.
         self._lines: deque[str] = deque()
         self._had = 0
         self._status: int | None = None
-        self._stopping = False
         if os.path.isdir(folder):
             os.chdir(folder)
         where = {"DFLOW_ADDRESS": ray.util.get_node_ip_address()} if is_secured else {}
-        program = TaskProgram(task, tuple(words), {**where, **environment}, defaults)
-        self._child: ChildProcess = ThisMachine(python=sys.executable).start(program, self._take)
+        program = TaskProgram(task, tuple(words), {**where, **environment}, defaults, signal.Signals(ends_by))
+        # Ray's processes block SIGINT, and the program would inherit that, though it is to end by it.
+        blocked = signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        try:
+            self._child: ChildProcess = ThisMachine(python=sys.executable).start(program, self._take)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        # Ray constructs an actor on the main thread. Its own handler would end the actor, and the program with it.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._leave)
+        if task != COORDINATOR:  # which has no other node to go to
+            threading.Thread(target=self._leave_when_drained, name="dflow ray drain", daemon=True).start()
 
     def run(self) -> int:
-        """Wait for the program's end and return its exit status.
-
-        If the program failed and Ray may restart the actor, end the actor's process instead, so that Ray restarts it.
-        """
+        """Wait for the program's end and return its exit status."""
         while (status := self._child.poll()) is None:
             time.sleep(_POLL_S)
         with self._changed:
             self._status = status
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._lines, timeout=_HAND_OVER_S)
-            starts_again = self._is_restarted and status != 0 and not self._stopping
-        if starts_again:
-            print(f"{self._name} ended: {describe_end(status)}; Ray may start it again", flush=True)
-            os._exit(1)
         return status
 
-    def lines(self, life: int | None, had: int) -> tuple[int, tuple[str, ...], int | None]:
-        """Return this life of the actor, the lines after the first `had`, and the exit status if the program has ended.
+    def lines(self, had: int) -> tuple[tuple[str, ...], int | None]:
+        """Return the lines after the first `had`, and the exit status if the program has ended.
 
-        life  the launcher's last known life of the actor; if it is this one, `had` acknowledges lines, dropped here
+        `had` acknowledges lines, which are dropped here.
         """
         with self._changed:
-            while life == self._incarnation and self._had < had:
+            while self._had < had:
                 self._lines.popleft()
                 self._had += 1
             self._changed.notify_all()
             self._changed.wait_for(lambda: bool(self._lines) or self._status is not None, timeout=_LINES_S)
-            return self._incarnation, tuple(self._lines), self._status
+            return tuple(self._lines), self._status
 
     def stop(self) -> None:
-        """Ask the program to end."""
-        self._stopping = True
+        """Ask the program to end with the whole launch."""
         self._child.terminate()
+
+    def _leave(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
+        """Ask the program to leave: a task server has a snapshot made first, a worker ends its step."""
+        self._child.send(signal.SIGTERM)
+
+    def _leave_when_drained(self) -> None:
+        while not _is_drained():
+            time.sleep(_DRAIN_S)
+        self._leave()
 
     def _take(self, line: str) -> None:
         print(line, flush=True)
         with self._changed:
             self._lines.append(line)
             self._changed.notify_all()
+
+
+def _check_seen(task: str, folder: str, launch_id: str) -> None:
+    try:
+        found = (Path(folder) / _LAUNCH_ID).read_text()
+    except OSError:
+        found = ""
+    if found != launch_id:
+        raise ConfigError(
+            f"--snapshots {folder}: expected a folder that all nodes see, but {short_task_name(task)} on the node "
+            f"{ray.util.get_node_ip_address()} sees {'another one' if found else 'none'}",
+            "give a folder of a shared file system, or keep task servers on the launcher's node: --ps-resources "
+            "node:ADDRESS=0.001",
+        )
+
+
+def _is_drained() -> bool:
+    """Whether Ray drains the node of this process, which then ends soon."""
+    # Ray has no public way to ask; its own libraries for training and serving ask like this.
+    return ray.get_runtime_context().get_node_id() in ray._private.state.state.get_draining_nodes()
 
 
 class _OnActor:
@@ -205,10 +267,13 @@ class _OnActor:
         """Return the program's exit status; None while it runs or may run again."""
         if self._status is None and ray.wait([self._end], timeout=0)[0]:
             try:
-                self._status = int(ray.get(self._end))
-            except ray.exceptions.RayError:
-                self._status = self._last_status or _GONE
+                status, why = int(ray.get(self._end)), ""
+            except ray.exceptions.RayError as error:
+                status, why = self._last_status or _GONE, str(error)
+            self._status = status
             self._reader.join(_LINES_S)
+            for line in why.splitlines():
+                self._show(line)
             ray.kill(self._actor)
         return self._status
 
@@ -224,21 +289,22 @@ class _OnActor:
             ray.wait([self._end], timeout=_LINES_S)
             self._status = _GONE
 
+    def _show(self, line: str) -> None:
+        self._tail.append(line)
+        self._on_line(line)
+
     def _read(self) -> None:
-        life, had = None, 0
+        had = 0
         while self._status is None:
             try:
-                now, lines, status = ray.get(self._actor.lines.remote(life, had))
+                lines, status = ray.get(self._actor.lines.remote(had))
             except ray.exceptions.RayError:
                 if ray.wait([self._end], timeout=_POLL_S)[0]:
                     return
                 continue
-            if life not in (None, now):
-                self._on_line("(started again by Ray)")
-            had = len(lines) + (had if life == now else 0)
-            life, self._last_status = now, status
+            had += len(lines)
+            self._last_status = status
             for line in lines:
-                self._tail.append(line)
-                self._on_line(line)
+                self._show(line)
             if status is not None and not lines and ray.wait([self._end], timeout=_POLL_S)[0]:
                 return

@@ -84,6 +84,12 @@ class ChildProcess:
         if self._process.returncode is None:
             self._signal_group(self._ends_by)
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the child alone; does nothing when it has ended."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def kill(self) -> None:
         """Kill the child and its process group, wait until it has ended, and reap it."""
         if self._process.returncode is None:

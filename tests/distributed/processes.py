@@ -29,6 +29,7 @@ class Spawned:
             [sys.executable, *words],
             cwd=cwd,
             env={**inherited, **environment, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -41,7 +42,9 @@ class Spawned:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self.process.kill()
         self.process.wait()
+        assert self.process.stdin is not None
         assert self.process.stdout is not None
+        self.process.stdin.close()
         if error is not None:
             print(f"output of {self.process.args}:", *self.lines, *self.process.stdout, sep="\n")
         self.process.stdout.close()

@@ -7,14 +7,16 @@ the end of all processes.
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from dflow.__main__ import main
+from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.tracing.errors import ConfigError
 from tests.distributed.processes import Spawned, exists
 
 needs_ray = pytest.mark.skipif(
@@ -49,7 +51,7 @@ if cluster.elect("report"):
 
 
 @needs_ray
-def test_tasks_are_actors_that_ray_starts_again(tmp_path: Path) -> None:
+def test_tasks_are_actors_that_are_started_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--workers", "2", "--job", "evaluator=1", "--restart", "worker=on-failure:2", "--logs", "logs"]
     few = ["--ps-resources", "CPU=0.25", "--worker-resources", "CPU=0.25"]
@@ -57,14 +59,14 @@ def test_tasks_are_actors_that_ray_starts_again(tmp_path: Path) -> None:
         status, output = launched.finish()
     assert status == 1, output
     assert "dflow: on a Ray cluster of 1 node with CPU" in output
-    assert "[worker:1] (started again by Ray)" in output
+    assert "worker:1 ended: killed by SIGKILL; it is started again immediately (restart 1 of 2)" in output
     # The number of other workers that still run depends on Ray.
     assert re.search(r"dflow: evaluator:0 ended: exit status 3(; [12] of 3 workers go on)?\n", output), output
     assert re.search(r"\n count +20 ", output), output
     pids = [int(pid) for found in re.findall(r"pid (\d+) of (\d+)", output) for pid in found]
     assert len(pids) == 8, output
     assert not any(exists(pid) for pid in pids)
-    assert "(started again by Ray)" in (tmp_path / "logs/worker-1.log").read_text()
+    assert (tmp_path / "logs/worker-1.log").read_text().count("pid ") == 2
 
 
 @needs_ray
@@ -72,40 +74,61 @@ def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
     from dflow.distributed.launching.on_ray import TaskActor
 
     words = ["-c", "print('one'); print('two'); raise SystemExit(3)"]
-    actor = TaskActor("/job:worker/task:0", words, {}, {}, str(tmp_path), is_secured=False, is_restarted=False)
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:  # not on the main thread, whose handler of SIGTERM an actor replaces
+        made = pool.submit(TaskActor, COORDINATOR, words, {}, {}, signal.SIGTERM, str(tmp_path), is_secured=False)
+        actor = made.result(30.0)
         status = pool.submit(actor.run)
         found: tuple[str, ...] = ()
         while len(found) < 2:
-            life, found, _ = actor.lines(None, 0)
+            found, _ = actor.lines(0)
         assert found == ("one", "two")
-        assert actor.lines(life, 1)[1] == ("two",), "an answer that did not arrive is given again"
-        assert actor.lines(life + 1, 2)[1] == ("two",), "what another life had is nothing to this one"
+        assert actor.lines(1)[0] == ("two",)
+        assert actor.lines(1)[0] == ("two",), "an answer that did not arrive is given again"
         assert not status.done()
-        assert actor.lines(life, 2) == (life, (), 3)
+        assert actor.lines(2) == ((), 3)
         assert status.result(30.0) == 3
 
 
 @needs_ray
-def test_another_life_of_the_same_process_number_keeps_its_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in two containers, where the actor is process 1 in both."""
+def test_a_program_ends_by_sigint_though_ray_blocks_that_signal(tmp_path: Path) -> None:
     from dflow.distributed.launching.on_ray import TaskActor
 
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    lives: set[int | None] = set()
-    for _ in range(2):
-        words = ["-c", "print('one')"]
-        actor = TaskActor("/job:worker/task:0", words, {}, {}, str(tmp_path), is_secured=False, is_restarted=False)
-        before, found = next(iter(lives), None), ()
-        while not found:
-            life, found, _ = actor.lines(before, 1)
-        assert found == ("one",)
-        lives.add(life)
-        actor.lines(life, 1)
-        assert actor.run() == 0
-    assert len(lives) == 2
+    words = ["-c", "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up'); signal.pause()"]
+
+    def made() -> TaskActor:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        return TaskActor(COORDINATOR, words, {}, {}, signal.SIGINT, str(tmp_path), is_secured=False)
+
+    with ThreadPoolExecutor(1) as pool:
+        actor = pool.submit(made).result(30.0)
+        while not actor.lines(0)[0]:
+            pass
+        actor.lines(1)
+        actor.stop()
+        assert pool.submit(actor.run).result(30.0) == -signal.SIGINT
+
+
+@needs_ray
+@pytest.mark.parametrize(("found", "sees"), [("", "none"), ("of another launch", "another one")])
+def test_a_task_server_does_not_start_where_the_snapshots_are_not_seen(tmp_path: Path, found: str, sees: str) -> None:
+    from dflow.distributed.launching.on_ray import TaskActor
+
+    if found:
+        (tmp_path / "launch.id").write_text(found)
+    text = rf"expected a folder that all nodes see, but ps:0 on the node .* sees {sees}\n[\s\S]*shared file system"
+    with pytest.raises(ConfigError, match=text):
+        TaskActor("/job:ps/task:0", ["-c", ""], {}, {}, signal.SIGINT, ".", False, (str(tmp_path), "of this launch"))
+
+
+@needs_ray
+def test_a_launcher_outside_of_the_cluster_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    assert main(["launch", "--on", "ray", "train.py"]) == 2
+    assert "expected the address of a cluster that this machine is a node of, got ray://" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")

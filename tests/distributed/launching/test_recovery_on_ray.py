@@ -1,0 +1,176 @@
+"""Recovery on a Ray cluster of several nodes, which are all on this machine: tasks, nodes and whole launches end.
+
+Ray starts slowly, so one cluster and two launches test all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import secrets
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflow.__main__ import main
+from dflow.distributed.launching.launch_state import LaunchState
+from tests.distributed.counting_script import COUNTERS, REPORT
+from tests.distributed.processes import Spawned, wait_for_end
+from tests.distributed.waiting import until
+
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        importlib.util.find_spec("ray") is None, reason="Ray is not installed; pip install 'dflow[ray]' brings it"
+    ),
+]
+
+#: A head, and two nodes for task servers. `drain PID` drains the node of the raylet with this process id.
+CLUSTER = """
+import sys
+import time
+import ray
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+head = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+address = head.address_info["gcs_address"]
+more = dict(gcs_address=address, num_cpus=2, resources={"server": 2.0}, include_log_monitor=False)
+nodes = [Node(RayParams(**more), head=False, shutdown_at_exit=True, spawn_reaper=True) for _ in range(2)]
+print("address", address, flush=True)
+for line in sys.stdin:
+    which = [node for node in nodes if node.all_processes["raylet"][0].process.pid == int(line)]
+    deadline = int((time.time() + 60) * 1000)
+    reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    print("drained", which[0].get_gcs_client().drain_node(which[0].node_id, reason, "", deadline), flush=True)
+"""
+
+#: While the file `slow` exists, the worker takes a batch in 10 ms, and at most 1000 in all.
+SCRIPT = (
+    COUNTERS
+    + """
+import os
+import time
+
+def batches():
+    for number in range(10**6):
+        time.sleep(0.01 if os.path.exists("slow") else 0.0)
+        while number >= 1000 and os.path.exists("slow"):
+            time.sleep(0.01)
+        yield jnp.float32(1.0)
+
+for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=1500):
+    pass
+"""
+    + REPORT
+)
+
+
+#: Without it the cluster has a token of its own, which a launch does not know.
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Spawned]:
+    with Spawned("-c", CLUSTER, cwd=tmp_path, **TOKEN) as started:
+        yield started
+        assert started.process.stdin is not None
+        started.process.stdin.close()
+        started.finish()
+
+
+def words(folder: Path) -> list[str]:
+    few = ["--ps-resources", "CPU=0,server=1", "--worker-resources", "CPU=0.25"]
+    again = ["--restart", "on-failure", "--restart", "ps=on-failure"]
+    kept = ["--snapshots", str(folder / "snapshots"), "--snapshot-every", "0.5"]
+    counts = ["--ps", "2", "--workers", "1", "--secret-file", str(folder / "secret")]
+    return ["launch", "--on", "ray", *counts, *few, *again, *kept]
+
+
+def launch(folder: Path, address: str) -> Spawned:
+    return Spawned("-m", "dflow", *words(folder), str(folder / "train.py"), cwd=folder, RAY_ADDRESS=address, **TOKEN)
+
+
+def programs(folder: Path, word: str = "") -> list[int]:
+    """Return the ids of the processes of tasks of a launch in the folder, whose command lines have this word."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:  # it has ended
+            continue
+        if str(folder) in line and word in line.split("\0") and "launch" not in line.split("\0"):
+            found.append(pid)
+    return found
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def await_snapshot(folder: Path) -> None:
+    """Wait until each task server has written its parts of the next two snapshots; the first of the two is complete."""
+
+    def newest() -> int:
+        tasks = ((folder / "snapshots" / f"ps-{index}").glob("*") for index in range(2))
+        return min(max((int(part.name) for part in task if part.name.isdigit()), default=0) for task in tasks)
+
+    first = newest()
+    until(lambda: newest() >= first + 2)
+
+
+def test_all_that_ends_comes_back_and_each_step_is_done_once(
+    tmp_path: Path, cluster: Spawned, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "other.py").touch()
+    (tmp_path / "slow").touch()
+    assert main(["certs", "secret", str(tmp_path / "secret")]) == 0
+    address = cluster.read_until("address")[0].split()[1]
+    with launch(tmp_path, address) as launched:
+        launched.read_until("the first snapshot")
+        assert main([*words(tmp_path), str(tmp_path / "train.py")]) == 2
+        assert "is used by another launch" in capsys.readouterr().err
+
+        (coordinator,) = programs(tmp_path, "coordinator")
+        node = parent(parent(coordinator))
+        os.kill(coordinator, signal.SIGKILL)
+        launched.read_until("coordinator ended: killed by SIGKILL; it is started again immediately")
+        await_snapshot(tmp_path)
+        (coordinator,) = programs(tmp_path, "coordinator")
+        assert parent(parent(coordinator)) == node
+        os.kill(parent(coordinator), signal.SIGKILL)
+        launched.read_until("coordinator ended: killed by SIGKILL; it is started again in 1 s")
+        await_snapshot(tmp_path)
+
+        server = programs(tmp_path, "task")[0]
+        node = parent(parent(server))
+        assert cluster.process.stdin is not None
+        print(node, file=cluster.process.stdin, flush=True)
+        launched.read_until("ended: killed by SIGTERM; it is started again immediately")
+        await_snapshot(tmp_path)
+        assert node not in [parent(parent(pid)) for pid in programs(tmp_path, "task")]
+
+        found = programs(tmp_path)
+        assert len(found) == 4
+        launched.process.kill()
+        wait_for_end(found)
+    assert main([*words(tmp_path), str(tmp_path / "other.py")]) == 2
+    assert "expected the script train.py, whose job has not finished, got other.py" in capsys.readouterr().err
+
+    (tmp_path / "slow").unlink()
+    with launch(tmp_path, address) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert re.search(r"the job goes on from snapshot \d+, with [1-9]\d* steps done", output), output
+    assert "Steps: 1500 of 1500" in output
+    for name in ("count", "other"):
+        assert re.search(rf"\n {name} +1500 ", output), output
+    later = LaunchState(tmp_path / "snapshots", "train.py", {"ps": 2})
+    assert "has finished" in later.news
+    later.close()
