@@ -10,7 +10,7 @@ and the state that the coordinator had. So the coordinator runs on the launcher'
 Invariants:
 - an actor keeps each line of output until the launcher acknowledges it, and delays the report of its program's end for
   that by at most `_HAND_OVER_S`: the last lines say why the program failed;
-- a program ends with its actor, however the actor ends;
+- a program ends with its actor, however the actor ends, and with Ray's process on its node, the raylet;
 - a task server with snapshots runs only on a node that sees the launcher's folder of snapshots.
 """
 
@@ -36,6 +36,7 @@ from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.ray_resources import amounts_text
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
+from dflow.distributed.process.parent_watch import end_with_parent
 from dflow.distributed.process.run_folder import write_whole_file
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import ConfigError
@@ -176,11 +177,8 @@ class TaskActor:
             self._child: ChildProcess = ThisMachine(python=sys.executable).start(program, self._take)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # Ray constructs an actor on the main thread. Its own handler would end the actor, and the program with it.
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._leave)
-        if task != COORDINATOR:  # which has no other node to go to
-            threading.Thread(target=self._leave_when_drained, name="dflow ray drain", daemon=True).start()
+        if ray.is_initialized():
+            self._follow_ray(is_bound=task == COORDINATOR)
 
     def run(self) -> int:
         """Wait for the program's end and return its exit status."""
@@ -208,6 +206,16 @@ class TaskActor:
     def stop(self) -> None:
         """Ask the program to end with the whole launch."""
         self._child.terminate()
+
+    def _follow_ray(self, *, is_bound: bool) -> None:
+        """Have the program leave or end as Ray asks of this process; a program that `is_bound` stays on its node."""
+        # Ray ends an actor half a minute after its raylet, and in between starts another one, whose program would meet
+        # this one.
+        end_with_parent()
+        # Ray constructs actors on the main thread. Its own handler would end the actor, and the program with it.
+        signal.signal(signal.SIGTERM, self._leave)
+        if not is_bound:
+            threading.Thread(target=self._leave_when_drained, name="dflow ray drain", daemon=True).start()
 
     def _leave(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
         """Ask the program to leave: a task server has a snapshot made first, a worker ends its step."""

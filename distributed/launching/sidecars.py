@@ -9,8 +9,6 @@ Invariants:
 
 from __future__ import annotations
 
-import os
-import select
 import sys
 import threading
 import time
@@ -22,6 +20,7 @@ from dflow.distributed.detection.cluster_spec import COORDINATOR, STOCK_JOB, Clu
 from dflow.distributed.launching.place import coordinator_program, stock_program
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import ChildProcess, describe_end
+from dflow.distributed.process.parent_watch import wait_until_ended
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.status import GetStatus, Status
@@ -103,10 +102,8 @@ class Sidecars:
         threading.Thread(target=self._watch, args=(name, child), name=f"dflow watch {name}", daemon=True).start()
 
     def _watch(self, name: str, child: ChildProcess) -> None:
-        with suppress(ProcessLookupError), os.fdopen(os.pidfd_open(child.pid)) as ended:
-            poll = select.poll()  # unlike select, it accepts any descriptor number
-            poll.register(ended, select.POLLIN)
-            poll.poll()
+        with suppress(ProcessLookupError):
+            wait_until_ended(child.pid)
         if not self._closing.is_set():
             how = describe_end(child.poll() or 0)
             _show(f"dflow: {name}, which this process started, has ended ({how}); processes that need it will fail")

@@ -8,7 +8,9 @@ then reports it. Invariant: nothing is ever written to the pipe.
 from __future__ import annotations
 
 import os
+import select
 import threading
+from contextlib import suppress
 
 LIFELINE_VARIABLE = "DFLOW_LIFELINE_FD"
 #: Exit status of a process whose launcher has ended.
@@ -26,6 +28,25 @@ def watch() -> bool:
         return False
     threading.Thread(target=_end_with, args=(int(number),), name="dflow lifeline", daemon=True).start()
     return True
+
+
+def end_with_parent() -> None:
+    """Start a thread that ends this process by `os._exit` when its present parent ends, which has no pipe for it."""
+    threading.Thread(target=_end_after, args=(os.getppid(),), name="dflow parent watch", daemon=True).start()
+
+
+def wait_until_ended(pid: int) -> None:
+    """Wait without a deadline until the process has ended; raises ProcessLookupError if there is none."""
+    with os.fdopen(os.pidfd_open(pid)) as ended:
+        poll = select.poll()  # unlike select, it accepts any descriptor number
+        poll.register(ended, select.POLLIN)
+        poll.poll()
+
+
+def _end_after(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        wait_until_ended(pid)
+    os._exit(ORPHANED)
 
 
 def _end_with(read_end: int) -> None:

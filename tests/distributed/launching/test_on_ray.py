@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from dflow.__main__ import main
-from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.tracing.errors import ConfigError
 from tests.distributed.processes import Spawned, exists
 
@@ -74,9 +73,8 @@ def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
     from dflow.distributed.launching.on_ray import TaskActor
 
     words = ["-c", "print('one'); print('two'); raise SystemExit(3)"]
-    with ThreadPoolExecutor(2) as pool:  # not on the main thread, whose handler of SIGTERM an actor replaces
-        made = pool.submit(TaskActor, COORDINATOR, words, {}, {}, signal.SIGTERM, str(tmp_path), is_secured=False)
-        actor = made.result(30.0)
+    actor = TaskActor("/job:worker/task:0", words, {}, {}, signal.SIGTERM, str(tmp_path), is_secured=False)
+    with ThreadPoolExecutor(1) as pool:
         status = pool.submit(actor.run)
         found: tuple[str, ...] = ()
         while len(found) < 2:
@@ -97,7 +95,7 @@ def test_a_program_ends_by_sigint_though_ray_blocks_that_signal(tmp_path: Path) 
 
     def made() -> TaskActor:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        return TaskActor(COORDINATOR, words, {}, {}, signal.SIGINT, str(tmp_path), is_secured=False)
+        return TaskActor("/job:ps/task:0", words, {}, {}, signal.SIGINT, str(tmp_path), is_secured=False)
 
     with ThreadPoolExecutor(1) as pool:
         actor = pool.submit(made).result(30.0)

@@ -1,10 +1,14 @@
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from dflow.distributed.process.parent_watch import LIFELINE_VARIABLE, ORPHANED, watch
+from tests.distributed.processes import Spawned, wait_for_end
 
 CHILD = """
 import os, sys, threading
@@ -50,3 +54,23 @@ def test_a_number_that_is_no_pipe_ends_nothing() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, "alive\n")
+
+
+GRANDCHILD = """
+import os, threading
+from dflow.distributed.process.parent_watch import end_with_parent
+end_with_parent()
+print("pid", os.getpid(), flush=True)
+threading.Event().wait()
+"""
+
+
+def test_a_process_ends_with_its_parent(tmp_path: Path) -> None:
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {GRANDCHILD!r}])"
+    with Spawned("-c", program, cwd=tmp_path) as parent:
+        pid = int(parent.read_until("pid")[0].split()[1])
+    try:
+        wait_for_end([pid])
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
