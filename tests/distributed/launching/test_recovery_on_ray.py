@@ -29,7 +29,7 @@ pytestmark = [
     ),
 ]
 
-#: A head, and two nodes for task servers. `drain PID` drains the node of the raylet with this process id.
+#: A head, and two nodes for task servers. A node is known by the process id of its raylet; a line with it drains it.
 CLUSTER = """
 import sys
 import time
@@ -42,9 +42,13 @@ head = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, config
 address = head.address_info["gcs_address"]
 more = dict(gcs_address=address, num_cpus=2, resources={"server": 2.0}, include_log_monitor=False)
 nodes = [Node(RayParams(**more), head=False, shutdown_at_exit=True, spawn_reaper=True) for _ in range(2)]
-print("address", address, flush=True)
+
+def raylet(node):
+    return node.all_processes["raylet"][0].process.pid
+
+print("address", address, raylet(ray._private.worker._global_node), flush=True)
 for line in sys.stdin:
-    which = [node for node in nodes if node.all_processes["raylet"][0].process.pid == int(line)]
+    which = [node for node in nodes if raylet(node) == int(line)]
     deadline = int((time.time() + 60) * 1000)
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     print("drained", which[0].get_gcs_client().drain_node(which[0].node_id, reason, "", deadline), flush=True)
@@ -113,6 +117,17 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def node_of(pid: int) -> int:
+    return parent(parent(pid))
+
+
+def coordinator_on(folder: Path, node: str) -> int:
+    """Return the id of the coordinator's process, which is on this node."""
+    (found,) = programs(folder, "coordinator")
+    assert node_of(found) == int(node)
+    return found
+
+
 def await_snapshot(folder: Path) -> None:
     """Wait until each task server has written its parts of the next two snapshots; the first of the two is complete."""
 
@@ -131,30 +146,27 @@ def test_all_that_ends_comes_back_and_each_step_is_done_once(
     (tmp_path / "other.py").touch()
     (tmp_path / "slow").touch()
     assert main(["certs", "secret", str(tmp_path / "secret")]) == 0
-    address = cluster.read_until("address")[0].split()[1]
+    _, address, head = cluster.read_until("address")[0].split()
     with launch(tmp_path, address) as launched:
         launched.read_until("the first snapshot")
         assert main([*words(tmp_path), str(tmp_path / "train.py")]) == 2
         assert "is used by another launch" in capsys.readouterr().err
 
-        (coordinator,) = programs(tmp_path, "coordinator")
-        node = parent(parent(coordinator))
-        os.kill(coordinator, signal.SIGKILL)
+        os.kill(coordinator_on(tmp_path, head), signal.SIGKILL)
         launched.read_until("coordinator ended: killed by SIGKILL; it is started again immediately")
         await_snapshot(tmp_path)
-        (coordinator,) = programs(tmp_path, "coordinator")
-        assert parent(parent(coordinator)) == node
-        os.kill(parent(coordinator), signal.SIGKILL)
+        os.kill(parent(coordinator_on(tmp_path, head)), signal.SIGKILL)
         launched.read_until("coordinator ended: killed by SIGKILL; it is started again in 1 s")
         await_snapshot(tmp_path)
+        coordinator_on(tmp_path, head)
 
         server = programs(tmp_path, "task")[0]
-        node = parent(parent(server))
+        node = node_of(server)
         assert cluster.process.stdin is not None
         print(node, file=cluster.process.stdin, flush=True)
         launched.read_until("ended: killed by SIGTERM; it is started again immediately")
         await_snapshot(tmp_path)
-        assert node not in [parent(parent(pid)) for pid in programs(tmp_path, "task")]
+        assert node not in [node_of(pid) for pid in programs(tmp_path, "task")]
 
         found = programs(tmp_path)
         assert len(found) == 4
