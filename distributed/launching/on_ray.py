@@ -109,7 +109,10 @@ class OnRay:
         )
         handed_on = {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
         environment, defaults = {**handed_on, **program.environment}, dict(program.defaults)
-        has_part = self._snapshots and self._snapshots in program.words
+        has_part = bool(self._snapshots) and self._snapshots in program.words
+        # A script and a server with snapshots leave without a loss; another server would lose its state before it must,
+        # and the coordinator has no other node.
+        leaves = has_part or program.ends_by == signal.SIGTERM
         made = actor.remote(
             program.task,
             program.words,
@@ -119,6 +122,7 @@ class OnRay:
             os.getcwd(),
             self._is_secured,
             (self._snapshots, self._launch_id) if has_part else None,
+            leaves,
         )
         return _OnActor(made, on_line)
 
@@ -145,8 +149,9 @@ class OnRay:
 class TaskActor:
     """The actor: runs one program as a child process, from its construction on.
 
-    `seen`  a folder that this node must see, and the id of the launch in it
-    raises  ConfigError when this node sees another folder, or none
+    `seen`    a folder that this node must see, and the id of the launch in it
+    `leaves`  whether the program is sent SIGTERM when Ray drains this node
+    raises    ConfigError when this node sees another folder, or none
     """
 
     def __init__(
@@ -159,6 +164,7 @@ class TaskActor:
         folder: str,
         is_secured: bool,
         seen: tuple[str, str] | None = None,
+        leaves: bool = False,
     ) -> None:
         if seen is not None:
             _check_seen(task, *seen)
@@ -178,7 +184,7 @@ class TaskActor:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if ray.is_initialized():
-            self._follow_ray(is_bound=task == COORDINATOR)
+            self._follow_ray(leaves)
 
     def run(self) -> int:
         """Wait for the program's end and return its exit status."""
@@ -207,14 +213,14 @@ class TaskActor:
         """Ask the program to end with the whole launch."""
         self._child.terminate()
 
-    def _follow_ray(self, *, is_bound: bool) -> None:
-        """Have the program leave or end as Ray asks of this process; a program that `is_bound` stays on its node."""
-        # Ray ends an actor half a minute after its raylet, and in between starts another one, whose program would meet
-        # this one.
+    def _follow_ray(self, leaves: bool) -> None:
+        """Have the program end or leave when Ray ends or warns this process."""
+        # Ray ends an actor half a minute after its raylet, and reports that earlier: the launcher would start the next
+        # program of the task while this one runs.
         end_with_parent()
         # Ray constructs actors on the main thread. Its own handler would end the actor, and the program with it.
         signal.signal(signal.SIGTERM, self._leave)
-        if not is_bound:
+        if leaves:
             threading.Thread(target=self._leave_when_drained, name="dflow ray drain", daemon=True).start()
 
     def _leave(self, number: int = signal.SIGTERM, frame: FrameType | None = None) -> None:
