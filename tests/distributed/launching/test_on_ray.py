@@ -91,7 +91,10 @@ def test_lines_are_kept_until_the_launcher_has_them(tmp_path: Path) -> None:
 def test_a_program_ends_by_sigint_though_ray_blocks_that_signal(tmp_path: Path) -> None:
     from dflow.distributed.launching.on_ray import TaskActor
 
-    words = ["-c", "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('up'); signal.pause()"]
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); signal.alarm(20); print('up'); signal.pause()"
+    )
+    words = ["-c", program]
 
     def made() -> TaskActor:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -103,7 +106,7 @@ def test_a_program_ends_by_sigint_though_ray_blocks_that_signal(tmp_path: Path) 
             pass
         actor.lines(1)
         actor.stop()
-        assert pool.submit(actor.run).result(30.0) == -signal.SIGINT
+        assert pool.submit(actor.run).result(60.0) == -signal.SIGINT
 
 
 @needs_ray
