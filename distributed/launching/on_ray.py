@@ -48,7 +48,7 @@ _POLL_S = 0.1
 _DRAIN_S = 1.0
 #: Longest wait of an actor for the launcher to take its last lines.
 _HAND_OVER_S = 10.0
-#: File in the folder of snapshots by which an actor sees that the folder is the launcher's.
+#: File in the folder of snapshots. It shows an actor that the folder is the launcher's.
 _LAUNCH_ID = "launch.id"
 #: Exit status of a program whose actor is gone without reporting one: that of a killed process.
 _GONE = -9

@@ -75,7 +75,7 @@ for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=1500):
 )
 
 
-#: Without it the cluster has a token of its own, which a launch does not know.
+#: Without it the cluster makes a token, which a launch does not know.
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
 
 
