@@ -181,10 +181,10 @@ class LocalHome:
         held = self.store.resource(resource.key)
         return on_device(wait(lambda done: held.start(op, operands, done)))
 
-    def producer(self, queue: Queue, where: str) -> HeldQueueProducer:
+    def producer(self, queue: Queue, where: str, name: str | None) -> HeldQueueProducer:
         held = self.store.resource(queue.key)
         assert isinstance(held, HeldQueue)
-        return HeldQueueProducer(held, where)
+        return HeldQueueProducer(held, where, name)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
         self.store.resource(resource.key).forget(reason, remedy)

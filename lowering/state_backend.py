@@ -67,8 +67,11 @@ class StateBackend(Home, Protocol):
         """Lower and compile a traced function whose variables live here, or in this process."""
         ...
 
-    def producer(self, queue: Queue, where: str) -> QueueProducer:
-        """Return the producing side of a queue that lives here; `where` is the user's line that feeds it."""
+    def producer(self, queue: Queue, where: str, name: str | None) -> QueueProducer:
+        """Return the producing side of a queue that lives here; `where` is the user's line that feeds it.
+
+        name  the same for a producer that goes on with the elements of an earlier one of this task; None for no other
+        """
         ...
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:

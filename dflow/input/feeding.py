@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from dflow.lowering.state_backend import StateBackend
+from dflow.lowering.values.index_set import IndexSet
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import Loc, at, caller
@@ -51,6 +52,7 @@ def feed(
     map: Callable[[Any], Any] | None = None,
     device: Any = None,
     close: bool = True,
+    name: str | None = None,
 ) -> Feed:
     """Start threads that put the elements of `iterable` into `queue`; return their handle.
 
@@ -61,6 +63,9 @@ def feed(
     map       function from an element to the element to enqueue; the threads call it concurrently
     device    device or sharding to put the arrays on; None means JAX's default. For a queue of this process
     close     whether to close the queue at the end of the data; pass False when other producers use the queue too
+    name      a name that no other feed of this queue by this task has. The elements that a feed of this name has put in
+              are then left out: when a worker is started again, or a job resumed, the feed goes on where the state of
+              the queue is. The iterable must yield the same elements in the same order each time
 
     The arrays are on the device before they are dequeued. The threads work ahead up to the queue's capacity and wait
     while it is full. An error of the iterable or of `map`, or an element that does not fit the queue, always closes the
@@ -94,7 +99,7 @@ def feed(
             "call what makes one, or give dflow.data.batches(arrays, size)",
             at=loc,
         ) from None
-    return Feed(elements, queue, threads, map, device, close, loc)
+    return Feed(elements, queue, threads, map, device, close, name, loc)
 
 
 class Feed:
@@ -112,11 +117,12 @@ class Feed:
         map: Callable[[Any], Any] | None,
         device: Any,
         close: bool,
+        name: str | None,
         loc: Loc | None,
     ) -> None:
         self._elements, self._map, self._device, self._close = elements, map, device, close
         self._title, self._where = queue.title, at(loc)
-        self._producer, self._queue = _backend(queue).producer(queue, self._where), weakref.ref(queue)
+        self._producer, self._queue = _backend(queue).producer(queue, self._where, name), weakref.ref(queue)
         self._tree = jax.tree_util.tree_structure(queue.spec)
         #: Held while a thread takes the next element from the iterable.
         self._turn = threading.Lock()
@@ -126,6 +132,8 @@ class Feed:
         self.error: BaseException | None = None
         self.count = 0
         self._elements_taken = itertools.count()
+        #: Numbers of the elements that an earlier feed of this name has put in; None until a thread has asked.
+        self._fed: IndexSet | None = IndexSet() if name is None else None
         self._waiting: set[Callable[[BaseException], None]] = set()
         self._left = threads
         number = next(_numbers)
@@ -194,8 +202,11 @@ class Feed:
             if self._is_over:
                 return False
             try:
-                element = next(self._elements)
-                number = next(self._elements_taken)
+                if self._fed is None:
+                    self._fed = self._producer.fed()
+                element, number = next(self._elements), next(self._elements_taken)
+                while number in self._fed and not self._is_over:
+                    element, number = next(self._elements), next(self._elements_taken)
             except BaseException as error:
                 # Never call an iterator again after it has ended or failed.
                 self._is_over = True

@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -27,12 +27,13 @@ from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, GetFed
 from dflow.distributed.wire.messages.snapshots import SaveChanges
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.queues.queue_producer import close_op, enqueue_op, failure_text
+from dflow.lowering.values.index_set import IndexSet
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
@@ -117,9 +118,10 @@ class ClusterResources:
 
         return retried(self.steps, end_and_save, (TaskLost, StepCancelled))
 
-    def producer(self, queue: Queue, where: str) -> TaskQueueProducer:
-        """Return the producing side of a queue; `where` is the user's line that feeds it."""
-        return TaskQueueProducer(self, self._requests, task_of_resource(queue), queue.key, where)
+    def producer(self, queue: Queue, where: str, name: str | None) -> TaskQueueProducer:
+        """Return the producing side of a queue; see `StateBackend.producer`."""
+        known = f"feed {secrets.token_hex(8)}" if name is None else f"{name} of {self._requests.task}"
+        return TaskQueueProducer(self, self._requests, task_of_resource(queue), queue.key, where, known)
 
     def save_changes(self, what: str, wait_s: float) -> None:
         """Wait until a snapshot has a change of state that no step makes again, at most `wait_s`; `what` names it.
@@ -144,7 +146,7 @@ class ClusterResources:
 class TaskQueueProducer:
     """The producer of the queue `key` on another task; `where` is the user's line that feeds it.
 
-    `name` is another one for each producer: the queue records under it which elements were put in.
+    The queue records under `name` which elements were put in.
     """
 
     resources: ClusterResources
@@ -152,7 +154,7 @@ class TaskQueueProducer:
     task: str
     key: str
     where: str
-    name: str = field(default_factory=lambda: f"feed {secrets.token_hex(8)}")
+    name: str
 
     def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
         """Put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
@@ -163,6 +165,11 @@ class TaskQueueProducer:
 
         call = partial(self._call, enqueue_op(self.where, FedElement(self.name, number)), infos)
         return self.requests.start_step(self.task, call, payload, on_reply)
+
+    def fed(self) -> IndexSet:
+        """Return the numbers of elements that were put in; see `QueueProducer`."""
+        answer = retried(self.resources.steps, lambda: self.requests.ask(self.task, GetFed(self.key, self.name)))
+        return IndexSet(range(*pair) for pair in answer.message.ranges)
 
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.queues.queues import HeldQueue
+from dflow.lowering.values.index_set import IndexSet
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.source import at, raised_at
@@ -25,6 +26,10 @@ class QueueProducer(Protocol):
         `number` counts the elements of this producer from 0; one that is put in again, since its answer was lost, has
         the number of before, and is in the queue once. The returned function ends the wait with an error.
         """
+        ...
+
+    def fed(self) -> IndexSet:
+        """Return the numbers of the elements that are or were in the queue, put in by a producer of the same name."""
         ...
 
     def close(self) -> None:
@@ -45,14 +50,20 @@ class QueueProducer(Protocol):
 
 @dataclass(frozen=True)
 class HeldQueueProducer:
-    """The producer of a queue in this process; `where` is the user's line that feeds it."""
+    """The producer of a queue in this process; `where` is the user's line that feeds it, `name` None for no name."""
 
     held: HeldQueue
     where: str
+    name: str | None
 
     def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
-        """See `QueueProducer`; no answer is lost in a process."""
-        return self.held.start(enqueue_op(self.where), element, on_results)
+        """See `QueueProducer`; no answer is lost in a process, so only elements with a name are counted."""
+        of = FedElement(self.name, number) if self.name is not None else None
+        return self.held.start(enqueue_op(self.where, of), element, on_results)
+
+    def fed(self) -> IndexSet:
+        """See `QueueProducer`."""
+        return self.held.fed(self.name) if self.name is not None else IndexSet()
 
     def close(self) -> None:
         """See `QueueProducer`."""

@@ -124,6 +124,11 @@ class HeldQueue(SharedResource):
         with self._lock:
             return self.machine.order.contents()
 
+    def fed(self, feed: str) -> IndexSet:
+        """Return the numbers of the elements of a feed that were put in."""
+        with self._lock:
+            return IndexSet(self.machine.fed[feed].ranges()) if feed in self.machine.fed else IndexSet()
+
     def saved(self) -> SavedContents:
         """See `SharedResource`. The elements of a component are in one array without dimensions, one after another."""
         with self._lock:

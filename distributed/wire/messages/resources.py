@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
-from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.message import Message, Request
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
@@ -37,6 +37,19 @@ class CallResource(Request[Arrays], frozen=True):
     origin: str
     step: int
     operands: tuple[ArrayInfo, ...] = ()
+
+
+class Fed(Message, frozen=True):
+    """The numbers of the elements of a feed that were put into a queue, as pairs of a first and a stop."""
+
+    ranges: tuple[tuple[int, int], ...]
+
+
+class GetFed(Request[Fed], frozen=True):
+    """Ask a queue which elements of a feed were put in."""
+
+    key: str
+    feed: str
 
 
 class FailQueue(Request[Ok], frozen=True):

@@ -161,6 +161,14 @@ def test_a_cancelled_enqueue_is_no_end_of_the_data(monkeypatch: pytest.MonkeyPat
         queue.dequeue(timeout_s=WAIT_S)
 
 
+def test_a_feed_of_the_same_name_leaves_out_what_was_put_in() -> None:
+    queue = _queue(20)
+    feed(range(3), queue, name="data", close=False).join(WAIT_S)
+    feed(range(5), queue, name="data", close=False).join(WAIT_S)
+    feed(range(2), queue).join(WAIT_S)
+    assert [int(queue.dequeue(timeout_s=WAIT_S)) for _ in range(7)] == [0, 1, 2, 3, 4, 0, 1]
+
+
 def test_several_threads_map_at_the_same_time_and_lose_nothing() -> None:
     queue, together = _queue(200), threading.Barrier(4, timeout=WAIT_S)
 

@@ -57,6 +57,21 @@ def test_another_worker_takes_all_that_one_feeds(workers: tuple[Cluster, Cluster
     assert (running.count, running.error) == (20, None)
 
 
+def test_a_feed_of_the_same_name_goes_on_where_the_last_one_ended(workers: tuple[Cluster, Cluster]) -> None:
+    queue, other = (fifo(worker, capacity=30) for worker in workers)
+    feed(range(3), queue, name="data", close=False).join(WAIT_S)
+    queue.dequeue(timeout_s=WAIT_S)
+    again = feed(range(7), queue, threads=3, name="data", close=False)
+    again.join(WAIT_S)
+    assert again.count == 4
+    # Another name, no name, and another worker are other feeds.
+    for more in (feed([10], queue, name="more", close=False), feed([11], queue, close=False)):
+        more.join(WAIT_S)
+    feed([12], other, name="data").join(WAIT_S)
+    taken = [int(queue.dequeue(timeout_s=WAIT_S)) for _ in range(9)]
+    assert (taken[:2], sorted(taken)) == ([1, 2], [1, 2, 3, 4, 5, 6, 10, 11, 12])
+
+
 def test_an_error_reaches_whoever_dequeues_with_its_text_and_lines(workers: tuple[Cluster, Cluster]) -> None:
     fed, other = map(fifo, workers)
 
