@@ -140,17 +140,17 @@ def test_a_step_ends_when_the_thread_that_brings_what_it_waits_for_is_interrupte
 
 @pytest.mark.parametrize("executor", [Execution, run_of])
 def test_an_interrupt_reaches_the_thread_that_brought_what_its_own_step_waited_for(executor: Any) -> None:
-    class Interrupted(Recorder):
-        def note(self, kind: Any, *_: Any) -> None:
-            if kind is ITEM_ENDED:
-                raise KeyboardInterrupt
+    def interrupt(noted: tuple[Any, ...]) -> None:
+        if noted[1] is ITEM_ENDED:
+            raise KeyboardInterrupt
 
-    store, outcomes = Store(), list[Any]()
+    store, outcomes, recorder = Store(), list[Any](), Recorder()
+    recorder.append = interrupt
     store.resources["q"] = HeldQueue("q", QueueSettings(QueueKind.FIFO, 1), QueueType(()))
     executable = Executable(Plan(ALONE, 0, (UseResource("q", ResourceOp("queue.enqueue")),)))
     arguments = executable, store, Mailbox(Mail(), ALONE), StepId(ALONE, 1), (), outcomes.append, lambda work: work()
     with pytest.raises(KeyboardInterrupt):
-        executor(*arguments, recorder=Interrupted()).start()
+        executor(*arguments, recorder=recorder).start()
     assert [type(outcome) for outcome in outcomes] == [StepCancelled]
 
 
