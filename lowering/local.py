@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from dflow.lowering.files.array_files import write_parts
+from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
@@ -158,7 +158,7 @@ class LocalHome:
     def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
         values = dict(zip(variables, self.snapshot([*variables.values()]), strict=True))
 
-        def write(folder: Path, places: Mapping[str, str]) -> None:
+        def write(folder: Place, places: Mapping[str, str]) -> None:
             write_parts(folder, values, places)
 
         yield write

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
@@ -24,7 +24,7 @@ from dflow.tracing.state.resources import Variable
 Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 #: Writes captured values into a folder prepared by `make_places`, which returned the second argument.
-WriteCaptured = Callable[[Path, Mapping[str, str]], None]
+WriteCaptured = Callable[[Place, Mapping[str, str]], None]
 
 
 class LoweredStep(NamedTuple):

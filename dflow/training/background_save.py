@@ -6,8 +6,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+from dflow.lowering.files.object_path import Place
 from dflow.tracing.errors import CheckpointError, DeadlineExceeded
 from dflow.tracing.source import caller
 
@@ -21,7 +21,7 @@ class BackgroundSave:
     timeout_s  time after which a save that still runs is an error
     """
 
-    def __init__(self, place: Path, work: Callable[[], None], timeout_s: float) -> None:
+    def __init__(self, place: Place, work: Callable[[], None], timeout_s: float) -> None:
         self._place, self._timeout_s = place, timeout_s
         self._loc, self._until_s = caller(), time.monotonic() + timeout_s
         self._ended = threading.Event()
@@ -53,7 +53,7 @@ class BackgroundSave:
             if time.monotonic() > self._until_s:
                 raise DeadlineExceeded(
                     f"{self._place}: expected the save to end within {self._timeout_s:g} s, and it still runs",
-                    "see whether the disk answers, or give the manager a longer timeout_s",
+                    "see whether the disk or store answers, or give the manager a longer timeout_s",
                     at=self._loc,
                 )
             return

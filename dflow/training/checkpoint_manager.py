@@ -15,12 +15,10 @@ import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from dflow.lowering.files.array_manifest import MANIFEST
-from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.owned_folder import whole_place
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError, NoCheckpoint
 from dflow.tracing.near_names import suggests_keywords
@@ -28,7 +26,7 @@ from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_schedule import RunRecord, SaveSchedule
-from dflow.training.saving import Names, WriteCheckpoint, captured, local_path, named_variables, restore
+from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore
 from dflow.training.shared_progress import SharedProgress
 
 LOGGER = logging.getLogger("dflow")
@@ -37,7 +35,7 @@ LOGGER = logging.getLogger("dflow")
 class CheckpointManager:
     """A folder of checkpoints of one run; making it restores the newest one.
 
-    folder        holds a checkpoint `step_N` for each saved step N; made if needed
+    folder        a path, or a URL as for `dflow.save`; holds a checkpoint `step_N` for each saved step N
     variables     as for `dflow.save`
     every         when `step` saves: a number of steps between saves, a timedelta, or "auto", the interval that loses
                   the least work and time, by Young and Daly
@@ -69,7 +67,7 @@ class CheckpointManager:
         names: Names | None = None,
         timeout_s: float = 1800.0,
     ) -> None:
-        self._folder = CheckpointFolder(Path(os.path.realpath(local_path(folder, "CheckpointManager"))))
+        self._folder = CheckpointFolder(given_place(folder, "CheckpointManager"))
         self._variables, self._names, self._timeout_s = variables, names, timeout_s
         self._named = named_variables(variables, names, "CheckpointManager")
         period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
@@ -143,6 +141,7 @@ class CheckpointManager:
         self._check_open()
         if self._save is not None:
             self._save.wait()
+        self._folder.check()
 
     def close(self) -> None:
         """Wait for the running save, and release the folder. Raises CheckpointError if the save fails."""
@@ -182,7 +181,7 @@ class CheckpointManager:
         damaged: dict[int, str] = {}
         for step in reversed(self._folder.steps()):
             try:
-                restore(self._folder.place(step), self._variables, names=self._names)
+                restore(str(self._folder.place(step)), self._variables, names=self._names)
             except (DamagedCheckpoint, NoCheckpoint) as error:
                 damaged[step] = str(error).splitlines()[0]
                 continue
@@ -220,8 +219,9 @@ class CheckpointManager:
         self, step: int, capture: ExitStack, write: WriteCheckpoint, metadata: Mapping[str, Any], began_s: float
     ) -> None:
         """Write a checkpoint, delete the old ones, and record the time that it took."""
-        with capture, whole_folder(self._folder.place(step), marker=MANIFEST) as folder:
+        with capture, whole_place(self._folder.place(step)) as folder:
             write(folder, metadata)
+            self._folder.check(is_commit=True)
         self._complete = step
         for one in self._retention.deleted(self._folder.checkpoints()):
             self._folder.remove(one.step)
@@ -273,6 +273,7 @@ class CheckpointManager:
 
     def _check(self) -> None:
         self._check_open()
+        self._folder.check()
         if self._save is not None:
             self._save.check()
 

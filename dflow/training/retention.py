@@ -20,15 +20,15 @@ from dflow.tracing.errors import CheckpointError
 class Checkpoint:
     """A complete checkpoint of a `CheckpointManager`'s folder.
 
-    path        its folder, for `dflow.restore`
-    time_s      Unix time of its values, for people: a clock may be set
+    path        its folder, for `dflow.restore`; a str if it is a URL
+    time_s      Unix time of its values, for people: a clock may be set; NaN for one that `dflow.save` wrote to a URL
     metrics     the metrics given with it
     ran_s       time that the runs of its folder took until then, in s
     is_managed  whether a manager wrote it; only such a checkpoint may be deleted
     """
 
     step: int
-    path: Path
+    path: Path | str
     time_s: float
     metrics: Mapping[str, float]
     ran_s: float = 0.0

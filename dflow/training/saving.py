@@ -1,4 +1,4 @@
-"""`dflow.save` and `dflow.restore`: write a program's state to a directory, and read it back.
+"""`dflow.save` and `dflow.restore`: write a program's state to a directory or object store, and read it back.
 
 The file format is that of `lowering/files/array_files.py`. Invariants: a save sees the variables of each state backend
 at one moment, between two steps; a restore changes all of a process's variables or none.
@@ -18,10 +18,12 @@ import jax
 import msgspec
 
 from dflow.lowering.files.array_files import make_places, write_manifest
-from dflow.lowering.files.array_manifest import MANIFEST, damaged
-from dflow.lowering.files.atomic_directory import whole_folder
+from dflow.lowering.files.array_manifest import damaged
+from dflow.lowering.files.object_path import ObjectPath, Place
 from dflow.lowering.files.orbax_layout import SUFFIX as ORBAX_SUFFIX
 from dflow.lowering.files.orbax_layout import check_types
+from dflow.lowering.files.owned_folder import whole_place
+from dflow.lowering.files.places import place_of
 from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
 from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
 from dflow.lowering.state_backend import StateBackend
@@ -43,7 +45,7 @@ from dflow.training.restore_report import DIFFERENCES, RestoreReport
 Names = Mapping[str, str] | Callable[[str], str]
 
 #: Writes captured values and the manifest, with further metadata, into an empty folder.
-WriteCheckpoint = Callable[[Path, Mapping[str, Any]], None]
+WriteCheckpoint = Callable[[Place, Mapping[str, Any]], None]
 
 _Path = tuple[Any, ...]
 
@@ -54,6 +56,9 @@ _ATTEMPTS = 5
 @suggests_keywords
 def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
     """Write the values of variables to the directory `path`, all at one moment.
+
+    `path` may also be a URL in an object store: `gs://bucket/path`, `s3://bucket/path`, or `memory://path` for one in
+    the memory of this process. `file:///path` is the local path.
 
     If `path` ends in `.safetensors`, it is a file of that format, which has fewer dtypes and no checksums, and whose
     values go through this process. If it ends in `.orbax`, the parts of the names are the keys of nested dicts for
@@ -76,15 +81,15 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
     than the objects above, or if writing fails.
     """
-    place = local_path(path, "save")
+    place = given_place(path, "save")
     named = named_variables(variables, names, "save")
-    if place.endswith(SUFFIX):
+    if isinstance(place, Path) and place.name.endswith(SUFFIX):
         write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
         return
-    is_tree = place.endswith(ORBAX_SUFFIX)
+    is_tree = place.name.endswith(ORBAX_SUFFIX)
     if is_tree:
         check_types({name: entry.variable.type for name, entry in named.items()})
-    with whole_folder(place, marker=MANIFEST, overwrite=overwrite) as folder, captured(named, is_tree=is_tree) as write:
+    with whole_place(place, overwrite=overwrite) as folder, captured(named, is_tree=is_tree) as write:
         write(folder, {})
 
 
@@ -99,7 +104,7 @@ def restore(
 ) -> RestoreReport:
     """Set variables to the values that `save` wrote, all at one moment; return a report.
 
-    variables, names  as for `save`
+    path, variables, names  as for `save`
     strict  whether the checkpoint and the variables must have the same arrays; if False, restore the arrays that match
     ignore  differences to allow although `strict` is True: "missing" (a variable without an array in the checkpoint),
             "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
@@ -115,7 +120,7 @@ def restore(
     given: Any = ignore
     if isinstance(given, str) or not set(given) <= set(DIFFERENCES):
         raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
-    place = local_path(path, "restore")
+    place = given_place(path, "restore")
     named = named_variables(variables, names, "restore")
     for _ in range(_ATTEMPTS):
         files = open_arrays(place)
@@ -152,7 +157,7 @@ def captured(named: Mapping[str, NamedVariable], *, is_tree: bool = False) -> It
     with ExitStack() as stack:
         parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(named).items()]
 
-        def write(folder: Path, metadata: Mapping[str, Any]) -> None:
+        def write(folder: Place, metadata: Mapping[str, Any]) -> None:
             places = make_places(folder, types, is_tree=is_tree)
             for write_part in parts:
                 write_part(folder, places)
@@ -269,18 +274,21 @@ def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> s
     return path_name(path)
 
 
-def local_path(path: str | os.PathLike[str], task: str) -> str:
-    """Return a path as text. Raises CheckpointError for another type, or a URL."""
+def given_place(path: str | os.PathLike[str], task: str) -> Place:
+    """Return the place of a path or URL. Raises CheckpointError for another type, or a URL that is not supported."""
     given: Any = path
     if not isinstance(given, str | bytes | os.PathLike):
         raise CheckpointError(
             f"{task} was given a {type(given).__name__} as its path",
             f"give the path first, and then the variables: dflow.{task}(path, variables)",
         )
-    text = os.fsdecode(path)
-    if "://" in text:
-        raise CheckpointError(f"{text!r} is not a path of this machine", "give one, such as that of a mounted folder")
-    return text
+    place = place_of(os.fsdecode(path))
+    if isinstance(place, ObjectPath) and place.name.endswith((SUFFIX, ORBAX_SUFFIX)):
+        raise CheckpointError(
+            f"{place}: expected the URL of a folder that dflow writes, got one that ends in {SUFFIX} or {ORBAX_SUFFIX}",
+            "use a local path, and copy the file or folder",
+        )
+    return place
 
 
 def _compared(files: SavedArrays, named: Mapping[str, NamedVariable]) -> RestoreReport:

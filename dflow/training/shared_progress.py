@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextvars
 import time
-from pathlib import Path
 
 import jax.numpy as jnp
 
+from dflow.lowering.files.object_path import Place
 from dflow.tracing.errors import DeadlineExceeded
 from dflow.tracing.state.resources import Variable
 
@@ -22,7 +22,7 @@ _LOOK_S = 0.05
 class SharedProgress:
     """The number of the next step of the run that saves into `folder`; `near` is one of its variables."""
 
-    def __init__(self, near: Variable, folder: Path) -> None:
+    def __init__(self, near: Variable, folder: Place) -> None:
         self._folder = folder
         # In an empty context: the user's scopes and containers are for the user's variables.
         self._next: Variable = contextvars.Context().run(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 
@@ -26,6 +25,9 @@ from dflow.distributed.wire.messages.message import Request
 from dflow.lowering.files.array_files import write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
+from dflow.lowering.files.object_folder import is_attempt, is_begun
+from dflow.lowering.files.object_path import ObjectPath
+from dflow.lowering.files.places import place_of
 from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
@@ -91,11 +93,15 @@ class TaskCheckpoints:
 
         Raises CheckpointError, and TaskLost if the values are not captured.
         """
-        folder = Path(message.folder)
+        folder = place_of(message.folder)
         places = {one.name: one.place for one in message.variables}
-        if not (folder.is_absolute() and is_of_an_attempt(folder.name) and all(map(is_inside, places.values()))):
+        if isinstance(folder, ObjectPath):
+            is_named = is_attempt(folder.name)
+        else:
+            is_named = folder.is_absolute() and is_of_an_attempt(folder.name)
+        if not (is_named and all(map(is_inside, places.values()))):
             raise CheckpointError(f"{self._name} writes only into a folder that dflow.save has begun, not {folder}")
-        if not folder.is_dir():
+        if not (is_begun(folder) if isinstance(folder, ObjectPath) else folder.is_dir()):
             raise CheckpointError(
                 f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
                 "save where all tasks of the cluster read and write the same files",
@@ -105,8 +111,9 @@ class TaskCheckpoints:
         if values is None:
             raise TaskLost(f"{self._name} has not captured what {short_task_name(message.origin)} saves")
         write_parts(folder, {one.name: values[one.key] for one in message.variables}, places)
-        for place in places.values():
-            flush(folder / place)
+        if not isinstance(folder, ObjectPath):
+            for place in places.values():
+                flush(folder / place)
 
     def read(self, message: ReadCheckpoint) -> None:
         """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError."""

@@ -12,7 +12,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -42,6 +41,7 @@ from dflow.distributed.worker.variable_batch import (
     on_host,
     settle,
 )
+from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
@@ -131,7 +131,7 @@ class ClusterHome(ClusterResources):
         """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
         capture, by_task = (self._requests.task, next(_numbers)), _by_task(variables)
 
-        def write(folder: Path, places: Mapping[str, str]) -> None:
+        def write(folder: Place, places: Mapping[str, str]) -> None:
             messages = {}
             for task, held in by_task.items():
                 saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())

@@ -28,6 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
+from dflow.lowering.files.object_path import LONGEST_S, ObjectPath, Place, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
@@ -48,25 +49,28 @@ _PART_LENGTH = 200
 Transfer = TypeVar("Transfer")
 
 
-def fill_folder(folder: Path, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
+def fill_folder(folder: Place, arrays: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
     """Write arrays and their manifest into an empty folder, which the caller then puts in place."""
     places = make_places(folder, arrays)
     write_manifest(folder, write_parts(folder, arrays, places), places, metadata or {})
 
 
-def make_places(folder: Path, names: Iterable[str], *, is_tree: bool = False) -> dict[str, str]:
+def make_places(folder: Place, names: Iterable[str], *, is_tree: bool = False) -> dict[str, str]:
     """Prepare an empty folder for arrays of these names; return their paths within it, for `write_parts`.
 
     `is_tree` is whether the folder has Orbax's tree layout. Raises CheckpointError for names that it cannot have.
     """
     places = tree_places(names) if is_tree else _places(names)
-    for group in sorted({parent for place in places.values() for parent in Path(place).parents}):
-        (folder / group).mkdir(exist_ok=True)
+    groups = sorted({parent for place in places.values() for parent in PurePosixPath(place).parents})
+    if isinstance(folder, Path):
+        for group in groups:
+            (folder / group).mkdir(exist_ok=True)
+    for group in groups:
         _write(folder / group / "zarr.json", _GROUP)
     return places
 
 
-def write_parts(folder: Path, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
+def write_parts(folder: Place, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
     """Write some of the arrays of a prepared folder and return their types.
 
     Several processes may do this concurrently, for different arrays. Raises CheckpointError when an array has a type
@@ -78,23 +82,30 @@ def write_parts(folder: Path, arrays: Mapping[str, Any], places: Mapping[str, st
 
 
 def write_manifest(
-    folder: Path, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
+    folder: Place, types: Mapping[str, ArrayType], places: Mapping[str, str], metadata: Mapping[str, Any]
 ) -> None:
     """Write the manifest of a folder, after all its arrays."""
     _write(folder / METADATA, orbax_metadata(types, places))
     entries = {name: ArrayEntry(places[name], str(type)) for name, type in types.items()}
-    (folder / MANIFEST).write_text(manifest_text(secrets.token_hex(16), entries, metadata))
+    _write_text(folder / MANIFEST, manifest_text(secrets.token_hex(16), entries, metadata))
 
 
-def _write(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, sort_keys=True))
+def _write(path: Place, content: Any) -> None:
+    _write_text(path, json.dumps(content, sort_keys=True))
+
+
+def _write_text(path: Place, text: str) -> None:
+    if isinstance(path, ObjectPath):
+        path.write(text.encode())
+    else:
+        path.write_text(text)
 
 
 @dataclass(frozen=True)
 class ArrayFiles(ArrayManifest):
     """A written folder of arrays: its manifest, and methods that read the arrays."""
 
-    path: Path
+    path: Place
 
     def read(self, shardings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the named arrays, each as a JAX array of its sharding, or as a NumPy array where that is None.
@@ -132,7 +143,7 @@ class ArrayFiles(ArrayManifest):
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
         """Start to read an array: the whole, or the pieces that the devices need, by their bounds."""
         with self._unless_damaged(name):
-            store = opening.result()
+            store = opening.result(timeout=_longest_s(self.path))
             check_array(self.path / self.paths[name], store)
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
                 return store.read()
@@ -144,9 +155,10 @@ class ArrayFiles(ArrayManifest):
         type = self.types[name]
         with self._unless_damaged(name):
             if not isinstance(started, dict):
-                value = _restored(type, started.result())
+                value = _restored(type, started.result(timeout=_longest_s(self.path)))
                 return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
-            pieces = {bounds: _restored(type, reading.result()) for bounds, reading in started.items()}
+            longest_s = _longest_s(self.path)
+            pieces = {bounds: _restored(type, part.result(timeout=longest_s)) for bounds, part in started.items()}
         return spread(type.shape, sharding, lambda index: pieces[_bounds(index)])
 
     @contextmanager
@@ -154,23 +166,25 @@ class ArrayFiles(ArrayManifest):
         try:
             yield
         except (ValueError, OSError) as error:
+            if isinstance(self.path, ObjectPath) and says_nothing(error):
+                raise no_answer(self.path, error) from error
             raise DamagedCheckpoint(
-                f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {_first_line(error)}",
+                f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {first_line(error)}",
                 "take an older checkpoint, or read the others without this one",
             ) from error
 
 
-def read_arrays(path: str | os.PathLike[str]) -> ArrayFiles:
-    """Open a written folder of arrays at `path`.
+def read_arrays(path: str | os.PathLike[str] | ObjectPath) -> ArrayFiles:
+    """Open a written folder of arrays at `path`, which as a str is a local one.
 
     Raises NoCheckpoint if there is nothing, or a folder without a manifest; DamagedCheckpoint if the manifest is
     damaged; CheckpointError if it was written by a newer dflow.
     """
-    place = present(path)
+    place = path if isinstance(path, ObjectPath) else present(path)
     try:
         manifest = read_manifest(place)
     except (FileNotFoundError, NotADirectoryError):
-        if not place.exists():
+        if isinstance(place, ObjectPath) or not place.exists():
             raise NoCheckpoint(f"there is no checkpoint {place}", _neighbours(place)) from None
         raise NoCheckpoint(f"{place} is no checkpoint of dflow: it holds no {MANIFEST}", _neighbours(place)) from None
     return ArrayFiles(**vars(manifest), path=place)
@@ -211,14 +225,23 @@ def _bounds(index: tuple[slice, ...] | None) -> tuple[Any, ...]:
     return tuple((part.start, part.stop) for part in index or ())
 
 
-def _neighbours(place: Path) -> str:
+def _longest_s(place: Place) -> float | None:
+    """Return the longest wait for a part of an array, in s; a disk may take as long as it likes."""
+    return LONGEST_S if isinstance(place, ObjectPath) else None
+
+
+def _neighbours(place: Place) -> str:
     if below := _folders_in(place):
         return f"in it there are: {', '.join(below[:20])}; give the path of one of them"
+    if isinstance(place, ObjectPath):
+        return "correct the URL, or save there first"
     return f"in {place.parent} there are: {', '.join(_folders_in(place.parent)[:20]) or 'none'}"
 
 
-def _folders_in(place: Path) -> list[str]:
+def _folders_in(place: Place) -> list[str]:
     """Return the names of the checkpoints in a folder, sorted."""
+    if isinstance(place, ObjectPath):
+        return [name.partition("/")[0] for name in place.names() if name.partition("/")[2] == MANIFEST]
     try:
         entries = [entry for entry in place.iterdir() if not is_of_an_attempt(entry.name)]
         marks = (MANIFEST, METADATA)
@@ -285,7 +308,7 @@ def _restored(type: ArrayType, data: Any) -> Any:
     return data if data.dtype == type.dtype else data.view(type.dtype)
 
 
-def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
+def _write_pieces(folder: Place, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
     opening: dict[str, Any] = {}
     writing: deque[Any] = deque()
 
@@ -300,41 +323,39 @@ def _write_pieces(folder: Path, parts: Mapping[str, _Stored], places: Mapping[st
             opening[name] = _create(folder, name, places[name], part)
         for name, written in _in_flight(started()):
             with _unless_refused(name, folder):
-                written.result()
+                written.result(timeout=_longest_s(folder))
             writing.popleft()
     finally:
-        # After a failure no writes must be left running.
+        # After a failure no writes must be left running, but a store may never answer: what it still writes is garbage.
         for future in (*opening.values(), *writing):
-            future.exception()
+            if isinstance(folder, ObjectPath):
+                future.cancel()
+            else:
+                future.exception()
 
 
-def _create(folder: Path, name: str, place: str, part: _Stored) -> Any:
+def _create(folder: Place, name: str, place: str, part: _Stored) -> Any:
     flushed = part.value.nbytes >= _FLUSHED_BYTES
     with _unless_refused(name, folder):
         dtype = stored_dtype(part.value.dtype)
         return create_array(folder / place, dtype, part.value.shape, part.chunk_shape(), flushed=flushed)
 
 
-def _started(name: str, opening: Any, index: Any, data: Any, folder: Path) -> Any:
+def _started(name: str, opening: Any, index: Any, data: Any, folder: Place) -> Any:
     with _unless_refused(name, folder):
-        return opening.result()[index].write(data, can_reference_source_data_indefinitely=True)
+        store = opening.result(timeout=_longest_s(folder))
+        return store[index].write(data, can_reference_source_data_indefinitely=True)
 
 
 @contextmanager
-def _unless_refused(name: str, folder: Path) -> Iterator[None]:
+def _unless_refused(name: str, folder: Place) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
         raise CheckpointError(
-            f"array {name!r} cannot be written into {folder.parent}: {_first_line(error)}",
+            f"array {name!r} cannot be written into {folder.parent}: {first_line(error)}",
             "nothing has been changed there; make room, or choose another place",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    line = re.split(r" \[(?:tensorstore_spec|source locations)|\n", str(error))[0]
-    # The reason stands at the end, after paths of any length.
-    return line if len(line) <= 300 else f"{line[:80]} ... {line[-200:]}"
 
 
 def _places(names: Iterable[str]) -> dict[str, str]:

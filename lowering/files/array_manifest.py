@@ -10,11 +10,11 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, parse_type
@@ -69,7 +69,7 @@ def manifest_text(id: str, arrays: Mapping[str, ArrayEntry], metadata: Mapping[s
     return json.dumps({"crc32": _checksum(content), "content": content}, sort_keys=True)
 
 
-def read_manifest(folder: Path) -> ArrayManifest:
+def read_manifest(folder: Place) -> ArrayManifest:
     """Return the manifest of the folder.
 
     Raises CheckpointError if it is malformed or was written by a newer dflow; FileNotFoundError or NotADirectoryError
@@ -87,7 +87,7 @@ def read_manifest(folder: Path) -> ArrayManifest:
     return ArrayManifest(content.id, types, paths, content.metadata)
 
 
-def damaged(folder: Path, what: str) -> DamagedCheckpoint:
+def damaged(folder: Place, what: str) -> DamagedCheckpoint:
     """Return the error for a manifest that is damaged as `what` says."""
     return DamagedCheckpoint(
         f"the manifest {folder / MANIFEST} is damaged: {what[:300]}",
@@ -99,7 +99,7 @@ def _checksum(content: Any) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _content(folder: Path, whole: Any) -> _Content:
+def _content(folder: Place, whole: Any) -> _Content:
     """Check and return the content. Raises ValueError for another form, CheckpointError for a newer version."""
     if not isinstance(whole, dict) or not {"content", "crc32"} <= whole.keys():
         raise ValueError("it has no content and checksum")

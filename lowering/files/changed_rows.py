@@ -31,6 +31,7 @@ from dflow.lowering.files.array_files import (
     write_manifest,
     write_parts,
 )
+from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.zarr import check_array, open_array, stored_type
 from dflow.tracing.errors import DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType, array_type_of
@@ -127,6 +128,7 @@ class ChangedArrays:
 def read_changed_arrays(path: str | os.PathLike[str]) -> ChangedArrays:
     """Open a folder of arrays, with changed rows or without. Raises as `read_arrays` does."""
     files = read_arrays(path)
+    assert isinstance(files.path, Path)  # an object store has no hard links
     try:
         changes = msgspec.convert(files.metadata.get(_CHANGES, {}), dict[str, _Change])
     except msgspec.ValidationError as error:
@@ -148,7 +150,7 @@ def _merged_type(files: ArrayFiles, name: str, change: _Change) -> ArrayType:
     return older
 
 
-def _damaged(path: Path, name: str, what: str) -> DamagedCheckpoint:
+def _damaged(path: Place, name: str, what: str) -> DamagedCheckpoint:
     return DamagedCheckpoint(f"array {name!r} in {path} is damaged: {what[:300]}", "take an older checkpoint")
 
 

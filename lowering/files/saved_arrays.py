@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dflow.lowering.files.array_files import read_arrays
+from dflow.lowering.files.object_path import ObjectPath, Place
 from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
+from dflow.lowering.files.places import place_of
 from dflow.lowering.files.safetensors_file import SUFFIX, read_safetensors
 from dflow.tracing.errors import NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
@@ -18,7 +20,7 @@ class SavedArrays(Protocol):
     """An opened folder or file: the types of its arrays by name, and its metadata."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """Where it is."""
         ...
 
@@ -46,14 +48,20 @@ class SavedArrays(Protocol):
         ...
 
 
-def open_arrays(path: str | os.PathLike[str]) -> SavedArrays:
-    """Open the folder, or the file whose name ends in `.safetensors`. Raises as `read_arrays` and `read_orbax` do."""
-    if os.fspath(path).endswith(SUFFIX) and not os.path.isdir(path):
-        return read_safetensors(path)
+def open_arrays(path: Place | str) -> SavedArrays:
+    """Open the folder, or the file whose name ends in `.safetensors`; a str may be a URL.
+
+    Raises as `place_of`, `read_arrays` and `read_orbax` do.
+    """
+    place = place_of(path) if isinstance(path, str) else path
+    if isinstance(place, ObjectPath):
+        return read_arrays(place)
+    if place.name.endswith(SUFFIX) and not place.is_dir():
+        return read_safetensors(place)
     try:
-        return read_arrays(path)
+        return read_arrays(place)
     except NoCheckpoint:
-        place = Path(os.path.realpath(path))
+        place = Path(os.path.realpath(place))
         if not is_orbax(place):
             raise
     return read_orbax(place)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,18 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
+from dflow.lowering.files.object_path import CONTEXT, ObjectPath, Place
 from dflow.lowering.files.regular_file import read_regular, regular_size
 from dflow.tracing.ir.types import ArrayType
 
-#: A single context for all arrays, since each context starts its own threads.
-_CONTEXT = tensorstore.Context({"file_io_concurrency": {"limit": 4}})
 #: Largest size of `zarr.json`, the file that describes an array.
 _MOST_BYTES = 1 << 20
 _CHECKSUM_BYTES = 4
 
 
 def create_array(
-    folder: Path, dtype: Any, shape: Sequence[int], chunk_shape: Sequence[int], *, flushed: bool = False
+    folder: Place, dtype: Any, shape: Sequence[int], chunk_shape: Sequence[int], *, flushed: bool = False
 ) -> Any:
     """Return TensorStore's future of a new array. Chunks are flushed only if `flushed`, when they are written."""
     spec = _spec(folder, dtype, flushed=flushed) | {"create": True, "store_data_equal_to_fill_value": True}
@@ -36,25 +34,31 @@ def create_array(
         # Chunks share one folder, since each folder takes time to make, to flush and to remove.
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
     }
-    return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
+    return tensorstore.open(spec, dtype=dtype, shape=shape, context=CONTEXT)
 
 
-def open_array(folder: Path, dtype: Any, shape: Sequence[int]) -> Any:
+def open_array(folder: Place, dtype: Any, shape: Sequence[int]) -> Any:
     """Return TensorStore's future of an array to read; pass its result to `check_array` before.
 
     Raises OSError if `zarr.json` is a pipe or device; the future raises ValueError for an array of
     another shape, dtype or codec.
     """
-    read_regular(folder / "zarr.json", _MOST_BYTES)
+    if not isinstance(folder, ObjectPath):  # a store has no pipes
+        read_regular(folder / "zarr.json", _MOST_BYTES)
     spec = _spec(folder, dtype) | {"open": True, "fill_missing_data_reads": False}
-    return tensorstore.open(spec, dtype=dtype, shape=shape, context=_CONTEXT)
+    return tensorstore.open(spec, dtype=dtype, shape=shape, context=CONTEXT)
 
 
-def check_array(folder: Path, store: Any) -> None:
-    """Raise ValueError or OSError unless the folder holds all chunks of the opened array, each of its full size."""
+def check_array(folder: Place, store: Any) -> None:
+    """Raise ValueError or OSError unless the folder holds all chunks of the opened array, each of its full size.
+
+    In an object store, which tells no sizes, each chunk is checked when it is read.
+    """
     chunk, shape = store.chunk_layout.read_chunk.shape or (), store.shape
     if any(part > max(1, size) for part, size in zip(chunk, shape, strict=True)):
         raise ValueError(f"it is stored in chunks of shape {[*chunk]}")
+    if isinstance(folder, ObjectPath):
+        return
     count = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
     expected = math.prod(chunk) * store.dtype.numpy_dtype.itemsize + _CHECKSUM_BYTES
     chunks = [file for file in folder.rglob("*") if str(file.relative_to(folder)).startswith("c")]
@@ -67,11 +71,12 @@ def check_array(folder: Path, store: Any) -> None:
             raise ValueError(f"a chunk has {size} bytes instead of {expected}")
 
 
-def _spec(folder: Path, dtype: Any, flushed: bool = False) -> dict[str, Any]:
+def _spec(folder: Place, dtype: Any, flushed: bool = False) -> dict[str, Any]:
     little = {"name": "bytes", "configuration": {"endian": "little"}}
+    file = {"driver": "file", "path": f"{folder}/", "file_io_sync": flushed}
     return {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{folder}/", "file_io_sync": flushed},
+        "kvstore": folder.kvstore() if isinstance(folder, ObjectPath) else file,
         "metadata": {"codecs": [little if dtype.itemsize > 1 else {"name": "bytes"}, {"name": "crc32c"}]},
     }
 

@@ -40,7 +40,7 @@ class Run:
     def __init__(self) -> None:
         self.seen = dflow.Variable(jnp.full(4, -1.0), name="seen")
 
-    def manager(self, folder: Path, **options: Any) -> dflow.CheckpointManager:
+    def manager(self, folder: Path | str, **options: Any) -> dflow.CheckpointManager:
         return dflow.CheckpointManager(folder, {"seen": self.seen}, **options)
 
     def set(self, step: int) -> None:
@@ -66,13 +66,13 @@ def steps_in(manager: dflow.CheckpointManager) -> list[int]:
 @contextmanager
 def held_saves(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hold the threads that write until the event is set, which the end of the block does."""
-    may_write, original = threading.Event(), checkpoint_manager.whole_folder
+    may_write, original = threading.Event(), checkpoint_manager.whole_place
 
-    def whole_folder(*args: Any, **options: Any) -> Any:
+    def whole_place(*args: Any, **options: Any) -> Any:
         assert may_write.wait(DEADLINE_S)
         return original(*args, **options)
 
-    monkeypatch.setattr(checkpoint_manager, "whole_folder", whole_folder)
+    monkeypatch.setattr(checkpoint_manager, "whole_place", whole_place)
     try:
         yield may_write
     finally:

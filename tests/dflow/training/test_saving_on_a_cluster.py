@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from dflow.distributed.wire.messages.checkpoints import (
 from dflow.distributed.wire.messages.variables import ReadVariables
 from dflow.distributed.worker.cluster import Cluster
 from dflow.lowering.files.array_files import ArrayFiles, read_arrays
+from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.state.store import Store
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.ir.types import ArrayType
@@ -230,7 +232,7 @@ def test_an_export_is_loaded_onto_the_tasks(worker: Cluster, tmp_path: Path) -> 
     same(read_arrays(tmp_path / "again" / "variables").read({"v": None})["v"], jnp.arange(3.0))
 
 
-def saving(folder: Path, place: str = "w") -> SaveVariables:
+def saving(folder: Path | str, place: str = "w") -> SaveVariables:
     return SaveVariables("/job:worker/task:0", 7, str(folder), (SavedVariable("w", "w", place),))
 
 
@@ -256,6 +258,18 @@ def test_a_task_writes_nowhere_but_in_a_save(
     with pytest.raises(dflow.CheckpointError, match="writes only into"):
         checkpoints.save(saving(Path(folder), place))
     assert not any((tmp_path / folder).iterdir())
+
+
+@pytest.mark.parametrize(("folder", "place"), [("c", "w"), ("~0123456789abcdef/c", "w"), ("~0123456789abcdef", "../w")])
+def test_a_task_writes_nowhere_in_a_store_but_in_a_save(checkpoints: TaskCheckpoints, folder: str, place: str) -> None:
+    url = f"memory://{secrets.token_hex(4)}"
+    with pytest.raises(dflow.CheckpointError, match=r"writes only into a folder that dflow\.save has begun"):
+        checkpoints.save(saving(f"{url}/{folder}", place))
+    with pytest.raises(dflow.CheckpointError, match="expected a path of this machine, or a URL of"):
+        checkpoints.save(saving(f"http://host/{folder}", place))
+    with pytest.raises(dflow.CheckpointError, match=f"ps:0 sees no folder {url}, or not what was begun in it"):
+        checkpoints.save(saving(f"{url}/~0123456789abcdef"))
+    assert ObjectPath(url).names() == []
 
 
 def test_a_task_that_sees_other_files_says_so(checkpoints: TaskCheckpoints, tmp_path: Path) -> None:
