@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from dflow.exporting.export_manifest import (
     signature_refusal,
 )
 from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.lowering.files.places import place_of
 from dflow.lowering.programs.export import exported
 from dflow.state_backends import by_backend
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
@@ -53,12 +55,14 @@ class SavableFunctions:
         """Write a directory for `dflow.load`, with the current values of the variables; return its path.
 
         The directory appears complete or not at all. Raises CheckpointExists if `path` exists; but with
-        `overwrite=True`, an existing export is replaced.
+        `overwrite=True`, an existing export is replaced. Raises ExportError for a URL of an object store.
         """
+        place = place_of(os.fsdecode(path))
+        if not isinstance(place, Path):
+            raise ExportError(f"save: expected a local path, got {place}", "save it here, and copy the directory")
         values: dict[str, Any] = {}
         for backend, here in by_backend(self.variables).items():
             values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
-        place = Path(path)
         write(place, self._manifest, self._contents, values, self._constants, overwrite=overwrite)
         return place
 

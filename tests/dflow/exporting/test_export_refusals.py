@@ -298,3 +298,9 @@ def test_a_function_of_static_arguments_fixes_them() -> None:
     assert "call(x: f32[3]) -> f32[3]\n  fixed: n = 2\n" in str(
         dflow.export({"call": dflow.export(power, jnp.ones(3), n=2)})
     )
+
+
+def test_an_export_is_not_saved_to_an_object_store() -> None:
+    made = dflow.export(lambda x: x, jnp.ones(3))
+    with pytest.raises(dflow.ExportError, match="expected a local path, got s3://bucket/model"):
+        made.save("s3://bucket/model")
