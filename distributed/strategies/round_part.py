@@ -70,6 +70,8 @@ class RoundPart:
         self._cluster, self._run, self._job = cluster, run, job
         place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = self._placed(place)
+        #: The name of the host's accumulator, when the run was opened.
+        self._accumulator = ""
 
     def _placed(self, place: PlaceVariable) -> str:
         """Return the run's host; if it was lost, once all tasks have returned to a snapshot."""
@@ -82,12 +84,13 @@ class RoundPart:
             refuse_own_variables(optimizer)
         types = GradientTypes.of(optimizer, spec, self._host)
         # Later runs can use the accumulators again, since their names determine their types and tasks.
-        # After a return to a snapshot others are made, since those of a task that was started again are lost.
-        name = types.name(optimizer, wanted) + (f"/{epoch}" if (epoch := self._cluster.epoch) else "")
+        # After a return to a snapshot the host names others, since those of a task that was started again are lost.
+        name = types.name(optimizer, wanted)
         message = ProposeRounds(self._run, self._cluster.task, steps, wanted, name, types.others)
         agreed, _ = self._cluster.requests.ask(self._host, message)
         if agreed.is_over:
             return None
+        self._accumulator = agreed.accumulator
         gradients = self._gradients_for(optimizer, types, agreed)
         self._be_hosted(optimizer, gradients, steps, agreed.wanted)
         return gradients
@@ -125,7 +128,7 @@ class RoundPart:
         began_at, timeout_s = time.monotonic(), self._cluster.steps.timeout_s
         wait_s = min(NOTICE_AFTER_S, timeout_s)
         while True:
-            message = NextRound(self._run, self._cluster.task, done, wait_s)
+            message = NextRound(self._run, self._cluster.task, done, self._accumulator, wait_s)
             try:
                 return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
             except DeadlineExceeded as error:
@@ -146,8 +149,9 @@ class RoundPart:
 
     def leave(self, done: int) -> None:
         """Leave the run. A host that is gone is ignored: no worker waits there."""
+        message = LeaveRounds(self._run, self._cluster.task, done, self._accumulator)
         with contextlib.suppress(DflowError):
-            self._cluster.requests.ask(self._host, LeaveRounds(self._run, self._cluster.task, done))
+            self._cluster.requests.ask(self._host, message)
 
 
 class _Found:

@@ -108,7 +108,8 @@ class StepAggregator:
     def open(self, message: OpenRounds, payload: memoryview) -> None:
         """Become the aggregator of a run.
 
-        raises  WireError for a malformed request; DflowError when its accumulator is not on this task
+        raises  WireError for a malformed request; DflowError when its accumulator is not on this task; TaskLost when
+                the run has another one
         """
         _check_counts(message)
         if self._task not in message.handles:
@@ -127,14 +128,15 @@ class StepAggregator:
         self._run(message.name).open(update, message.rounds, workers)
 
     def ask(self, message: NextRound, responder: Responder) -> None:
-        """Answer when a round is open that the worker is not done with."""
+        """Answer when a round is open that the worker is not done with.
+
+        raises  TaskLost when the run has another accumulator than the worker was told
+        """
         self._run(message.name).ask(message, responder)
 
     def leave(self, message: LeaveRounds, responder: Responder) -> None:
         """Remove a worker that stops taking part, and answer."""
-        run = self._run(message.name)
-        run.leave(message.worker, message.done)
-        run.answer_left(responder)
+        self._run(message.name).leave_and_answer(message, responder)
 
     def copy(self) -> tuple[RunCopy, ...]:
         """Return a copy of the runs, made while no update runs."""
@@ -142,9 +144,13 @@ class StepAggregator:
             runs = list(self._runs.values())
         return tuple(run.copy() for run in runs)
 
-    def return_to(self, copies: Iterable[RunCopy]) -> None:
-        """Return the runs to copies of them, closed until workers open them again; waiting requests fail."""
+    def return_to(self, copies: Iterable[RunCopy], epoch: int) -> None:
+        """Return the runs to copies of them, closed until workers open them again; waiting requests fail.
+
+        epoch  number of this return, which is in the names of later accumulators: no gradient of before finds one
+        """
         known = {one.name: one for one in copies}
+        self._accumulators.epoch = epoch
         with self._lock:
             names = {*self._runs, *known}
         for name in names:
@@ -184,9 +190,12 @@ class _Accumulators:
         self._resources, self._submit, self._ask = resources, submit, ask
         self._lock = threading.Lock()
         self._used: set[str] = set()
+        #: Number of the last return to a snapshot.
+        self.epoch = 0
 
     def use(self, name: str) -> str:
-        """Reserve the name and return it, with a number appended while another run uses it."""
+        """Reserve the name and return it, with the number of returns, and with another while another run uses it."""
+        name += f"/{self.epoch}" if self.epoch else ""
         with self._lock:
             numbered = itertools.chain([name], (f"{name} {number}" for number in itertools.count(1)))
             free = next(one for one in numbered if one not in self._used)
@@ -282,6 +291,7 @@ class _AggregatedRun:
         """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
             self._refuse_other(rounds)
+            self._refuse_earlier(update.key)
             if not self._rounds.is_over:
                 self.update, self.key = self.update or update, update.key
             self._handle(self._rounds.open, rounds, update.wanted, workers)
@@ -304,12 +314,15 @@ class _AggregatedRun:
             timer.stop()
             self.submit(responder.fail, TaskLost(f"run {self.name!r} has returned to its round {copy.done}"))
 
-    def leave(self, worker: str, done: int | None = None) -> None:
-        """Remove a worker; see `Rounds.leave`."""
-        self._handle(self._rounds.leave, worker, done)
+    def leave(self, worker: str) -> None:
+        """Remove a worker that gives no more gradients; see `Rounds.leave`."""
+        self._handle(self._rounds.leave, worker)
 
-    def answer_left(self, responder: Responder) -> None:
-        """Answer a worker's leave, as soon as no accumulator is being freed."""
+    def leave_and_answer(self, message: LeaveRounds, responder: Responder) -> None:
+        """Remove a worker that stops taking part, and answer as soon as no accumulator is being freed."""
+        with self._lock:
+            is_of_this = message.accumulator == self.accumulator
+            self._handle(self._rounds.leave, message.worker, message.done if is_of_this else -1)
         self._handle(self._left, [responder])
 
     def _left(self, leaves: Sequence[Responder], freed: int = 0) -> Sequence[RoundCommand]:
@@ -329,10 +342,18 @@ class _AggregatedRun:
                 "same number, or name another run"
             )
 
+    def _refuse_earlier(self, accumulator: str) -> None:
+        """Raise TaskLost for a worker that was told of another accumulator, before a return or a restart."""
+        if accumulator != self.accumulator and not self._rounds.is_over:
+            text = f"run {self.name!r}: expected accumulator {self.accumulator!r}, got {accumulator!r}"
+            raise TaskLost(f"{text} of before a return or a restart", "run it again")
+
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Queue the worker's request; see `StepAggregator.ask`."""
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
+            # The number may be that of another opening here, for which the worker has given no gradient.
+            self._refuse_earlier(message.accumulator)
             ask = next(self._numbers)
             self._asks[ask] = responder, start_timer(wait_s, partial(self._handle, self._rounds.timed_out, ask))
             self._handle(self._rounds.ready, ask, message.worker, message.done)

@@ -168,7 +168,7 @@ class TaskSnapshots:
             if self._read is None or self._read[0].epoch != message.epoch:
                 self._read = message, self._read_part(message)
             if message.is_set:
-                self._set(self._read[1], message.number)
+                self._set(self._read[1], message)
                 self._read, self._set_epoch = None, message.epoch
 
     def _read_part(self, message: LoadState) -> _Part:
@@ -196,8 +196,8 @@ class TaskSnapshots:
         new = {name: (files.types[name], value) for name, value in absent}
         return _Part(known, new, applied, rounds, resources, dict(files.each(dict.fromkeys(contents))))
 
-    def _set(self, part: _Part, number: int) -> None:
-        error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {number}")
+    def _set(self, part: _Part, message: LoadState) -> None:
+        error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {message.number}")
         for step in self._runs.steps():
             self._runs.cancel(step, error)
         # First the record: an attempt that has begun before changes nothing any more.
@@ -207,7 +207,7 @@ class TaskSnapshots:
             self._store.create(name, type, lambda value=value: value)  # type: ignore[misc]
         self._store.replace(part.known)
         self._resources.return_to(part.resources, part.contents)
-        self._rounds.return_to(part.rounds)
+        self._rounds.return_to(part.rounds, message.epoch)
 
     def _remove(self, is_removed: Callable[[int], bool]) -> None:
         """Remove the parts of the snapshots with these numbers."""

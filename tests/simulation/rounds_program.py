@@ -288,7 +288,7 @@ class RoundsWorker(TrainingWorker):
             if isinstance(reply, DeadlineExceeded):
                 self._checks.overdue(self._name, self.task, done, str(reply), asked_s)
 
-        message = NextRound(self._name, self.task, done, ROUND_S)
+        message = NextRound(self._name, self.task, done, self._accumulator, ROUND_S)
         reply = self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
         opening = reply.message
         self._checks.told(self._name, self.task, done, opening)
@@ -333,7 +333,7 @@ class RoundsWorker(TrainingWorker):
         """Leave the run."""
         self._checks.leaves(self.task)
         try:
-            self._ask(LeaveRounds(self._name, self.task, done))
+            self._ask(LeaveRounds(self._name, self.task, done, self._accumulator))
         except DflowError as error:
             self._member.say(f"could not say that it leaves {self._name}: {error}")
 

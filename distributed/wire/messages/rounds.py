@@ -91,7 +91,7 @@ class ProposeRounds(Request[RoundsAgreed], frozen=True):
 
     A run has `rounds` synchronous steps, called rounds. The first worker fixes `wanted`, the number of gradients per
     round, the name of the accumulator, and the `others`, the tasks with a further accumulator of the run, by the names
-    of `accumulator_on`. A number is appended to a name that another run uses.
+    of `accumulator_on`. The number of returns to a snapshot is appended to a name, and a number if another run uses it.
     """
 
     speaker = "worker"
@@ -135,13 +135,17 @@ class RoundOpen(Message, frozen=True):
 
 
 class NextRound(Request[RoundOpen], frozen=True):
-    """A worker is done with the round opening number `done` (-1: none yet); answered by `RoundOpen` of a later one."""
+    """A worker is done with the round opening number `done` (-1: none yet); answered by `RoundOpen` of a later one.
+
+    `accumulator`  the run's, as agreed when the worker opened it; refused as TaskLost if the run has another one now
+    """
 
     speaker = "worker"
 
     name: str
     worker: str
     done: int
+    accumulator: str
     timeout_s: float
 
 
@@ -150,13 +154,14 @@ class RoundsLeft(Message, frozen=True):
 
 
 class LeaveRounds(Request[RoundsLeft], frozen=True):
-    """A worker stops taking part; it has sent its gradients for the openings up to `done`."""
+    """A worker stops taking part; it has sent its gradients for the openings up to `done` to this accumulator."""
 
     speaker = "worker"
 
     name: str
     worker: str
     done: int
+    accumulator: str
 
 
 class RoundsDone(Notice, frozen=True):

@@ -92,13 +92,13 @@ class ByHand:
         self.answers.append(error)
 
     def open(self, rounds: int = 1, workers: Sequence[str] = (A, B), others: tuple[str, ...] = ()) -> None:
-        for worker in workers:
-            self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums", others))
+        agreed = [self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums", others)) for worker in workers]
         infos, payload = encode_arrays([np.ones(1000, np.float32)])
-        self.host.open(OpenRounds("run", rounds, 2, (A, B), "sums", {PS: 0}, before=infos), memoryview(payload))
+        message = OpenRounds("run", rounds, 2, (A, B), agreed[0].accumulator, {PS: 0}, before=infos)
+        self.host.open(message, memoryview(payload))
 
-    def ask(self, worker: str, done: int) -> None:
-        self.host.ask(NextRound("run", worker, done, 100.0), self)
+    def ask(self, worker: str, done: int, accumulator: str = "sums") -> None:
+        self.host.ask(NextRound("run", worker, done, accumulator, 100.0), self)
 
 
 def test_who_left_before_the_run_was_opened_is_not_waited_for() -> None:
@@ -150,11 +150,11 @@ def test_an_accumulator_is_of_one_run_at_a_time_and_released_when_all_have_left_
     run.open()
     assert run.host.agree(ProposeRounds("another", A, 3, 5, "sums")) == RoundsAgreed(5, "sums 1", False)
     assert run.host.agree(ProposeRounds("another", B, 3, 1, "others")) == RoundsAgreed(5, "sums 1", False)
-    run.host.leave(LeaveRounds("run", A, -1), run)
+    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
     assert run.forgotten == []
     run.host.task_left(B)
     assert run.forgotten == ["sums"]
-    run.host.leave(LeaveRounds("another", A, -1), run)
+    run.host.leave(LeaveRounds("another", A, -1, "sums"), run)
     assert run.forgotten == ["sums", "sums 1"]
     assert run.host.agree(ProposeRounds("run", A, 1, 2, "sums")) == RoundsAgreed(2, "sums", False)
     run.gone.add(B)
@@ -172,7 +172,7 @@ def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
     run.host.close(TaskLost("it closes"))
     [answer] = run.answers
     assert isinstance(answer, TaskLost)
-    run.host.leave(LeaveRounds("run", B, 0), run)
+    run.host.leave(LeaveRounds("run", B, 0, "sums"), run)
     run.averages[0]((np.zeros(1000, np.float32),))
     run.updates[0][1](None)
     assert run.answers == [answer, RoundsLeft()]
@@ -181,9 +181,9 @@ def test_who_waits_is_answered_when_the_task_closes_and_not_again() -> None:
 def test_a_name_is_free_and_the_last_leave_answered_when_all_tasks_have_freed_their_accumulators() -> None:
     run = ByHand()
     run.open(others=OTHERS)
-    run.host.leave(LeaveRounds("run", A, -1), run)
+    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
     assert (run.answers, run.asked) == ([RoundsLeft()], [])
-    run.host.leave(LeaveRounds("run", B, -1), run)
+    run.host.leave(LeaveRounds("run", B, -1, "sums"), run)
     assert run.forgotten == ["sums"]
     assert [asked[:2] for asked in run.asked] == [(OTHERS[0], "sums/ps:1"), (OTHERS[1], "sums/ps:2")]
     run.asked[0][2](Ok())
@@ -198,7 +198,7 @@ def test_a_name_is_not_used_again_where_a_task_may_still_hold_its_accumulator() 
     run = ByHand()
     run.gone.add(OTHERS[0])
     run.open(workers=[A], others=OTHERS)
-    run.host.leave(LeaveRounds("run", A, -1), run)
+    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
     assert run.answers == []
     run.asked[0][2](Ok())
     assert run.answers == [RoundsLeft()]
@@ -208,7 +208,7 @@ def test_a_name_is_not_used_again_where_a_task_may_still_hold_its_accumulator() 
 def test_a_leave_that_waits_is_answered_when_the_task_closes_and_not_again() -> None:
     run = ByHand()
     run.open(workers=[A], others=OTHERS)
-    run.host.leave(LeaveRounds("run", A, -1), run)
+    run.host.leave(LeaveRounds("run", A, -1, "sums"), run)
     run.host.close(TaskLost("it closes"))
     [answer] = run.answers
     assert isinstance(answer, TaskLost)
@@ -227,26 +227,40 @@ def test_a_run_returns_to_an_earlier_round_and_is_opened_again() -> None:
     run.ask(B, 0)
     run.ask(A, 1)
     answered = len(run.answers)
-    run.host.return_to([copy])
+    run.host.return_to([copy], 1)
     [lost] = run.answers[answered:]
     assert isinstance(lost, TaskLost)
     assert str(lost) == "run 'run' has returned to its round 0"
     assert run.forgotten
     run.open(rounds=3)
-    run.ask(A, -1)
+    run.ask(A, -1, "sums/1")
     [opened] = run.answers[answered + 1 :]
     assert isinstance(opened, RoundOpen)
     assert opened.done == 0
     assert opened.number > 1, "gradients for earlier openings are stale"
-    run.host.return_to([])
+    run.host.return_to([], 2)
     assert [one.done for one in run.host.copy()] == [0]
 
 
 def test_a_new_process_begins_with_the_rounds_of_the_copy() -> None:
     run = ByHand()
-    run.host.return_to([RunCopy("run", 3, 2, 2, 1)])
+    run.host.return_to([RunCopy("run", 3, 2, 2, 1)], 1)
     run.open(rounds=3)
-    run.ask(A, -1)
+    run.ask(A, -1, "sums/1")
     [opened] = run.answers
     assert isinstance(opened, RoundOpen)
     assert opened.done == 1
+
+
+def test_an_opening_of_another_process_is_none_of_this_one() -> None:
+    run = ByHand()
+    run.host.return_to([RunCopy("run", 3, 2, 2, 1)], 1)
+    run.open(rounds=3)
+    given = len(run.enough)
+    text = "run 'run': expected accumulator 'sums/1', got 'sums' of before a return or a restart"
+    with pytest.raises(TaskLost, match=text):
+        run.ask(A, 7)
+    with pytest.raises(TaskLost, match=text):
+        run.host.open(OpenRounds("run", 3, 2, (A, B), "sums", {PS: 0}), memoryview(b""))
+    run.host.leave(LeaveRounds("run", B, 7, "sums"), run)
+    assert run.enough[given:] == [1], "the gradient of the worker that left does not come"

@@ -123,8 +123,8 @@ def test_a_notification_that_a_task_does_not_take_says_so(cluster: Cluster, mess
         CancelStep(WORKER, 1, "meant ill"),
         CallResource("q", ResourceOp("queue.size"), WORKER, 1),
         ProposeRounds("run", WORKER, 2, 2, "sums"),
-        NextRound("run", WORKER, 0, 1.0),
-        LeaveRounds("run", WORKER, 0),
+        NextRound("run", WORKER, 0, "sums", 1.0),
+        LeaveRounds("run", WORKER, 0, "sums"),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -145,11 +145,11 @@ def test_a_resource_that_an_earlier_process_shall_hold_is_not_created_here(clust
 
 def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster) -> None:
     with pytest.raises(errors.RemoteError, match="'run' is not open; run it again"):
-        cluster.ask(NextRound("run", CLIENT, -1, math.inf))
+        cluster.ask(NextRound("run", CLIENT, -1, "", math.inf))
     cluster.ask(ProposeRounds("run", CLIENT, 2, 2, "sums"))
     cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
     cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", {PS: 0}))
-    waits = cluster.client.start(NextRound("run", CLIENT, 0, math.inf))
+    waits = cluster.client.start(NextRound("run", CLIENT, 0, "sums", math.inf))
     until(lambda: bool(cluster.ps.rounds._runs["run"]._asks))
     cluster.ps.close()
     with pytest.raises(errors.TaskLost, match="it closes"):

@@ -74,7 +74,7 @@ class Rounds:
     def copy(self) -> tuple[RunCopy, ...]:
         return self.runs
 
-    def return_to(self, copies: tuple[RunCopy, ...]) -> None:
+    def return_to(self, copies: tuple[RunCopy, ...], epoch: int) -> None:
         self.returned = copies
 
 
