@@ -77,6 +77,8 @@ class Rounds:
     wanted: int = 0
     is_open: bool = False
     is_updating: bool = False
+    #: Whether the last update failed, so that perhaps some tasks have applied the next round already.
+    is_half_done: bool = False
     #: Whether a FreeRun would free anything.
     is_held: bool = False
     #: Workers that may still give gradients.
@@ -109,10 +111,10 @@ class Rounds:
         """Whether all rounds are done."""
         return self.rounds is not None and self.done >= self.rounds
 
-    def return_to(self, done: int, rounds: int | None, wanted: int) -> Rounds:
+    def return_to(self, done: int, rounds: int | None, wanted: int, *, is_half_done: bool) -> Rounds:
         """Return the state of the run after an earlier round, closed; openings before this have smaller numbers."""
-        number = self.number + 1
-        return Rounds(self.name, number=number, failed=number - done, rounds=rounds, wanted=wanted)
+        number, failed = self.number + 1, self.number + 1 - done
+        return Rounds(self.name, number, failed, rounds=rounds, wanted=wanted, is_half_done=is_half_done)
 
     def began(self, worker: str) -> list[RoundCommand]:
         """Handle a worker that takes part until it leaves; it is about to open the run, unless that is open."""
@@ -195,7 +197,7 @@ class Rounds:
 
     def updated(self, error: str = "", kind: str = "RemoteError") -> list[RoundCommand]:
         """Handle the end of the open round's update, which failed if there is an `error`, of the class `kind`."""
-        self.is_updating = False
+        self.is_updating, self.is_half_done = False, bool(error)
         requests, self.requests = self.requests, {}
         self.number += 1
         self.given.clear()

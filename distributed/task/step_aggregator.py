@@ -46,7 +46,15 @@ from dflow.lowering.queues.pending_operations import Cancel, Results
 from dflow.lowering.queues.timers import Stoppable, start_timer
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import DflowError, RemoteError, StepCancelled, TaskLost, TransportClosed, WireError
+from dflow.tracing.errors import (
+    CheckpointError,
+    DflowError,
+    RemoteError,
+    StepCancelled,
+    TaskLost,
+    TransportClosed,
+    WireError,
+)
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.resource_op import ResourceOp
 
@@ -58,13 +66,19 @@ Ask = Callable[[str, ForgetState, OnReply[Ok]], object]
 
 
 class RunCopy(msgspec.Struct, frozen=True):
-    """A run between two updates: its numbers of rounds and of gradients in a round, and the number of rounds done."""
+    """A run between two updates: its numbers of rounds and of gradients in a round, and the number of rounds done.
+
+    process       the process that counted them, which is part of the identity of each round
+    is_half_done  whether perhaps some tasks have applied the next round already, as their records say
+    """
 
     name: str
     rounds: int | None
     wanted: int
     agreed: int | None
     done: int
+    process: str = ""
+    is_half_done: bool = False
 
 
 class StepAggregator:
@@ -139,7 +153,10 @@ class StepAggregator:
         self._run(message.name).leave_and_answer(message, responder)
 
     def copy(self) -> tuple[RunCopy, ...]:
-        """Return a copy of the runs, made while no update runs."""
+        """Return a copy of the runs, made while no update runs.
+
+        raises  CheckpointError if perhaps only some tasks have applied a round that workers will do again
+        """
         with self._lock:
             runs = list(self._runs.values())
         return tuple(run.copy() for run in runs)
@@ -297,17 +314,25 @@ class _AggregatedRun:
             self._handle(self._rounds.open, rounds, update.wanted, workers)
 
     def copy(self) -> RunCopy:
-        """Return a copy of the run, made while no update runs."""
+        """Return a copy of the run; see `StepAggregator.copy`."""
         with self._lock:
             rounds = self._rounds
-            return RunCopy(self.name, rounds.rounds, rounds.wanted, self._agreed, rounds.done)
+            # If no worker takes part, none may come back to do it.
+            if rounds.is_half_done and rounds.taking_part:
+                raise CheckpointError(
+                    f"run {self.name!r}: expected round {rounds.done} on all tasks or none, got a failed update",
+                    "wait until the round is done again",
+                )
+            counts = rounds.rounds, rounds.wanted, self._agreed, rounds.done
+            return RunCopy(self.name, *counts, self.process, rounds.is_half_done)
 
     def return_to(self, copy: RunCopy) -> None:
         """Return to a copy of the run, and free what it holds; see `StepAggregator.return_to`."""
         with self._lock:
             # Closed first, so that the end of a waiting take is no failed update.
-            self._rounds = self._rounds.return_to(copy.done, copy.rounds, copy.wanted)
-            self._agreed, self.update = copy.agreed, None
+            counts = copy.done, copy.rounds, copy.wanted
+            self._rounds = self._rounds.return_to(*counts, is_half_done=copy.is_half_done)
+            self._agreed, self.update, self.process = copy.agreed, None, copy.process or self.process
             asks, self._asks = self._asks, {}
             self._free()
         for responder, timer in asks.values():

@@ -27,7 +27,7 @@ from dflow.distributed.wire.messages.rounds import (
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.applied_steps import StepOfRun
-from dflow.tracing.errors import DflowError, RemoteError, TaskLost
+from dflow.tracing.errors import CheckpointError, DflowError, RemoteError, TaskLost
 from dflow.tracing.ir.resource_op import ResourceOp
 
 PS, A, B = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
@@ -38,7 +38,7 @@ Done = Callable[[BaseException | None], None]
 class ByHand:
     """An accumulator, the start of updates, and the calls that wait for rounds, all controlled by the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: str = "process") -> None:
         self.enough: list[int] = []
         self.averages: list[OnResults] = []
         self.steps: list[int] = []
@@ -49,7 +49,7 @@ class ByHand:
         self.gone: set[str] = set()
         self.host = StepAggregator(
             PS,
-            "process",
+            process,
             self,  # type: ignore[arg-type]
             self.update,
             StepGate(PS),
@@ -264,3 +264,34 @@ def test_an_opening_of_another_process_is_none_of_this_one() -> None:
         run.host.open(OpenRounds("run", 3, 2, (A, B), "sums", {PS: 0}), memoryview(b""))
     run.host.leave(LeaveRounds("run", B, 7, "sums"), run)
     assert run.enough[given:] == [1], "the gradient of the worker that left does not come"
+
+
+def test_a_round_whose_update_failed_is_in_no_snapshot_while_workers_may_do_it_again() -> None:
+    run = ByHand()
+    run.open(rounds=3)
+    run.averages[0]((np.zeros(1, np.float32),))
+    run.updates[0][1](RemoteError("it fails on one task"))
+    text = "run 'run': expected round 0 on all tasks or none, got a failed update"
+    with pytest.raises(CheckpointError, match=text):
+        run.host.copy()
+    run.open(rounds=3)
+    run.averages[1]((np.zeros(1, np.float32),))
+    run.updates[1][1](None)
+    assert [(one.done, one.is_half_done) for one in run.host.copy()] == [(1, False)]
+
+
+def test_a_failed_round_that_is_in_a_snapshot_keeps_its_identity_in_another_process() -> None:
+    run, other = ByHand(), ByHand("another")
+    run.open(rounds=3)
+    run.averages[0]((np.zeros(1, np.float32),))
+    run.updates[0][1](RemoteError("it fails on one task"))
+    for worker in (A, B):
+        run.host.leave(LeaveRounds("run", worker, -1, "sums"), run)
+    [copy] = run.host.copy()
+    assert copy.is_half_done
+    other.host.return_to([copy], 1)
+    other.open(rounds=3)
+    other.averages[0]((np.zeros(1, np.float32),))
+    assert other.rounds == run.rounds
+    with pytest.raises(CheckpointError, match="expected round 0 on all tasks or none"):
+        other.host.copy()
