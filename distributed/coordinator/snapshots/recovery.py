@@ -206,6 +206,10 @@ class Recovery:
         self._hopeless = ""
         self._is_broken = self._is_broken or is_known
         if self._return is not None and self._return.repeat(task):
+            if self._return.is_setting and not is_known:
+                # Workers may have used tasks that had set their state, and made there and here what is lost here now.
+                self._return = None
+                return []
             return self._load([task])
         return self._left_or_replaced(task, is_known=is_known)
 

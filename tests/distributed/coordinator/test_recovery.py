@@ -106,6 +106,24 @@ def test_a_task_that_dies_after_it_has_loaded_is_waited_for() -> None:
     assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
 
 
+def test_all_return_once_more_when_a_task_is_started_again_before_it_has_set_its_state() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    for task in (*PS, WORKER, *PS):
+        tasks.deliver(task)
+    assert all(isinstance(tasks.inbox[task][-1], LoadState) and tasks.inbox[task][-1].is_set for task in PS)
+    tasks.deliver(PS[1])
+    tasks.start_again(PS[0])
+    for _ in range(9):
+        tasks.deliver(PS[0])
+    loads = [message for message in tasks.inbox[PS[1]] if isinstance(message, LoadState)]
+    # A worker may have used the task that had set its state, together with the process that has ended.
+    assert [(one.epoch, one.is_set) for one in loads] == [(2, False)]
+    tasks.settle()
+    assert not tasks.fresh
+
+
 def test_a_request_to_load_that_comes_again_changes_nothing_later() -> None:
     tasks = Tasks()
     tasks.snapshot()
