@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         choices=PROGRAMS,
         default=STEPS,
         help="the workers run steps over all tasks, train synchronously in rounds, share a queue or variables, or run "
-        f"steps that change variables, with snapshots of these (default: {STEPS})",
+        f"steps or rounds that change variables, with snapshots of these (default: {STEPS})",
     )
     made.add_argument(
         "--faults",

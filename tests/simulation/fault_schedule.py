@@ -22,7 +22,7 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.steps import retries
-from dflow.distributed.strategies import async_
+from dflow.distributed.strategies import async_, sync
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
@@ -34,13 +34,16 @@ from tests.simulation.events import EventQueue, PendingEvent
 from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults, with_drawn_losses
 from tests.simulation.link import Connections, SimulatedTransport
 from tests.simulation.network import Network, Process
-from tests.simulation.programs import PROGRAMS, SNAPSHOTS, STEPS, WorkerProgram
+from tests.simulation.programs import PROGRAMS, SNAPSHOTS, STEPS, WITH_SNAPSHOTS, WorkerProgram
 from tests.simulation.queue_program import NAME as QUEUE_NAME
 from tests.simulation.queue_program import QueueChecks, QueueWorker, contents
-from tests.simulation.rounds_program import RoundChecks, RoundsWorker
+from tests.simulation.round_checks import RoundChecks
+from tests.simulation.round_snapshot_checks import RoundSnapshotChecks
+from tests.simulation.round_snapshots_program import RoundSnapshotsWorker
+from tests.simulation.rounds_program import RoundsWorker
 from tests.simulation.simulated_disks import SimulatedDisks
 from tests.simulation.simulated_threads import SimulatedTime
-from tests.simulation.snapshot_checks import SnapshotChecks
+from tests.simulation.snapshot_checks import SnapshotChecks, StepSnapshotChecks
 from tests.simulation.snapshots_program import SnapshotsWorker
 from tests.simulation.steps_program import StepsWorker
 from tests.simulation.tasks import AGAIN_S, Member, SimulatedTasks
@@ -66,7 +69,7 @@ class FaultSchedule:
 
     `program`  what the workers do, one of `PROGRAMS`
     `steps`    number of steps or rounds of the run; each worker does 2 ops per step on the queue, or 3 on variables.
-               In the program `snapshots`, a run has 4 times as many steps
+               In the programs with snapshots, a run has 4 times as many steps
     """
 
     seed: int
@@ -88,7 +91,7 @@ class FaultSchedule:
         if self.faults is not None:
             return self.faults
         drawn = drawn_faults(self.seed, self.hosts)
-        if self.program != SNAPSHOTS:
+        if self.program not in WITH_SNAPSHOTS:
             return drawn
         return with_drawn_losses(drawn, self.seed, self.hosts[1 : 1 + self.ps])
 
@@ -144,8 +147,11 @@ class _ScheduleRun:
         self._schedule = schedule
         self._log = log
         ps = schedule.hosts[1 : 1 + schedule.ps]
-        self._steps = LONGER * schedule.steps if schedule.program == SNAPSHOTS else schedule.steps
-        self._snapshot_checks = SnapshotChecks(ps, self._steps) if schedule.program == SNAPSHOTS else None
+        self._steps = LONGER * schedule.steps if schedule.program in WITH_SNAPSHOTS else schedule.steps
+        self._snapshot_checks: SnapshotChecks | None = None
+        if schedule.program in WITH_SNAPSHOTS:
+            kind = StepSnapshotChecks if schedule.program == SNAPSHOTS else RoundSnapshotChecks
+            self._snapshot_checks = kind(ps, self._steps)
         self.checks = self._snapshot_checks or Checks(ps, self._steps if schedule.program == STEPS else 0)
         self._round_checks = RoundChecks(self.checks.require, ps)
         self._queue_checks = QueueChecks(self.checks.require)
@@ -169,6 +175,8 @@ class _ScheduleRun:
         self._network.on_misheard = self._misheard
         self._network.on_hearing, self._network.on_heard = self._hearing, self._heard
         self._tasks.on_roster = self._roster
+        if isinstance(self.checks, RoundSnapshotChecks):
+            self._tasks.on_notice = self.checks.notified
 
     def run(self) -> None:
         """Run the events, with checks in between, until the run is complete and nothing is left, or time is up."""
@@ -213,7 +221,7 @@ class _ScheduleRun:
     def patched(self) -> Iterator[None]:
         """Have strategies and snapshots use the simulated time and disks."""
         with self._disks.used(), pytest.MonkeyPatch.context() as patch:
-            for module in (async_, retries):
+            for module in (async_, sync, retries):
                 patch.setattr(module, "time", SimulatedTime(self.events))
             yield
 
@@ -348,12 +356,15 @@ class _ScheduleRun:
         schedule, host = self._schedule, member.process.host
         ps = schedule.hosts[1 : 1 + schedule.ps]
         match schedule.program:
-            case "rounds":
+            case "rounds" | "round-snapshots":
                 draw = random.Random(f"rounds {schedule.seed}")
-                workers = schedule.workers
+                workers, checks = schedule.workers, self._snapshot_checks
                 backups, ends = draw.randrange(workers), draw.random() < 0.4
-                data = draw.randint(1, schedule.steps) if ends and host != "worker:0" else 1 << 30
-                return RoundsWorker(member, self._tasks, self._round_checks, ps, schedule.steps, workers, backups, data)
+                data = draw.randint(1, self._steps) if ends and host != "worker:0" else 1 << 30
+                shape = ps, self._steps, workers, backups, data
+                if isinstance(checks, RoundSnapshotChecks):
+                    return RoundSnapshotsWorker(member, self._tasks, self._round_checks, checks, *shape, schedule.seed)
+                return RoundsWorker(member, self._tasks, self._round_checks, *shape)
             case "queue":
                 ops = 2 * schedule.steps
                 return QueueWorker(member, self._tasks, self._queue_checks, ps[0], ops, str(schedule.seed))
@@ -361,7 +372,7 @@ class _ScheduleRun:
                 ops = 3 * schedule.steps
                 return VariablesWorker(member, self._tasks, self._variable_checks, ops, str(schedule.seed))
             case "snapshots":
-                assert self._snapshot_checks is not None
+                assert isinstance(self._snapshot_checks, StepSnapshotChecks)
                 return SnapshotsWorker(member, self._tasks, self._snapshot_checks, self._steps, ps)
             case _:
                 return StepsWorker(member, self._tasks, self.checks, schedule.steps, ps)

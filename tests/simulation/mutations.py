@@ -34,11 +34,12 @@ from dflow.lowering.values.index_set import IndexSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
 from tests.simulation.planting import Made, Mutation, doing_nothing, giving
-from tests.simulation.programs import QUEUE, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
+from tests.simulation.programs import QUEUE, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
+from tests.simulation.round_snapshot_mutations import ROUND_SNAPSHOT_MUTATIONS
 from tests.simulation.snapshot_mutations import SNAPSHOT_MUTATIONS
 
 #: How much is done in a schedule of each program.
-STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4, SNAPSHOTS: 6}
+STEPS_OF = {STEPS: 9, ROUNDS: 4, QUEUE: 4, VARIABLES: 4, SNAPSHOTS: 6, ROUND_SNAPSHOTS: 5}
 #: Within so many schedules each has to be found.
 SCHEDULES = 150
 
@@ -378,6 +379,7 @@ MUTATIONS = (
     ),
     Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
     *SNAPSHOT_MUTATIONS,
+    *ROUND_SNAPSHOT_MUTATIONS,
 )
 
 

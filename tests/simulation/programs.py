@@ -5,8 +5,17 @@ from __future__ import annotations
 from typing import Protocol
 
 #: Asynchronous steps claimed from the coordinator; synchronous training by rounds; a shared queue; shared variables;
-#: asynchronous steps that change variables, with snapshots of them.
-STEPS, ROUNDS, QUEUE, VARIABLES, SNAPSHOTS = PROGRAMS = ("steps", "rounds", "queue", "variables", "snapshots")
+#: asynchronous steps, or synchronous training, that change variables, with snapshots of them.
+STEPS, ROUNDS, QUEUE, VARIABLES, SNAPSHOTS, ROUND_SNAPSHOTS = PROGRAMS = (
+    "steps",
+    "rounds",
+    "queue",
+    "variables",
+    "snapshots",
+    "round-snapshots",
+)
+#: The programs that change variables which are in snapshots.
+WITH_SNAPSHOTS = (SNAPSHOTS, ROUND_SNAPSHOTS)
 
 
 class WorkerProgram(Protocol):

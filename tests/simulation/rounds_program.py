@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.plans import RunPlan
 from dflow.distributed.wire.messages.resources import CreateResource
-from dflow.distributed.wire.messages.roster import Roster
 from dflow.distributed.wire.messages.rounds import (
     LeaveRounds,
     NextRound,
@@ -40,7 +39,8 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
 from tests.simulation.blocking_program import end_wait
-from tests.simulation.checks import Require, name_of
+from tests.simulation.checks import name_of
+from tests.simulation.round_checks import PLACES, RoundChecks
 from tests.simulation.steps_program import STEP_S, TrainingWorker
 from tests.simulation.tasks import Member, SimulatedTasks, programs
 
@@ -48,149 +48,8 @@ from tests.simulation.tasks import Member, SimulatedTasks, programs
 ROUND_S = 12.0
 REQUEST_S = 6.0
 COMPUTE_S = 0.4
-#: Length of a gradient: more than the gradients of a schedule.
-PLACES = 2048
 #: Number of rows that tickets can be indices of.
 _TICKETS = 2**31 - 1
-
-
-@dataclass
-class _Gradient:
-    """A worker's gradient for one opening; `is_fresh` is the accumulator's answer, None until the worker has it.
-
-    `sums`  number of sums that contain it
-    """
-
-    number: int
-    worker: str
-    run: str
-    opening: int
-    is_fresh: bool | None = None
-    sums: int = 0
-
-
-@dataclass
-class _RunSeen:
-    """One run in these lives of its tasks.
-
-    `sums`     the numbers of the gradients in the sum of each opening
-    `updates`  the openings whose sums each task applied, in order
-    """
-
-    rounds: int
-    wanted: int
-    sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    updates: dict[str, list[int]] = field(default_factory=dict)
-    #: Workers that got an opening and never left, and workers that left (they may have returned, or not be missed yet).
-    takes_part: set[str] = field(default_factory=set)
-    left: set[str] = field(default_factory=set)
-
-
-class RoundChecks:
-    """The invariants of rounds; `require` records a violation.
-
-    - `counted once`   a gradient is in at most one sum, once, that of its opening, and its worker knows whether it is;
-    - `first m`        a sum has at most the wanted number of gradients, and fewer only if fewer workers take part;
-    - `applied once`   each task applies the sums of a run once, in order;
-    - `later rounds`   a worker that has completed an opening gets a later one;
-    - `the dead`       no worker waits for a worker that left before the wait began, or when all workers have given;
-    - `none lost`      if a run is reported complete, all tasks have applied all of its rounds; any other opening is one
-                       whose update failed, which some tasks may have applied.
-    """
-
-    def __init__(self, require: Require, tasks: Sequence[str]) -> None:
-        self._require, self._tasks = require, tasks
-        #: The tasks that have left according to the host, and since when.
-        self._gone: dict[str, float] = {}
-        self._gradients: list[_Gradient] = []
-        self._runs: dict[str, _RunSeen] = {}
-
-    def opened(self, run: str, rounds: int, wanted: int) -> None:
-        """A worker opens a run of `rounds` rounds with `wanted` gradients each."""
-        self._runs.setdefault(run, _RunSeen(rounds, wanted))
-
-    def gives(self, worker: str, run: str, opening: int) -> _Gradient:
-        """A worker is about to give a gradient."""
-        gradient = _Gradient(len(self._gradients), worker, run, opening)
-        self._gradients.append(gradient)
-        return gradient
-
-    def told(self, run: str, worker: str, done: int, opening: RoundOpen) -> None:
-        """The host has answered a worker that completed one opening with another."""
-        seen, number = self._runs[run], opening.number
-        text = f"{worker} has completed opening {done} of {run} and gets {number}"
-        self._require(number > done, "later rounds", text)
-        if worker not in seen.left:
-            seen.takes_part.add(worker)
-        text = f"{worker} gets opening {number} of {run} after {opening.done} rounds, and there were"
-        # Until the run is over, more openings may follow while the answer is on its way.
-        most = number if opening.done >= seen.rounds else len(seen.sums)
-        self._require(opening.done <= len(seen.sums) <= most, "none lost", f"{text} {len(seen.sums)} sums")
-        for task in self._tasks:
-            applied = len(seen.updates.get(task, ()))
-            self._require(opening.done <= applied <= most, "none lost", f"{text} {applied} updates of {task}")
-
-    def overdue(self, run: str, worker: str, done: int, error: str, asked_s: float) -> None:
-        """A worker's wait for the next opening has timed out at the host, whose error names the missing workers."""
-        is_vain = done not in self._runs[run].sums and "and none did not" in error
-        self._require(not is_vain, "the dead", f"all have given, and {worker} waits: {error}")
-        _, _, missing = error.partition("gave one and ")
-        for name, since_s in self._gone.items():
-            text = f"{worker} has waited since {asked_s:.1f} s for {name}, which is gone since {since_s:.1f} s: {error}"
-            self._require(since_s > asked_s or name not in missing, "the dead", text)
-
-    def sees(self, roster: Roster, now_s: float) -> None:
-        """The host receives a roster."""
-        live = {info.task for info in roster.tasks if info.left_at_s is None}
-        gone = {info.task for info in roster.tasks} - live
-        self._gone = {task: self._gone.get(task, now_s) for task in gone}
-        for info in roster.tasks:
-            if info.left_at_s is not None:
-                self.leaves(info.task)
-
-    def leaves(self, worker: str) -> None:
-        """A worker has died, left or been removed, or announces that it leaves."""
-        for seen in self._runs.values():
-            seen.takes_part.discard(worker)
-            seen.left.add(worker)
-
-    def summed(self, run: str, total: Any) -> None:
-        """The host has taken a sum from the accumulator, and is about to apply it."""
-        seen, total = self._runs[run], np.asarray(total)
-        numbers = _places(total)
-        number = self._gradients[numbers[0]].opening
-        self._require(number not in seen.sums, "counted once", f"opening {number} of {run} has a second sum")
-        for place in numbers:
-            gradient = self._gradients[place]
-            gradient.sums += 1
-            text = f"the gradient of {gradient.worker} for opening {gradient.opening} of {gradient.run}"
-            self._require(gradient.sums == 1, "counted once", f"{text} is in a second sum")
-            self._require(total[place] == 1, "counted once", f"{text} is in a sum {total[place]} times")
-            is_of_it = (gradient.run, gradient.opening) == (run, number)
-            self._require(is_of_it, "counted once", f"{text} is in the sum of opening {number} of {run}")
-            self._require(gradient.is_fresh is not False, "counted once", f"{text} is in its sum and was called stale")
-        text = f"opening {number} of {run} has {len(numbers)} gradients, {seen.wanted} are wanted"
-        self._require(len(numbers) <= seen.wanted, "first m", text)
-        least = max(1, min(seen.wanted, len(seen.takes_part)))
-        self._require(len(numbers) >= least, "first m", f"{text}, and {sorted(seen.takes_part)} take part")
-        seen.sums[number] = numbers
-
-    def updated(self, run: str, task: str, total: Any) -> None:
-        """A task applies a sum."""
-        seen, numbers = self._runs[run], _places(total)
-        updates, number = seen.updates.setdefault(task, []), self._gradients[numbers[0]].opening
-        text = f"{task} applies a sum of {numbers} of opening {number} of {run} after those of {updates}"
-        is_next = seen.sums.get(number) == numbers and number > (updates[-1] if updates else -1)
-        self._require(is_next, "applied once", text)
-        updates.append(number)
-
-    def end(self) -> None:
-        """Check the final state: no event is pending."""
-        for gradient in self._gradients:
-            sums = self._runs[gradient.run].sums
-            text = f"the gradient of {gradient.worker} for opening {gradient.opening} of {gradient.run}"
-            is_there = gradient.sums == 1 or gradient.opening not in sums or not gradient.is_fresh
-            self._require(is_there, "counted once", f"{text} was called fresh and is in no sum")
 
 
 class RoundsWorker(TrainingWorker):
@@ -218,6 +77,7 @@ class RoundsWorker(TrainingWorker):
         self._workers, self._backups = workers, backups
         self._batches = iter(range(data))
         self._name = self._accumulator = ""
+        self._opening = RoundOpen(0, 0)
         #: The handles of the ps tasks' plans in this worker's steps, by task.
         self._gives: Mapping[str, int] = {}
         self._plan = member.server.plans.add(*worker_plan(member.name, ps))
@@ -267,18 +127,36 @@ class RoundsWorker(TrainingWorker):
         settings = AccumulatorSettings(Reduction.SUM, wanted)
         for host in self._ps:
             tickets = f", {wanted} rows of i32[{_TICKETS}]" * (len(self._ps) - 1 if host == self._host else 0)
-            made = CreateResource(self._key(host), f"accumulator<i32[{PLACES}]{tickets}>", settings)
-            self._member.ask(host, made, timeout_s=REQUEST_S)
+            self.create(host, CreateResource(self._key(host), f"accumulator<i32[{PLACES}]{tickets}>", settings))
         names = {host: name_of(host) for host in self._ps}
         keys = {host: self._key(host) for host in self._ps}
-        on_sum, on_update = partial(self._checks.summed, run), partial(self._checks.updated, run)
-        plans = partial(update_plans, names, keys, wanted, on_sum, on_update)
+        on_sum = partial(self._checks.summed, self.seen_as())
+        plans = partial(update_plans, names, keys, wanted, on_sum, self.changes)
         handles = self._tasks.handles(f"{run} by {self._accumulator}", self._ps, plans)
         plans = partial(gradient_plans, names, keys, self.task)
         self._gives = self._tasks.handles(f"gradients of {self.task} for {self._accumulator}", self._ps, plans)
-        self._checks.opened(run, steps, wanted)
+        self._checks.opened(self.seen_as(), steps, wanted, self.rounds_done())
         self._ask(OpenRounds(run, steps, wanted, self.colleagues()[0], self._accumulator, dict(handles)))
         return self
+
+    # What differs with variables and snapshots.
+
+    def seen_as(self) -> str:
+        """Return the name of the run for the checks."""
+        return self._name
+
+    def rounds_done(self) -> int:
+        """Return the number of rounds done when the run is opened first under the name `seen_as`."""
+        return 0
+
+    def create(self, host: str, made: CreateResource) -> None:
+        """Create an accumulator on a host unless it exists."""
+        self._member.ask(host, made, timeout_s=REQUEST_S)
+
+    def changes(self, host: str, unused: int) -> Changes:
+        """Return the items by which a host applies a sum, which is in slot 0; slots from `unused` on are free."""
+        told = partial(self._checks.updated, self.seen_as(), host)
+        return Changes((Call(0, (), (), (0,), ()),), [_telling(told)])
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`."""
@@ -286,19 +164,22 @@ class RoundsWorker(TrainingWorker):
 
         def told(reply: Any) -> None:
             if isinstance(reply, DeadlineExceeded):
-                self._checks.overdue(self._name, self.task, done, str(reply), asked_s)
+                host, error = self._tasks.member(self._host), str(reply)
+                run = None if host is None else host.server.rounds._runs.get(self._name)
+                is_updating = run is not None and run._rounds.is_updating
+                self._checks.overdue(self.seen_as(), self.task, done, error, asked_s, is_updating=is_updating)
 
         message = NextRound(self._name, self.task, done, self._accumulator, ROUND_S)
         reply = self._member.ask(self._host, message, on_reply=told, timeout_s=ROUND_S + REQUEST_S)
-        opening = reply.message
-        self._checks.told(self._name, self.task, done, opening)
+        opening = self._opening = reply.message
+        self._checks.told(self.seen_as(), self.task, done, opening)
         self._member.say(f"gets opening {opening.number} after {opening.done} rounds")
         return opening
 
     def call(self, step: Callable[..., Any], batch: Any, number: int) -> tuple[None, bool]:
         """Run the step, and give its gradient; return whether it counts for the opening of that number."""
         step(batch)
-        gradient = self._checks.gives(str(self._member.process), self._name, number)
+        gradient = self._checks.gives(str(self._member.process), self.seen_as(), self._opening)
         one = np.zeros(PLACES, np.int32)
         one[gradient.number] = 1
         id, others = StepId(self.task, next(self._member.numbers)), dict[str, Peer]()
@@ -341,11 +222,6 @@ class RoundsWorker(TrainingWorker):
         return self._member.ask(self._host, message, timeout_s=REQUEST_S)
 
 
-def _places(total: Any) -> tuple[int, ...]:
-    """Return the numbers of the gradients in a sum."""
-    return tuple(int(number) for number in np.nonzero(np.asarray(total))[0])
-
-
 def worker_plan(worker: str, ps: Sequence[str]) -> tuple[Plan, list[Program]]:
     """Return a worker's plan of a step; its feeds are a gradient and its opening, its fetch whether they count."""
     sends = [Send(_edge("gradient", host), name_of(host), (0, 1)) for host in ps]
@@ -385,40 +261,57 @@ def _edge(what: str, host: str) -> str:
     return f"{what} of {host}"
 
 
+@dataclass(frozen=True)
+class Changes:
+    """The end of a task's plan of an update: its items, their programs, numbered from 0, and the scalars they use."""
+
+    items: tuple[Item, ...]
+    programs: list[Program]
+    scalars: tuple[Scalar, ...] = ()
+
+
 def update_plans(
     names: Mapping[str, str],
     keys: Mapping[str, str],
     wanted: int,
     on_sum: Callable[[Any], None],
-    on_update: Callable[[str, Any], None],
+    changes: Callable[[str, int], Changes],
 ) -> Mapping[str, tuple[Plan, list[Program]]]:
     """Return, by host, the plan of its part in the update of a run, and the plan's programs.
 
     names, keys  the tasks' names, and the names of their accumulators, by host; the first is the host of the run
     wanted       the largest number of gradients in a sum
+    changes      see `RoundsWorker.changes`
     """
     first, *others = names
-
-    def apply(host: str, total: Any) -> tuple[()]:
-        on_update(host, total)
-        return ()
-
-    def apply_first(total: Any) -> tuple[()]:
-        on_sum(total)
-        return apply(first, total)
-
     # The others' tickets are the indices in the rows that the host takes.
     feeds = tuple(range(1 + 2 * len(others)))
     sends = [Send(_edge("tickets", host), names[host], (1 + 2 * at,)) for at, host in enumerate(others)]
+    own = changes(first, len(feeds))
     # Another task may apply the sum before the host would, so the checks hear of it before it is sent.
-    items: tuple[Item, ...] = (Call(0, (), (), (0,), ()), *(replace(send, after=(0,)) for send in sends))
-    plans = {first: (Plan(names[first], len(feeds), items, feeds=feeds), programs(apply_first))}
+    before = Call(len(own.programs), (), (), (0,), ())
+    items: tuple[Item, ...] = (before, *(replace(item, after=(0,)) for item in (*sends, *own.items)))
+    plans = {first: (_plan(names[first], items, own, feeds=feeds), [*own.programs, _telling(on_sum)])}
     take = ResourceOp(ops.accumulator_take_kept.name)
     for host in others:
-        items = (
-            Recv(_edge("tickets", host), names[first], (0,), (("i32", (wanted,)),)),
-            UseResource(keys[host], take, (0,), (1,)),
-            Call(0, (), (), (1,), ()),
-        )
-        plans[host] = (Plan(names[host], 2, items), programs(partial(apply, host)))
+        own = changes(host, 2)
+        receive = Recv(_edge("tickets", host), names[first], (1,), (("i32", (wanted,)),))
+        items = (receive, UseResource(keys[host], take, (1,), (0,)), *own.items)
+        plans[host] = _plan(names[host], items, own), own.programs
     return plans
+
+
+def _plan(task: str, items: tuple[Item, ...], changes: Changes, feeds: tuple[int, ...] = ()) -> Plan:
+    used = [slot for item in items for slot in getattr(item, "gives", ())]
+    slots = 1 + max((*feeds, *used, *(scalar.slot for scalar in changes.scalars)))
+    return Plan(task, slots, items, feeds=feeds, scalars=changes.scalars)
+
+
+def _telling(told: Callable[[Any], None]) -> Program:
+    """Return a program without results that the checks hear of."""
+
+    def call(total: Any) -> tuple[()]:
+        told(total)
+        return ()
+
+    return programs(call)[0]

@@ -91,7 +91,9 @@ class SimulatedDisks:
 
     def _damage(self, host: str, place: Path) -> None:
         """Damage a part that is complete, if the schedule has such a fault now."""
-        files = sorted(file for file in place.rglob("*") if file.is_file() and file.name != "_METADATA")
+        # Other programs' files of a folder are not read here.
+        unread = place / "_METADATA", place / "zarr.json"
+        files = sorted(file for file in place.rglob("*") if file.is_file() and file not in unread)
         file = self._random.choice(files)
         if self._has(self._faults.gone, host):
             shutil.rmtree(place)

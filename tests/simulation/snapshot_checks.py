@@ -1,7 +1,7 @@
-"""Invariants of variables in snapshots, checked in the program `snapshots`.
+"""Invariants of variables in snapshots, checked in the programs `snapshots` and `round-snapshots`.
 
 By the names that a report gives them:
-- `applied once`   a step is applied to a variable at most once in its present history;
+- `applied once`   a step or round is applied to a variable at most once in its present history;
 - `one moment`     the variables of all tasks have the same steps, among them all that the ledger counts as done: in a
                    committed snapshot, after a return to it, and at the end. Excepted is a step that is not done and
                    was left by a worker when no other took part in the run: its record is in each part;
@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from dflow.distributed.coordinator.coordinator_state import CoordinatorState
+from dflow.distributed.coordinator.step_ledger import LedgerCopy
 from dflow.distributed.task.task_server import TaskStatistics
 from dflow.distributed.wire.messages.message import Message
-from dflow.distributed.wire.messages.rounds import ClaimSteps, StepsDone
+from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (
     CaptureState,
     LoadState,
@@ -48,7 +49,7 @@ def names_on(host: str) -> tuple[str, str]:
 
 
 class SnapshotChecks(Checks):
-    """The checks of one schedule."""
+    """The checks of one schedule. A subclass knows which of the `steps` steps or rounds a ledger counts as done."""
 
     def __init__(self, ps: Sequence[str], steps: int) -> None:
         super().__init__(ps, steps)
@@ -61,8 +62,6 @@ class SnapshotChecks(Checks):
         self._created: dict[str, int] = {}
         #: The values in each committed snapshot, without damaged parts.
         self._committed: dict[int, Values] = {}
-        #: Steps that were perhaps applied on some tasks only when a snapshot was captured, and no worker took part.
-        self._halves: set[int] = set()
         #: The tasks that have read their parts for each return.
         self._have_read: dict[int, set[str]] = {}
 
@@ -80,19 +79,19 @@ class SnapshotChecks(Checks):
         text = f"{who} has {name!r} of creation {value[-1]}, and the first one used was of creation {first}"
         self.require(first == value[-1], "same variable", text)
 
-    def changes(self, process: str, name: str, value: Any, number: int) -> Attempt:
-        """A process is about to apply an attempt to a variable of this value."""
-        attempt = self._attempts[number]
-        self.read(process, name, value)
-        text = f"{process} applies step {attempt.step} of {attempt.worker} to {name!r}, which has it"
-        self.require(value[attempt.step] == 0, "applied once", text)
-        return attempt
+    def done_in(self, ledger: LedgerCopy) -> Sequence[int]:
+        """Return the steps or rounds that a ledger counts as done."""
+        raise NotImplementedError
+
+    def may_differ(self) -> Collection[int]:
+        """Return the steps that a snapshot may have on some tasks only."""
+        return ()
 
     def refused(self, why: str) -> None:
         """The coordinator refuses to restore lost state."""
         recovery = self.state._recovery
         committed = recovery._committed
-        if not why.startswith("the lost state is not restored: "):
+        if "the lost state is not restored: " not in why:
             return  # the worker has left
         if " could not return to the snapshot" in why and committed is not None:
             is_right = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
@@ -104,24 +103,15 @@ class SnapshotChecks(Checks):
 
     # Messages.
 
-    def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
-        """See `Checks`; a claim from before a return is void."""
-        void = {task for task, one in self.state._ledger._runs[RUN].workers.items() if one.is_void}
-        self._held = {task: held for task, held in self._held.items() if task not in void}
-        super().claimed(worker, steps, live)
-
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
-        run = self.state._ledger._runs.get(RUN)
-        if isinstance(message, CaptureState) and run is not None and not run.holding | run.sharing:
-            self._halves.update(*run.left_over.ranges())
         committed = self.state._recovery._committed
         if committed is None:
             return
         if isinstance(message, SnapshotCommitted) and message.number not in self._committed:
             self._check_commit()
         elif isinstance(message, StateRestored):
-            self._check_one_moment(f"after the return to snapshot {committed.number}", self._present())
+            self._check_one_moment(f"after the return to snapshot {committed.number}", self.present())
             self._check_same_as(committed.number)
         elif isinstance(message, LoadState) and message.is_set:
             missing = {*committed.tasks} - self._have_read.get(message.epoch, set())
@@ -136,9 +126,13 @@ class SnapshotChecks(Checks):
     def has_heard(self, message: Message) -> None:
         """The coordinator has handled a message of a task: check steps that it counts as done."""
         recovery = self.state._recovery
-        if not isinstance(message, ClaimSteps | StepsDone) or recovery._is_returning or self.state._directory.lost():
+        if (
+            not isinstance(message, ClaimSteps | StepsDone | RoundsDone)
+            or recovery._is_returning
+            or self.state._directory.lost()
+        ):
             return
-        for name, value in self._present().items():
+        for name, value in self.present().items():
             self.read("a task", name, value)
             missing = [step for step in self._done_steps() if value[step] == 0]
             self.require(not missing, "none lost", f"steps {missing} count as done, and {name!r} does not have them")
@@ -154,6 +148,7 @@ class SnapshotChecks(Checks):
             try:
                 files = read_changed_arrays(self.disks.part(host, committed.number))
                 values = {name: np.array(value) for name, value in files.each(dict.fromkeys(files.types))}
+                self.committed_part(committed.number, text, files.metadata, values)
             except CheckpointError as error:
                 self.require(False, "one moment", f"{text} cannot be read: {error}")
                 continue
@@ -161,11 +156,13 @@ class SnapshotChecks(Checks):
             self.require(not missing, "one moment", f"{text} has no {sorted(missing)}")
             found |= values
         self._committed[committed.number] = found
-        pool = committed.ledger.runs[RUN].pool if RUN in committed.ledger.runs else ((0, self._steps),)
-        self._check_one_moment(f"in snapshot {committed.number}", found, self._without(pool))
+        self._check_one_moment(f"in snapshot {committed.number}", found, self.done_in(committed.ledger))
+
+    def committed_part(self, number: int, text: str, metadata: Mapping[str, Any], values: dict[str, Any]) -> None:
+        """Check the records in a part of the committed snapshot `number`; leave only variables in `values`."""
 
     def _check_same_as(self, number: int) -> None:
-        present = self._present()
+        present = self.present()
         for name, value in self._committed.get(number, {}).items():
             text = f"after the return to snapshot {number} {name!r} is {present.get(name)}, and it has {value}"
             self.require(name not in present or np.array_equal(present[name], value), "one moment", text)
@@ -173,7 +170,7 @@ class SnapshotChecks(Checks):
     def _check_one_moment(self, when: str, values: Values, done: Sequence[int] | None = None) -> None:
         done = self._done_steps() if done is None else done
         first = next(iter(values), "")
-        whole = [step for step in range(self._steps) if step not in self._halves or step in done]
+        whole = [step for step in range(self._steps) if step in done or step not in self.may_differ()]
         for name, value in values.items():
             self.read(when, name, value)
             text = f"{when} {name!r} is {value[:-1]}, and {first!r} is {values[first][:-1]}"
@@ -181,22 +178,19 @@ class SnapshotChecks(Checks):
             missing = [step for step in done if value[step] != 1]
             self.require(not missing, "one moment", f"{when} steps {missing} are done, and {name!r} is {value[:-1]}")
 
-    def _present(self) -> Values:
+    def present(self) -> Values:
         """Return the variables of the processes that hold them, as far as these are alive."""
         found: dict[str, Any] = {}
         for info in self.state._directory.variables():
             member = self.tasks.member(short_task_name(info.task))
-            if member is not None and str(member.process) == info.process and info.name in member.server.store:
+            is_there = member is not None and str(member.process) == info.process and info.kind == "variable"
+            if member is not None and is_there and info.name in member.server.store:
                 found[info.name] = np.array(member.server.store.snapshot([info.name])[info.name])
         return found
 
     def _done_steps(self) -> Sequence[int]:
         """Return the steps that the ledger counts as done."""
-        runs = self.state._ledger.copy().runs
-        return self._without(runs[RUN].pool if RUN in runs else ((0, self._steps),))
-
-    def _without(self, pool: Sequence[tuple[int, int]]) -> Sequence[int]:
-        return sorted({*range(self._steps)} - {step for pair in pool for step in range(*pair)})
+        return self.done_in(self.state._ledger.copy())
 
     # The end.
 
@@ -219,4 +213,43 @@ class SnapshotChecks(Checks):
         if self.state._directory.lost():
             self.refused(f"the lost state is not restored: {self.state._recovery._hopeless}")
         else:
-            self._check_one_moment("at the end", self._present())
+            self._check_one_moment("at the end", self.present())
+
+
+class StepSnapshotChecks(SnapshotChecks):
+    """The checks of one schedule of the program `snapshots`."""
+
+    def __init__(self, ps: Sequence[str], steps: int) -> None:
+        super().__init__(ps, steps)
+        #: Steps that were perhaps applied on some tasks only when a snapshot was captured, and no worker took part.
+        self._halves: set[int] = set()
+
+    def changes(self, process: str, name: str, value: Any, number: int) -> Attempt:
+        """A process is about to apply an attempt to a variable of this value."""
+        attempt = self._attempts[number]
+        self.read(process, name, value)
+        text = f"{process} applies step {attempt.step} of {attempt.worker} to {name!r}, which has it"
+        self.require(value[attempt.step] == 0, "applied once", text)
+        return attempt
+
+    def done_in(self, ledger: LedgerCopy) -> Sequence[int]:
+        """Return the steps that a ledger counts as done."""
+        pool = ledger.runs[RUN].pool if RUN in ledger.runs else ((0, self._steps),)
+        return sorted({*range(self._steps)} - {step for pair in pool for step in range(*pair)})
+
+    def may_differ(self) -> Collection[int]:
+        """Return the steps that a snapshot may have on some tasks only."""
+        return self._halves
+
+    def claimed(self, worker: str, steps: range, live: Collection[str]) -> None:
+        """See `Checks`; a claim from before a return is void."""
+        void = {task for task, one in self.state._ledger._runs[RUN].workers.items() if one.is_void}
+        self._held = {task: held for task, held in self._held.items() if task not in void}
+        super().claimed(worker, steps, live)
+
+    def tells(self, message: Message) -> None:
+        """The coordinator is about to send a message to a task."""
+        run = self.state._ledger._runs.get(RUN)
+        if isinstance(message, CaptureState) and run is not None and not run.holding | run.sharing:
+            self._halves.update(*run.left_over.ranges())
+        super().tells(message)

@@ -1,14 +1,12 @@
 """The schedule's program with state: steps of `Async` change variables of all ps tasks, which are in snapshots.
 
-Each ps task has two variables, changed by two calls of a step. A variable has the number of times that each step was
-applied to it, and at its end a number that no other initial value has. The steps, their claims and the snapshots are
-run by the real code, as in `steps_program`; the changes are Python functions in place of XLA's programs.
+A step changes the two variables of a ps task (`snapshot_variables.py`) by two calls. The steps, their claims and the
+snapshots are run by the real code, as in `steps_program`; the changes are Python functions in place of XLA's programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -17,44 +15,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep
-from dflow.distributed.task.used_state import UsedState
 from dflow.distributed.transport.base import Peer
-from dflow.distributed.wire.codec import encode_array
-from dflow.distributed.wire.failures import error_of
-from dflow.distributed.wire.messages.connection import ArrayInfo
 from dflow.distributed.wire.messages.message import Notice
-from dflow.distributed.wire.messages.placement import PlaceVariable
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, StateRestored
-from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
-from dflow.tracing.errors import DflowError
-from tests.simulation.blocking_program import end_wait
 from tests.simulation.checks import Attempt, name_of
-from tests.simulation.snapshot_checks import SnapshotChecks, names_on
-from tests.simulation.steps_program import CLAIM_S, StepsWorker
+from tests.simulation.snapshot_checks import StepSnapshotChecks, names_on
+from tests.simulation.snapshot_variables import SnapshotVariables
+from tests.simulation.steps_program import StepsWorker
 from tests.simulation.tasks import Member, SimulatedTasks, programs
-
-REQUEST_S = 8.0
-#: Number of times in a row that a worker is refused, because lost state cannot be restored, before it gives up.
-REFUSALS = 3
-#: Longest wait for the end of a pause.
-PAUSE_S = 600.0
 
 
 class SnapshotsWorker(StepsWorker):
     """A worker that runs steps until the coordinator reports the run as complete, or lost state as lost for good."""
 
     def __init__(
-        self, member: Member, tasks: SimulatedTasks, checks: SnapshotChecks, steps: int, ps: Sequence[str]
+        self, member: Member, tasks: SimulatedTasks, checks: StepSnapshotChecks, steps: int, ps: Sequence[str]
     ) -> None:
         self._length = steps + 1
         super().__init__(member, tasks, checks, steps, ps)
         self._state_checks = checks
-        self._used = UsedState(member.name, lambda: member.roster)
         self._known: dict[str, int] = {}
-        member.driver.call_on(StateRestored, self._restored)
+        self._variables = SnapshotVariables(self, member, checks, self._length, self._forget)
+
+    def _forget(self) -> None:
+        self._loop.state_changed()
+        self._known = {}
 
     # As a cluster.
 
@@ -65,37 +52,14 @@ class SnapshotsWorker(StepsWorker):
 
             @contextmanager
             def step(steps: range) -> Iterator[None]:
-                with self._within_gate(), iteration(steps):
+                with self._variables.step(), iteration(steps):
                     yield
 
             yield step
 
-    @contextmanager
-    def _within_gate(self) -> Iterator[None]:
-        """As `StepGate.step`, in simulated time."""
-        gate = self._member.server.gate
-        while not gate.enter(partial(end_wait, may_try := Future[None](), None)):
-            self._member.wait("the end of a pause", PAUSE_S, may_try)
-        try:
-            yield
-        finally:
-            gate.leave()
-
-    def _restored(self, notice: StateRestored) -> None:
-        self.epoch = notice.epoch
-        self._used.restored()
-        self._loop.state_changed()
-        self._known = {}
-
     def await_recovery(self) -> None:
         """Wait until no state is lost. Raises TaskLost if lost state cannot be restored."""
-        try:
-            recovered = self._member.ask_coordinator(AwaitRecovery(self.task), CLAIM_S)
-        except DflowError as refusal:
-            self._state_checks.refused(str(refusal))
-            raise
-        if recovered.epoch != self.epoch:  # the notice was lost with a connection
-            self._restored(StateRestored(recovered.epoch))
+        self._variables.await_recovery()
 
     def tell(self, message: Notice) -> None:
         """Report steps: in these schedules the strategy's time is simulated."""
@@ -105,38 +69,17 @@ class SnapshotsWorker(StepsWorker):
 
     def run(self) -> None:
         """Run steps until the run is complete, or lost state cannot be restored several times in a row."""
-        refusals = 0
-        while not self.is_complete:
-            try:
-                self._train()
-            except DflowError as error:
-                self._member.failed(error)
-                try:
-                    self.await_recovery()
-                    refusals = 0
-                except DflowError as refusal:
-                    self._member.say(f"is refused: {refusal}")
-                    refusals += 1
-                    self.is_complete = refusals == REFUSALS
+        self._variables.train(self._train)
+        self.is_complete = True
 
     def _place_on(self, host: str) -> None:
         """Place the variables of a ps task, and create them there unless they exist."""
-        shape = (self._length,)
-        for name in names_on(host):
-            request = PlaceVariable(name, "int32", shape, 4 * self._length, "ps", on=name_of(host))
-            placed = self._member.ask_coordinator(request)
-            self._used.note(name, placed)
-            variable = CreateVariable(name, "int32", shape, arrays=1, process=placed.process)
-            message = CreateVariables((variable,), (ArrayInfo("int32", shape),))
-            initial = encode_array(self._state_checks.initial(self._length))
-            answer = self._member.ask(host, message, initial, timeout_s=REQUEST_S)
-            for failure in answer.message.failures.values():
-                raise error_of(failure)
+        self._variables.create_on(host)
 
     def _run_parts(
         self, id: StepId, attempt: Attempt, called: RegisteredStep, others: Mapping[str, Peer], begun: BegunStep | None
     ) -> None:
-        with self._used.explained([*map(name_of, self._ps)]):
+        with self._variables.used.explained([*map(name_of, self._ps)]):
             super()._run_parts(id, attempt, called, others, begun)
 
     def _handle_on(self, host: str) -> int:

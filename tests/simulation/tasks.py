@@ -162,6 +162,7 @@ class Member(BlockingProgram):
         def handle() -> None:
             if (late_s := self._tasks.network.late_start_s()) > 0:
                 program.sleep(late_s)
+            self._tasks.on_notice(self, notice)
             self._snapshots.handle(notice)
 
         program.start(handle)
@@ -200,6 +201,8 @@ class SimulatedTasks:
         self.connections = connections
         #: Called with a task and the roster that it received, before the task's server applies it.
         self.on_roster: Callable[[Member, Roster], None] = lambda member, roster: None
+        #: Called with a task and a notice about snapshots, before the task handles it.
+        self.on_notice: Callable[[Member, Notice], None] = lambda member, notice: None
         self._members: dict[str, Member] = {}
         self._runs: dict[tuple[str, tuple[Member, ...]], dict[str, int]] = {}
 

@@ -21,11 +21,11 @@ from tests.simulation.faults import (
     drawn_faults,
     parse_faults,
 )
-from tests.simulation.programs import PROGRAMS, QUEUE, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
+from tests.simulation.programs import PROGRAMS, QUEUE, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 
 #: Number of schedules of each program, more than find any planted fault (`mutations.SCHEDULES`), and work done in one.
-SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200, SNAPSHOTS: 30}
-SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3, SNAPSHOTS: 6}
+SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200, SNAPSHOTS: 30, ROUND_SNAPSHOTS: 20}
+SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3, SNAPSHOTS: 6, ROUND_SNAPSHOTS: 4}
 PARTS = 10
 HOSTS = FaultSchedule(0).hosts
 
@@ -97,7 +97,7 @@ def test_whatever_is_made_to_go_wrong_what_must_hold_holds(seed: int, faults: Fa
 def test_the_same_schedule_gives_the_same_log(program: str) -> None:
     logs: list[list[str]] = [[], []]
     for log in logs:
-        simulate(FaultSchedule(9, program=program), log.append)
+        simulate(FaultSchedule(10, program=program), log.append)
     assert len(logs[0]) > 50
     assert logs[0] == logs[1]
 
@@ -157,6 +157,16 @@ def test_all_tasks_return_to_a_snapshot_when_one_dies_and_steps_are_done_again()
     steps = {line.split()[1] for line in applied}
     assert len(steps) == 36
     assert len(applied) > 2 * len(steps)
+
+
+def test_rounds_since_a_snapshot_are_done_again_on_all_tasks_when_one_dies() -> None:
+    log: list[str] = []
+    ended = simulate(FaultSchedule(0, faults=parse_faults("kill=ps:0@6+0.5"), program=ROUND_SNAPSHOTS), log.append)
+    assert not ended.broken, str(ended)
+    assert [line for line in log if "ps:0, ps:1 returned to snapshot" in line]
+    applied = [line.split()[4] for line in log if "applies round" in line and "'first of ps:1'" in line]
+    assert {*applied} == {*map(str, range(36))}
+    assert len(applied) > 36
 
 
 @pytest.mark.parametrize("fault", ["torn", "flip", "gone"])
