@@ -64,7 +64,7 @@ class Batches:
     seed: int
     epochs: int | None
     drop_remainder: bool
-    #: The newest epoch that `__getitem__` was asked for, and the order of its rows.
+    #: The orders of the rows in the epochs that `__getitem__` was asked for last.
     _ordered: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -99,9 +99,11 @@ class Batches:
         epoch, place = divmod(number, in_epoch)
         if (order := self._ordered.get(epoch)) is None:
             order = self._order(np.random.default_rng((self.seed, epoch)))
-            self._ordered.clear()
+            # Steps of two epochs may run at the same time.
+            for known in [known for known in self._ordered if abs(known - epoch) > 1]:
+                self._ordered.pop(known, None)
             self._ordered[epoch] = order
-        return self._rows(order[place * self.size : (place + 1) * self.size])
+        return self._rows(np.asarray(order[place * self.size : (place + 1) * self.size]))
 
     def __len__(self) -> int:
         """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
@@ -129,7 +131,7 @@ class Batches:
     def _order(self, random: np.random.Generator) -> Any:
         """Return the order of the rows in an epoch, but for that of a buffer."""
         count = _rows_in(self.data)
-        return random.permutation(count) if self.shuffle is True else np.arange(count)
+        return random.permutation(count) if self.shuffle is True else range(count)
 
     def _rows(self, indices: Any) -> Any:
         return jax.tree_util.tree_map(lambda array: np.asarray(array)[indices], self.data)

@@ -31,8 +31,8 @@ from dflow.tracing.state.resources import Variable, is_variable
 #: Leaf types passed to the queue unchanged; all others are converted to NumPy arrays.
 _TAKEN = (jax.Array, np.ndarray, np.generic, Variable, bool, int, float, complex)
 
-#: Longest wait for the threads of all feeds at process exit, in s.
-_EXIT_S = 2.0
+#: Longest wait for the threads of all feeds at process exit, in s: the end of a queue may wait for a snapshot.
+_EXIT_S = 6.0
 
 #: Longest wait for the threads on leaving a `with` block, in s.
 _LEAVE_S = 60.0
@@ -65,7 +65,8 @@ def feed(
     close     whether to close the queue at the end of the data; pass False when other producers use the queue too
     name      a name that no other feed of this queue by this task has. The elements that a feed of this name has put in
               are then left out: when a worker is started again, or a job resumed, the feed goes on where the state of
-              the queue is. The iterable must yield the same elements in the same order each time
+              the queue is. The iterable must yield the same elements in the same order each time; other data, or a
+              second epoch, needs another name
 
     The arrays are on the device before they are dequeued. The threads work ahead up to the queue's capacity and wait
     while it is full. An error of the iterable or of `map`, or an element that does not fit the queue, always closes the
@@ -76,7 +77,7 @@ def feed(
     FeedError has the text of the error, not its object, in the processes that dequeue.
 
     Raises InputError if `iterable` is not iterable, `queue` is not a queue, `threads` is not an integer of at least 1,
-    or `device` is passed for a queue of a cluster.
+    `device` is passed for a queue of a cluster, or a running feed of the queue has the `name`.
     """
     loc = caller()
     given: Any = queue
@@ -99,6 +100,10 @@ def feed(
             "call what makes one, or give dflow.data.batches(arrays, size)",
             at=loc,
         ) from None
+    if name is not None and any(feed.is_named(name, queue) for feed in list(_running)):
+        raise InputError(
+            f"feed was given name={name!r}, which a running feed of {queue.title} has", "give it another name", at=loc
+        )
     return Feed(elements, queue, threads, map, device, close, name, loc)
 
 
@@ -121,7 +126,7 @@ class Feed:
         loc: Loc | None,
     ) -> None:
         self._elements, self._map, self._device, self._close = elements, map, device, close
-        self._title, self._where = queue.title, at(loc)
+        self._title, self._where, self._name = queue.title, at(loc), name
         self._producer, self._queue = _backend(queue).producer(queue, self._where, name), weakref.ref(queue)
         self._tree = jax.tree_util.tree_structure(queue.spec)
         #: Held while a thread takes the next element from the iterable.
@@ -145,6 +150,10 @@ class Feed:
         weakref.finalize(queue, _stop_soon, weakref.ref(self)).atexit = False
         for thread in self._threads:
             thread.start()
+
+    def is_named(self, name: str, queue: Queue) -> bool:
+        """Whether this is the feed `name` of the queue."""
+        return self._name == name and self._title == queue.title
 
     def is_running(self) -> bool:
         """Whether at least one thread is still running."""
@@ -267,6 +276,7 @@ class Feed:
                 self._producer.fail(self.error)
             elif self._close:
                 self._producer.close()
+            self._producer.forget()
         except DflowError:
             # The queue's container was reset, or its task is lost; users of the queue get that error themselves.
             LOGGER.debug("%s was gone before its feed ended", self._title, exc_info=True)

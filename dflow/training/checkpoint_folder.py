@@ -18,7 +18,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,13 @@ class CheckpointFolder:
         """Return the checkpoints whose manifests can be read, in order."""
         found = []
         for step in self.steps():
-            with suppress(DamagedCheckpoint, OSError):  # another process may delete it meanwhile
+            try:
                 found.append(self._checkpoint(step))
+            except (DamagedCheckpoint, OSError):  # another process may delete it meanwhile
+                continue
+            except CheckpointError:  # a newer dflow wrote it, or a store does not answer
+                if isinstance(self.path, ObjectPath):
+                    raise
         return found
 
     def _checkpoint(self, step: int) -> Checkpoint:

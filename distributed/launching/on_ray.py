@@ -283,7 +283,7 @@ class _OnActor:
             try:
                 status, why = int(ray.get(self._end)), ""
             except ray.exceptions.RayError as error:
-                status, why = self._last_status or _GONE, str(error)
+                status, why = _GONE if self._last_status is None else self._last_status, str(error)
             self._status = status
             self._reader.join(_LINES_S)
             for line in why.splitlines():

@@ -113,9 +113,8 @@ class RoundPart:
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
-        message = OpenRounds(
-            self._run, steps, wanted, workers, accumulator.key, dict(handles), infos[:count], infos[count:]
-        )
+        named = self._accumulator, accumulator.key
+        message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), infos[:count], infos[count:])
         self._cluster.requests.ask(self._host, message, payload)
 
     def run_step(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:

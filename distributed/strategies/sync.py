@@ -146,7 +146,7 @@ class _RoundBatches:
         self._index, self._workers = split_task_name(cluster.task)[1], cluster.colleagues()[1]
         #: Whether the program's code runs, whose errors are not those of a step.
         self.is_taking = False
-        self._round, self.newest = 0, None
+        self._round, self.newest = 0, END
         self.take(0)
 
     def take(self, number: int) -> None:

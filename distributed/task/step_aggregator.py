@@ -131,7 +131,8 @@ class StepAggregator:
         arrays = decode_arrays((*message.before, *message.after), payload)
         update = _MeanUpdate(
             message.accumulator,
-            self._resources.accumulator(message.accumulator),
+            message.key,
+            self._resources.accumulator(message.key),
             message.wanted,
             message.handles,
             arrays[: len(message.before)],
@@ -256,8 +257,9 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _MeanUpdate:
-    """The accumulator of a run, and the plans that apply its averages."""
+    """The accumulator of a run, its name and key, and the plans that apply its averages."""
 
+    name: str
     key: str
     accumulator: HeldAccumulator
     wanted: int
@@ -308,7 +310,7 @@ class _AggregatedRun:
         """Set how averages are taken and applied; the first worker sets it for all, until an update fails."""
         with self._lock:
             self._refuse_other(rounds)
-            self._refuse_earlier(update.key)
+            self._refuse_earlier(update.name)
             if not self._rounds.is_over:
                 self.update, self.key = self.update or update, update.key
             self._handle(self._rounds.open, rounds, update.wanted, workers)
@@ -371,7 +373,7 @@ class _AggregatedRun:
         """Raise TaskLost for a worker that was told of another accumulator, before a return or a restart."""
         if accumulator != self.accumulator and not self._rounds.is_over:
             text = f"run {self.name!r}: expected accumulator {self.accumulator!r}, got {accumulator!r}"
-            raise TaskLost(f"{text} of before a return or a restart", "run it again")
+            raise TaskLost(f"{text}, which belongs to an earlier process or snapshot", "run it again")
 
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Queue the worker's request; see `StepAggregator.ask`."""

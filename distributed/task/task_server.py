@@ -79,7 +79,7 @@ from dflow.distributed.wire.messages.plans import (
     RunPlan,
     Wanted,
 )
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, GetFed
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
 from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
@@ -467,6 +467,7 @@ REQUESTS.queued(CreateVariables)(
 for _request in CHECKPOINT_REQUESTS:
     REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
 REQUESTS.queued(GetFed)(lambda task, message, _: task.resources.fed(message))
+REQUESTS.queued(ForgetFed)(lambda task, message, _: task.resources.forget_fed(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))
 REQUESTS.queued(ProposeRounds)(lambda task, message, _: task.rounds.agree(message))
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task.rounds.open(message, arrival.payload))

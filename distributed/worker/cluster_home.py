@@ -167,7 +167,8 @@ class ClusterHome(ClusterResources):
             try:
                 self._requests.coordinator.with_steps_paused(lambda: self._ask(ends), self.steps.timeout_s)
             except BaseException:
-                self.save_changes("", 0.0)  # some tasks may have set their variables
+                with suppress(DflowError):
+                    self.save_changes("", 0.0)  # some tasks may have set their variables
                 raise
             self.save_changes(f"what was restored from {files.path}", RESTORE_WAIT_S)
 

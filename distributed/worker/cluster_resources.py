@@ -27,7 +27,7 @@ from dflow.distributed.wire.codec import decode_arrays, encode_arrays
 from dflow.distributed.wire.failures import MAX_TEXT
 from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
-from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, GetFed
+from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
 from dflow.distributed.wire.messages.snapshots import SaveChanges
 from dflow.distributed.wire.messages.variables import ForgetState
 from dflow.lowering.queues.channel import StepId
@@ -37,7 +37,7 @@ from dflow.lowering.values.index_set import IndexSet
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
-from dflow.tracing.errors import DeviceError, DflowError, StepCancelled, TaskLost, VariableError
+from dflow.tracing.errors import DeadlineExceeded, DeviceError, DflowError, StepCancelled, TaskLost, VariableError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import FedElement, ResourceOp
@@ -121,7 +121,8 @@ class ClusterResources:
     def producer(self, queue: Queue, where: str, name: str | None) -> TaskQueueProducer:
         """Return the producing side of a queue; see `StateBackend.producer`."""
         known = f"feed {secrets.token_hex(8)}" if name is None else f"{name} of {self._requests.task}"
-        return TaskQueueProducer(self, self._requests, task_of_resource(queue), queue.key, where, known)
+        place = task_of_resource(queue), queue.key
+        return TaskQueueProducer(self, self._requests, *place, where, known, is_named=name is not None)
 
     def save_changes(self, what: str, wait_s: float) -> None:
         """Wait until a snapshot has a change of state that no step makes again, at most `wait_s`; `what` names it.
@@ -129,7 +130,11 @@ class ClusterResources:
         Returns immediately if no snapshots are made. Raises TaskLost if all tasks return to an earlier snapshot.
         """
         self.steps.state_changed()
-        if not self._requests.coordinator.ask(SaveChanges(self._requests.task, wait_s)).is_saved and wait_s:
+        try:
+            is_saved = self._requests.coordinator.ask(SaveChanges(self._requests.task, wait_s)).is_saved
+        except DeadlineExceeded:  # the coordinator is away: the change is made, and its next process may save it
+            is_saved = False
+        if not is_saved and wait_s:
             LOGGER.warning("no snapshot has %s after %g s: it is undone if a parameter task is lost now", what, wait_s)
 
     def forget_resource(self, resource: HostResource, reason: str, remedy: str) -> None:
@@ -146,7 +151,7 @@ class ClusterResources:
 class TaskQueueProducer:
     """The producer of the queue `key` on another task; `where` is the user's line that feeds it.
 
-    The queue records under `name` which elements were put in.
+    The queue records under `name` which elements were put in; without a name of the user's, until the producer ends.
     """
 
     resources: ClusterResources
@@ -155,6 +160,7 @@ class TaskQueueProducer:
     key: str
     where: str
     name: str
+    is_named: bool
 
     def enqueue(self, number: int, element: Sequence[Any], on_results: OnResults) -> Cancel:
         """Put an element into the queue; see `QueueProducer`. Raises TaskLost when the task has left."""
@@ -170,6 +176,11 @@ class TaskQueueProducer:
         """Return the numbers of elements that were put in; see `QueueProducer`."""
         answer = retried(self.resources.steps, lambda: self.requests.ask(self.task, GetFed(self.key, self.name)))
         return IndexSet(range(*pair) for pair in answer.message.ranges)
+
+    def forget(self) -> None:
+        """Forget which elements were put in; see `QueueProducer`."""
+        if not self.is_named:
+            self.requests.ask(self.task, ForgetFed(self.key, self.name))
 
     def close(self) -> None:
         """Refuse later enqueues; see `QueueProducer`."""

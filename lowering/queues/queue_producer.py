@@ -32,6 +32,10 @@ class QueueProducer(Protocol):
         """Return the numbers of the elements that are or were in the queue, put in by a producer of the same name."""
         ...
 
+    def forget(self) -> None:
+        """Forget which elements were put in, at the end of a producer without a name."""
+        ...
+
     def close(self) -> None:
         """Refuse later enqueues."""
         ...
@@ -64,6 +68,9 @@ class HeldQueueProducer:
     def fed(self) -> IndexSet:
         """See `QueueProducer`."""
         return self.held.fed(self.name) if self.name is not None else IndexSet()
+
+    def forget(self) -> None:
+        """See `QueueProducer`: nothing is recorded without a name."""
 
     def close(self) -> None:
         """See `QueueProducer`."""

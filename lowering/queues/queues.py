@@ -129,6 +129,11 @@ class HeldQueue(SharedResource):
         with self._lock:
             return IndexSet(self.machine.fed[feed].ranges()) if feed in self.machine.fed else IndexSet()
 
+    def forget_fed(self, feed: str) -> None:
+        """Forget which elements of a feed were put in; it puts in no more."""
+        with self._lock:
+            self.machine.fed.pop(feed, None)
+
     def saved(self) -> SavedContents:
         """See `SharedResource`. The elements of a component are in one array without dimensions, one after another."""
         with self._lock:
@@ -162,7 +167,7 @@ class HeldQueue(SharedResource):
             version, internal, gauss = numbers["random"]
             order.random.setstate((version, tuple(internal), gauss))
 
-        fed = {feed: IndexSet(range(*part) for part in parts) for feed, parts in numbers["fed"].items()}
+        fed = {feed: IndexSet(range(*part) for part in parts) for feed, parts in numbers.get("fed", {}).items()}
 
         def act() -> list[QueueCommand]:
             if numbers["failure"] is not None:

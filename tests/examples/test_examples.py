@@ -27,6 +27,7 @@ def test_digits_in_one_process() -> None:
     assert accuracy(output) > 0.6
 
 
+@pytest.mark.once
 def test_digits_on_a_cluster() -> None:
     words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "examples/digits.py", "--steps", "60")
     with Spawned(*words, cwd=ROOT) as ran:

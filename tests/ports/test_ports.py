@@ -30,6 +30,7 @@ def test_a_port_alone_reports_what_its_twin_does(port: ModuleType) -> None:
     assert_alike(port_metrics(port, dflow.connect(), 1), twin_metrics(port, 1))
 
 
+@pytest.mark.once
 @each_port_once
 def test_a_port_with_microbatches_reports_what_its_twin_does(port: ModuleType) -> None:
     if port is ppo and "fusion_emitters=false" in os.environ["XLA_FLAGS"]:

@@ -136,7 +136,8 @@ class RoundsWorker(TrainingWorker):
         plans = partial(gradient_plans, names, keys, self.task)
         self._gives = self._tasks.handles(f"gradients of {self.task} for {self._accumulator}", self._ps, plans)
         self._checks.opened(self.seen_as(), steps, wanted, self.rounds_done())
-        self._ask(OpenRounds(run, steps, wanted, self.colleagues()[0], self._accumulator, dict(handles)))
+        named = self._accumulator, self._accumulator
+        self._ask(OpenRounds(run, steps, wanted, self.colleagues()[0], *named, dict(handles)))
         return self
 
     # What differs with variables and snapshots.

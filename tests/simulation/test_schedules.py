@@ -23,6 +23,9 @@ from tests.simulation.faults import (
 )
 from tests.simulation.programs import PROGRAMS, QUEUE, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 
+#: The simulated code hardly depends on the versions of Python and JAX.
+pytestmark = pytest.mark.once
+
 #: Number of schedules of each program, more than find any planted fault (`mutations.SCHEDULES`), and work done in one.
 SCHEDULES = {STEPS: 400, ROUNDS: 300, QUEUE: 400, VARIABLES: 200, SNAPSHOTS: 30, ROUND_SNAPSHOTS: 20}
 SHORT = {STEPS: 6, ROUNDS: 3, QUEUE: 3, VARIABLES: 3, SNAPSHOTS: 6, ROUND_SNAPSHOTS: 4}

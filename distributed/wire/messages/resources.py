@@ -52,6 +52,13 @@ class GetFed(Request[Fed], frozen=True):
     feed: str
 
 
+class ForgetFed(Request[Ok], frozen=True):
+    """Have a queue forget which elements of a feed were put in: the feed has ended, and no other goes on with it."""
+
+    key: str
+    feed: str
+
+
 class FailQueue(Request[Ok], frozen=True):
     """Close a queue because its feed failed.
 

@@ -169,6 +169,13 @@ def test_a_feed_of_the_same_name_leaves_out_what_was_put_in() -> None:
     assert [int(queue.dequeue(timeout_s=WAIT_S)) for _ in range(7)] == [0, 1, 2, 3, 4, 0, 1]
 
 
+def test_two_running_feeds_of_one_name_are_refused() -> None:
+    queue = _queue(1)
+    refused = pytest.raises(dflow.InputError, match="name='data', which a running feed of queue")
+    with feed(itertools.count(), queue, name="data"), refused:
+        feed(range(3), queue, name="data")
+
+
 def test_several_threads_map_at_the_same_time_and_lose_nothing() -> None:
     queue, together = _queue(200), threading.Barrier(4, timeout=WAIT_S)
 

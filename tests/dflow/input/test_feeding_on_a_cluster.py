@@ -72,6 +72,14 @@ def test_a_feed_of_the_same_name_goes_on_where_the_last_one_ended(workers: tuple
     assert (taken[:2], sorted(taken)) == ([1, 2], [1, 2, 3, 4, 5, 6, 10, 11, 12])
 
 
+def test_a_feed_without_a_name_leaves_no_record(memory: MemoryCluster, workers: tuple[Cluster, Cluster]) -> None:
+    queue = fifo(workers[0], capacity=30)
+    feed(range(3), queue, close=False).join(WAIT_S)
+    feed(range(3), queue, name="data", close=False).join(WAIT_S)
+    held: Any = next(iter(memory.tasks.values())).server.store.resource("q")
+    assert [*held.held.machine.fed] == ["data of /job:worker/task:0"]
+
+
 def test_an_error_reaches_whoever_dequeues_with_its_text_and_lines(workers: tuple[Cluster, Cluster]) -> None:
     fed, other = map(fifo, workers)
 

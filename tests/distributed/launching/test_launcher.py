@@ -205,6 +205,7 @@ def test_a_signal_ends_every_process_and_gives_130(tmp_path: Path, number: signa
     assert not any(exists(pid) for pid in everyone)
 
 
+@pytest.mark.once
 def test_a_worker_deaf_to_sigterm_is_killed_with_all_it_started(tmp_path: Path) -> None:
     script = (
         CONNECT

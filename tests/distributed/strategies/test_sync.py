@@ -210,3 +210,23 @@ def test_gradients_that_travel_smaller_are_rounded_once_on_their_way_into_the_va
     for a, b in together(workers, work):
         np.testing.assert_allclose(a, expected, rtol=1e-6, atol=1e-7)
         np.testing.assert_allclose(b, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_a_run_within_a_container(workers: list[Cluster]) -> None:
+    def work(index: int, cluster: Cluster) -> Any:
+        with dflow.container("mine"):
+            model, step = pair(cluster, "contained")
+            for _ in Sync(cluster).run(step, [1.0] * 3, steps=3, name="contained"):
+                pass
+        return model["first"].read()
+
+    for value in together(workers, work):
+        np.testing.assert_array_equal(value, 3.0 * np.ones(4))
+
+
+def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:
+    def batch(number: int) -> Any:
+        raise AssertionError("no batch is needed")
+
+    _, step = pair(workers[0], "no_rounds")
+    assert list(Sync(workers[0]).run(step, batch, steps=0, name="no rounds")) == []

@@ -94,7 +94,7 @@ class ByHand:
     def open(self, rounds: int = 1, workers: Sequence[str] = (A, B), others: tuple[str, ...] = ()) -> None:
         agreed = [self.host.agree(ProposeRounds("run", worker, rounds, 2, "sums", others)) for worker in workers]
         infos, payload = encode_arrays([np.ones(1000, np.float32)])
-        message = OpenRounds("run", rounds, 2, (A, B), agreed[0].accumulator, {PS: 0}, before=infos)
+        message = OpenRounds("run", rounds, 2, (A, B), *[agreed[0].accumulator] * 2, {PS: 0}, before=infos)
         self.host.open(message, memoryview(payload))
 
     def ask(self, worker: str, done: int, accumulator: str = "sums") -> None:
@@ -257,11 +257,11 @@ def test_an_opening_of_another_process_is_none_of_this_one() -> None:
     run.host.return_to([RunCopy("run", 3, 2, 2, 1)], 1)
     run.open(rounds=3)
     given = len(run.enough)
-    text = "run 'run': expected accumulator 'sums/1', got 'sums' of before a return or a restart"
+    text = "run 'run': expected accumulator 'sums/1', got 'sums', which belongs to an earlier process"
     with pytest.raises(TaskLost, match=text):
         run.ask(A, 7)
     with pytest.raises(TaskLost, match=text):
-        run.host.open(OpenRounds("run", 3, 2, (A, B), "sums", {PS: 0}), memoryview(b""))
+        run.host.open(OpenRounds("run", 3, 2, (A, B), "sums", "sums", {PS: 0}), memoryview(b""))
     run.host.leave(LeaveRounds("run", B, 7, "sums"), run)
     assert run.enough[given:] == [1], "the gradient of the worker that left does not come"
 

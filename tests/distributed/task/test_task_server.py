@@ -148,7 +148,7 @@ def test_who_waits_for_a_round_is_answered_when_the_task_closes(cluster: Cluster
         cluster.ask(NextRound("run", CLIENT, -1, "", math.inf))
     cluster.ask(ProposeRounds("run", CLIENT, 2, 2, "sums"))
     cluster.ask(CreateResource("sums", "accumulator<f32[3]>", AccumulatorSettings(Reduction.MEAN, 2)))
-    cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", {PS: 0}))
+    cluster.ask(OpenRounds("run", 2, 2, (CLIENT, WORKER), "sums", "sums", {PS: 0}))
     waits = cluster.client.start(NextRound("run", CLIENT, 0, "sums", math.inf))
     until(lambda: bool(cluster.ps.rounds._runs["run"]._asks))
     cluster.ps.close()

@@ -44,6 +44,7 @@ def listener() -> Iterator[Listener]:
     made.close()
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("seed", range(examples(3)))
 def test_calls_and_values_flow_once_each_over_sockets_that_are_cut_at_any_byte(seed: int) -> None:
     draw = random.Random(seed)

@@ -123,6 +123,7 @@ def test_values_that_compare_equal_or_nearly_are_changes(tmp_path: Path, before:
     assert_same(new, {"table": value})
 
 
+@pytest.mark.once
 def test_few_bytes_are_written_for_a_large_table_of_which_few_rows_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
