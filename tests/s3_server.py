@@ -1,4 +1,4 @@
-"""A server of the S3 protocol on this machine, for tests: moto, in a process of its own."""
+"""A server of the S3 protocol on this machine, for tests: moto, in a separate process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SERVER = """
 import logging
 from threading import Event
 from moto.server import ThreadedMotoServer
-logging.disable()  # nobody reads the output, a pipe that would be full
+logging.disable()  # no test reads the output, a pipe that would be full
 server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
 server.start()
 print("serves at", *server.get_host_and_port(), flush=True)

@@ -63,7 +63,7 @@ class Deadlines(Generic[Wait]):
             now_s = self._looked_s = self._clock.now_s
             waits = sorted(self._pending(), key=lambda wait: wait[0])
             later = [ends_s for ends_s, _ in waits if ends_s > now_s]
-            # Also after those that expire now: if one could not be ended, it expires again.
+            # Also after waits that expire now: if one could not be ended, it expires again.
             self._has_timer = bool(waits)
             if waits:
                 self._clock.after(later[0] - now_s if later else self.timeout_s, self._look)

@@ -1,4 +1,4 @@
-"""The batches of a worker's loop: those of an iterable in order, or those that a function gives for steps by number.
+"""The batches of a worker's loop: an iterable's, in order, or a function's, by the numbers of the steps.
 
 Why a function: which batch a step uses then depends on its number alone, and not on the worker that does it or on what
 was done before. So a step that is done again, after a death or by a resumed job, uses the same batch, and none is left

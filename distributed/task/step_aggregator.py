@@ -145,7 +145,7 @@ class StepAggregator:
     def ask(self, message: NextRound, responder: Responder) -> None:
         """Answer when a round is open that the worker is not done with.
 
-        raises  TaskLost when the run has another accumulator than the worker was told
+        raises  TaskLost when the run has another accumulator than the worker names
         """
         self._run(message.name).ask(message, responder)
 
@@ -370,7 +370,7 @@ class _AggregatedRun:
             )
 
     def _refuse_earlier(self, accumulator: str) -> None:
-        """Raise TaskLost for a worker that was told of another accumulator, before a return or a restart."""
+        """Raise TaskLost for a worker that names another accumulator, from before a return or a restart."""
         if accumulator != self.accumulator and not self._rounds.is_over:
             text = f"run {self.name!r}: expected accumulator {self.accumulator!r}, got {accumulator!r}"
             raise TaskLost(f"{text}, which belongs to an earlier process or snapshot", "run it again")
@@ -379,7 +379,7 @@ class _AggregatedRun:
         """Queue the worker's request; see `StepAggregator.ask`."""
         wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
         with self._lock:
-            # The number may be that of another opening here, for which the worker has given no gradient.
+            # The number may be that of another opening here, and the worker has given no gradient for it.
             self._refuse_earlier(message.accumulator)
             ask = next(self._numbers)
             self._asks[ask] = responder, start_timer(wait_s, partial(self._handle, self._rounds.timed_out, ask))

@@ -73,7 +73,7 @@ class RoundChecks:
         self._runs: dict[str, _RunSeen] = {}
 
     def opened(self, run: str, rounds: int, wanted: int, before: int) -> None:
-        """A worker opens a run of `rounds` rounds with `wanted` gradients each, of which `before` are done."""
+        """A worker opens a run of `rounds` rounds with `wanted` gradients each; `before` rounds are done."""
         self._runs.setdefault(run, _RunSeen(rounds, wanted, before))
 
     def gives(self, worker: str, run: str, opening: RoundOpen) -> _Gradient:

@@ -5,7 +5,7 @@ By the names that a report gives them:
 - `one moment`     in a committed snapshot and after a return to it, the aggregator and the saved accumulators have the
                    same rounds as the variables. Excepted is a round whose update failed before all workers left: its
                    record is in each part;
-- `none lost`      a worker is told that a run is complete only if each variable has had all of its rounds. At the end
+- `none lost`      a worker learns that a run is complete only if each variable has had all of its rounds. At the end
                    each has had them, unless lost state could not be restored.
 """
 
