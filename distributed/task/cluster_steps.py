@@ -21,6 +21,7 @@ import jax
 
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
+from dflow.distributed.steps.retries import retried
 from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_server import TaskServer
@@ -41,6 +42,7 @@ from dflow.lowering.steps.spread_variables import refuse_spread
 from dflow.lowering.values.devices import devices_in_order
 from dflow.lowering.values.host_values import as_argument
 from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed, VariableError
 from dflow.tracing.jaxprs.trace import Traced
@@ -101,27 +103,35 @@ class ClusterSteps:
             loop.state_changed()
 
     def runner(self, traced: Traced, *, check: bool, observe: Observer | None) -> Runner:
-        """Place, partition and register a traced function; calling the result runs one step of it."""
+        """Place, partition and register a traced function; calling the result runs one step of it.
+
+        Waits for a task that was lost, if it returns to a snapshot. Raises TaskLost if not.
+        """
         step = self.lower(traced, check=check, observe=observe)
-        return self.register(step, step.own())
+        return retried(self, lambda: self.register(step, step.own()))
 
     def lower(self, traced: Traced, *, check: bool, observe: Observer | None) -> PartitionedStep:
         """Place and partition a traced function."""
         _refuse_two_handles(traced.variables)
         if traced.compiler_options:
             raise _no_options(traced.name)
-        passes = pipeline(self._task, self._requests.tasks, devices_in_order())
+        passes = pipeline(self._task, self._tasks_of(traced), devices_in_order())
         graph = run_passes(traced.graph, passes, check=check, observe=observe)
         refuse_spread(graph, traced, self.server.store)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         return PartitionedStep(self, traced, make_plans(graph, self._task, keys), literals(graph))
+
+    def _tasks_of(self, traced: Traced) -> tuple[str, ...]:
+        """Return the live tasks, and those with variables of the function: if they are away, they may come back."""
+        holders = (task_of(variable.device) for variable in traced.variables if variable.device is not None)
+        return tuple(dict.fromkeys([*self._requests.tasks, *filter(None, holders)]))
 
     def register_hosted(self, traced: Traced, host: str) -> tuple[Mapping[str, int], Sequence[Any], Sequence[Any]]:
         """Register a traced function that the task `host` will run as a step of `host`.
 
         Returns the plan handles by task, and the arrays to feed `host`'s part before and after the arguments.
         """
-        graph = run_passes(traced.graph, pipeline(host, self._requests.tasks), check=False, observe=None)
+        graph = run_passes(traced.graph, pipeline(host, self._tasks_of(traced)), check=False, observe=None)
         keys = {ref: variable.key for ref, variable in zip(graph.refs, traced.variables, strict=True)}
         return self._registered(make_plans(graph, host, keys)), traced.constants, literals(graph)
 

@@ -371,6 +371,18 @@ def test_a_worker_takes_part_in_rounds_that_began_before_a_return(tmp_path: Path
         tasks.close()
 
 
+def test_a_function_that_is_first_called_while_a_task_is_away_waits_for_it(tasks: Tasks) -> None:
+    made, _ = pair(tasks.worker)
+    tasks.await_new_snapshot()
+    total = dflow.jit(lambda: made[0].read().sum() + made[1].read().sum())
+    tasks.ps[1].close()
+    with ThreadPoolExecutor(1) as pool:
+        called = pool.submit(total)
+        until(lambda: bool(tasks.coordinator._state._recovery._asks) or called.done())
+        tasks.ps[1] = tasks.start(1)
+        assert float(called.result(60)) == pytest.approx(0.6)
+
+
 def test_without_snapshots_the_error_is_the_one_of_the_step(tmp_path: Path) -> None:
     tasks = Tasks(tmp_path, every_s=0.0)
     try:
