@@ -19,6 +19,9 @@ from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.wire_codecs import decoded, encoded
 from tests.distributed.strategies.sync_programs import Sync, pair, together
 
+#: All tests make their steps by one function.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+
 
 def mlp(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
     """A model of two layers: its variables, their optimizer and a step."""

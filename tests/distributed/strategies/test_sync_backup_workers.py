@@ -16,6 +16,9 @@ from dflow.testing import MemoryCluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.strategies.sync_programs import Sync, Turns, pair, together
 
+#: All tests make their steps by one function.
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+
 
 def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any]:
     """Two workers do rounds 0 to 2 while the third cannot end its step of round 0; then all do three more rounds."""
