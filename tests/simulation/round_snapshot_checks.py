@@ -29,7 +29,7 @@ from tests.simulation.tasks import Member
 
 
 def tally_on(host: str) -> str:
-    """Return the name of the saved accumulator of a ps task, to which the update of each round adds its number."""
+    """Return the name of a ps task's saved accumulator; the update of each round adds its number to it."""
     return f"tally of {host}"
 
 

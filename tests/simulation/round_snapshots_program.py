@@ -81,7 +81,7 @@ class RoundSnapshotsWorker(RoundsWorker):
             self._state_checks.complete(self.task)
 
     def _runs_to_the_end(self, sync: Sync) -> bool:
-        """Run the loop; return whether it has ended by itself."""
+        """Run the loop; return whether it has ended, and was not left."""
         rounds = sync.run(self._compute, self._batches, steps=self._rounds, name=RUN)
         # Closed here, so that the end of the process in this loop is no error that Python reports.
         with closing(cast(Generator[Any], rounds)):
@@ -146,7 +146,7 @@ class RoundSnapshotsWorker(RoundsWorker):
         retried(self, partial(self._create, host, replace(made, is_saved=False)))
 
     def changes(self, host: str, unused: int) -> Changes:
-        """Return the items by which a host applies a sum, which is in slot 0; slots from `unused` on are free."""
+        """Return the items with which a host applies the sum in slot 0; slots from `unused` on are free."""
         member, recorded = self._tasks.member(host), super().changes(host, unused)
         assert member is not None
         names, first = names_on(host), len(recorded.items)

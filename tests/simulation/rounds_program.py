@@ -155,7 +155,7 @@ class RoundsWorker(TrainingWorker):
         self._member.ask(host, made, timeout_s=REQUEST_S)
 
     def changes(self, host: str, unused: int) -> Changes:
-        """Return the items by which a host applies a sum, which is in slot 0; slots from `unused` on are free."""
+        """Return the items with which a host applies the sum in slot 0; slots from `unused` on are free."""
         told = partial(self._checks.updated, self.seen_as(), host)
         return Changes((Call(0, (), (), (0,), ()),), [_telling(told)])
 

@@ -148,7 +148,7 @@ class Turns:
         self._waiting: set[int] = set()
 
     def wait(self) -> None:
-        """Wait until it is this thread's turn; other threads than those of `run` have theirs at any time."""
+        """Wait until this thread is the one to go on; threads that `run` did not start go on immediately."""
         me = getattr(self._own, "number", None)
         if me is not None:
             with self._changed:
