@@ -136,7 +136,7 @@ class Feed:
         self._is_over, self._is_stopped = False, False
         self.error: BaseException | None = None
         self.count = 0
-        self._elements_taken = itertools.count()
+        self._numbered = zip(itertools.count(), elements, strict=False)
         #: Numbers of the elements that an earlier feed of this name has put in; None until a thread has asked.
         self._fed: IndexSet | None = IndexSet() if name is None else None
         self._waiting: set[Callable[[BaseException], None]] = set()
@@ -213,9 +213,9 @@ class Feed:
             try:
                 if self._fed is None:
                     self._fed = self._producer.fed()
-                element, number = next(self._elements), next(self._elements_taken)
+                number, element = next(self._numbered)
                 while number in self._fed and not self._is_over:
-                    element, number = next(self._elements), next(self._elements_taken)
+                    number, element = next(self._numbered)
             except BaseException as error:
                 # Never call an iterator again after it has ended or failed.
                 self._is_over = True
