@@ -104,11 +104,13 @@ class CheckpointFolder:
             )
         self.is_locked = True
 
-    def check(self, *, is_commit: bool = False) -> None:
-        """Raise CheckpointError if another manager has taken the folder over; `is_commit` asks the object store."""
-        if is_commit:
-            self._files.renew()
+    def check(self) -> None:
+        """Raise CheckpointError if another manager is known to have taken the folder over."""
         self._files.check()
+
+    def renew(self) -> None:
+        """Raise CheckpointError if another manager has taken the folder over, also if only its store knows that."""
+        self._files.renew()
 
     def release(self) -> None:
         """Release the lock."""

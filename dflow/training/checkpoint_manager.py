@@ -221,7 +221,7 @@ class CheckpointManager:
         """Write a checkpoint, delete the old ones, and record the time that it took."""
         with capture, whole_place(self._folder.place(step)) as folder:
             write(folder, metadata)
-            self._folder.check(is_commit=True)
+            self._folder.renew()
         self._complete = step
         for one in self._retention.deleted(self._folder.checkpoints()):
             self._folder.remove(one.step)
