@@ -15,6 +15,7 @@ By the names that a report gives them:
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -48,7 +49,7 @@ def names_on(host: str) -> tuple[str, str]:
     return f"first of {host}", f"second of {host}"
 
 
-class SnapshotChecks(Checks):
+class SnapshotChecks(Checks, ABC):
     """The checks of one schedule. A subclass knows which of the `steps` steps or rounds a ledger counts as done."""
 
     def __init__(self, ps: Sequence[str], steps: int) -> None:
@@ -79,9 +80,9 @@ class SnapshotChecks(Checks):
         text = f"{who} has {name!r} of creation {value[-1]}, and the first one used was of creation {first}"
         self.require(first == value[-1], "same variable", text)
 
+    @abstractmethod
     def done_in(self, ledger: LedgerCopy) -> Sequence[int]:
         """Return the steps or rounds that a ledger counts as done."""
-        raise NotImplementedError
 
     def may_differ(self) -> Collection[int]:
         """Return the steps that a snapshot may have on some tasks only."""
