@@ -66,6 +66,7 @@ class LocalHome:
     shares_names = False
     is_local = True
     is_saver = True
+    spread = 1
 
     def __init__(self, placement_s: float = BUDGET_S) -> None:
         self.store = Store()

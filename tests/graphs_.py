@@ -35,6 +35,7 @@ class DictHome:
     """Keeps the values of variables in a dict; places the variables on `devices`, one after another."""
 
     shares_names = False
+    spread = 1
 
     def __init__(self, devices: Sequence[str | None] = (None,)) -> None:
         self.values: dict[Variable, Any] = {}

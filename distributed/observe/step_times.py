@@ -243,7 +243,7 @@ def _activities(
             case "Call":
                 xla.append((began_ns, span.computed.at_ns if span.computed is not None else ended_ns))
                 python.append((began_ns, ended_ns))
-            case "Send" | "Read" | "Copy":
+            case "Send" | "Read" | "Copy" | "CheckIds":
                 python.append((began_ns, ended_ns))
             case "UseResource":
                 missing.append((began_ns, ended_ns))

@@ -35,6 +35,7 @@ XLA, MESSAGES = "XLA", "messages"
 TRACKS = ("steps", "parts of steps", "Python", XLA, MESSAGES, "waits", "branches and loops")
 _TRACK_OF_ITEM = {
     "Call": "Python",
+    "CheckIds": "Python",
     "Copy": "Python",
     "Read": "Python",
     "Send": "Python",

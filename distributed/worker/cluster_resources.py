@@ -37,6 +37,7 @@ from dflow.lowering.values.index_set import IndexSet
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device import scope_here
 from dflow.tracing.devices.device_name import short_device_name, split_device_name
+from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DeadlineExceeded, DeviceError, DflowError, StepCancelled, TaskLost, VariableError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueSettings
@@ -62,6 +63,13 @@ class ClusterResources:
 
     def __init__(self, requests: OutgoingRequests, steps: ClusterSteps, job: str) -> None:
         self._requests, self.steps, self._job = requests, steps, job
+
+    @property
+    def spread(self) -> int:
+        """The number of tasks of the job, with those that left: workers that ask at different times agree."""
+        roster = self._requests.coordinator.session.roster
+        tasks = {*(info.task for info in roster.tasks), *roster.expected}
+        return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))
 
     def create_resource(self, resource: HostResource) -> Slot:
         """Create the resource on its task, or find it there; return its location.

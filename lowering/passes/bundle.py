@@ -7,7 +7,8 @@ than the transfer of the values beside it. That is bounded: a bundle of more tha
 the same users at the destination, which need all of them anyway, and none has more than `MOST_BYTES` unless it is a
 single value.
 
-The arguments of an iteration of a loop become ready at different times, so they are not bundled.
+The arguments of an iteration of a loop become ready at different times, so they are not bundled. Nor are arrays of
+which only the first rows are sent, since the place of what follows them would differ in each step.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _groups(graph: Graph, *, is_body: bool) -> Iterable[Sequence[_Transfer]]:
             receive = receives[about["edge"], about["destination"]]
             value = send.inputs[0]
             producer = graph.producers.get(value) if isinstance(value, Value) else None
-            apart = send if producer is None and is_body else None
+            apart = send if "fill" in about or (producer is None and is_body) else None
             codec = about.get("codec")
             key = send.device, about["destination"], codec, producer, send.after, receive.after, apart
             groups.setdefault(key, []).append(_Transfer(send, receive))

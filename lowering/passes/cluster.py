@@ -123,7 +123,7 @@ _FIRST, _REST, _LAST = 1, 3, 4
 _PLACES = {ops.net_recv: 0, ops.dev_copy: 2}
 _NO_STAGE = _ClusterStage(0, 0)
 _HOST_OPS = frozenset(ops.HOST_OPS)
-_ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy}
+_ALONE = _HOST_OPS | {ops.net_send, ops.net_recv, ops.dev_copy, ops.ids_check}
 
 
 def _rank(stage: _ClusterStage, place: int) -> tuple[int, int, int]:
@@ -161,7 +161,7 @@ def _earliest_stages(graph: Graph, bits: Mapping[Node, int]) -> dict[Node, _Clus
             stage = _ClusterStage(source.level + 1, source.hosts)
         stages[node] = stage
         bit = bits.get(node, 0)
-        ends_stage = bit or node.op is ops.dev_copy
+        ends_stage = bit or node.op in (ops.dev_copy, ops.ids_check)
         following[node] = _ClusterStage(stage.level + 1, stage.hosts | bit) if ends_stage else stage
     return stages
 

@@ -13,13 +13,18 @@ iteration.
 
 A value with a codec is encoded before it is sent and decoded on arrival: once per destination and codec. Its edge is
 named after both. The codec is ignored where the value stays on its task.
+
+Of a result of `first_rows` only the first rows are sent, by a `net.send` that takes their number too. The `net.recv`
+gives the number beside the array, so that an op there which needs it does not wait for another message.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
+
+import numpy as np
 
 from dflow.lowering.passes.base import Pass
 from dflow.lowering.passes.task_control_flow import made_on, tasks_within
@@ -28,7 +33,11 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Origin, Value
 from dflow.tracing.ir.types import HANDLES, ArrayType, TokenType
 from dflow.tracing.ir.wire_codecs import encoded_type
+from dflow.tracing.primitives.first_rows import first_rows_p
 from dflow.tracing.primitives.state_primitives import wire_p
+
+#: Type of a number of rows.
+_COUNT = ArrayType(np.dtype("int32"), ())
 
 
 @dataclass(frozen=True)
@@ -60,11 +69,15 @@ class Partition(Pass):
 
 
 class _EdgeValue(NamedTuple):
-    """A value as its users take it: the value itself, its codec, and the name of its edge."""
+    """A value as its users take it: the value itself, its codec, and the name of its edge.
+
+    `first`  the node that says that it counts by its first rows, if any; `value` is then its operand
+    """
 
     value: Value
     codec: str
     name: str
+    first: Node | None = None
 
 
 class _Cut:
@@ -89,6 +102,8 @@ class _Cut:
         #: Literals with a codec, which are never sent.
         self._numbers: dict[Value, Operand] = {}
         self._copies: dict[tuple[Value, str, str], Value] = {}
+        #: The `first_rows` nodes that were added, since an op on their task takes the result.
+        self._filled: dict[Node, Value] = {}
         self._edges: dict[tuple[Value, str], str] = {}
         self._fresh_edge = fresh_edge
 
@@ -98,6 +113,8 @@ class _Cut:
             assert node.device is not None
             if node.op.primitive is wire_p:
                 self._note(node)
+            elif node.op.primitive is first_rows_p and self._is_sendable(node.inputs[0]):
+                self._ways[node.outputs[0]] = self._way(node.inputs[0])._replace(first=node)
             elif node.op in ops.CONTROL_OPS and len(tasks := tasks_within(node)) > 1:
                 self._add_divided(node, tasks)
             else:
@@ -189,7 +206,10 @@ class _Cut:
             return
         before = self._way(operand)
         name = before.name if wished.name.isdigit() else wished.name
-        self._ways[wished] = _EdgeValue(before.value, node.attributes["codec"], name)
+        self._ways[wished] = before._replace(codec=node.attributes["codec"], name=name)
+
+    def _is_sendable(self, operand: Operand) -> TypeGuard[Value]:
+        return isinstance(operand, Value) and operand not in self._numbers
 
     def _way(self, value: Value) -> _EdgeValue:
         return self._ways.get(value) or _EdgeValue(value, "none", value.name)
@@ -207,12 +227,17 @@ class _Cut:
         if value in self._divided:
             value = self._input(value, self._where.get(value, task))
         here, way = self._device[value], way._replace(value=value)
-        if device in (here, task_of(here)):
-            return value
         assert isinstance(value.type, ArrayType)
         is_crossing = task != task_of(here)
-        codec = way.codec if is_crossing and encoded_type(way.codec, value.type) is not None else "none"
-        key = (value, codec, device)
+        encoded = encoded_type(way.codec, value.type) if is_crossing else None
+        codec = "none" if encoded is None else way.codec
+        if way.first is not None and not (is_crossing and (encoded or value.type).shape[:1] == value.type.shape[:1]):
+            # On its task, and under a codec that mixes the rows, the value is whole.
+            value = self._filled_rows(way.first, value)
+            way = way._replace(value=value, first=None)
+        if device in (here, task_of(here)):
+            return value
+        key = (value if way.first is None else way.first.outputs[0], codec, device)
         if key not in self._copies:
             if not is_crossing:
                 self._copies[key] = self._copied(value, here, device)
@@ -222,6 +247,15 @@ class _Cut:
                 arrived = self._brought(way, task)
                 self._copies[key] = self._brought(_EdgeValue(arrived, "none", arrived.name), device)
         return self._copies[key]
+
+    def _filled_rows(self, node: Node, value: Value) -> Value:
+        """Return the result of a `first_rows` node, on the device of its operand."""
+        if node not in self._filled:
+            device = self._device[value]
+            inputs = value, self.at(node.inputs[1], device)
+            [self._filled[node]] = node.outputs
+            self._add(replace(node, inputs=inputs, device=device))
+        return self._filled[node]
 
     def _copied(self, value: Value, source: str, device: str) -> Value:
         _, local = split_device_name(device)
@@ -233,17 +267,27 @@ class _Cut:
         value, codec = way.value, way.codec
         assert isinstance(value.type, ArrayType)
         origin = self._origin(value)
-        sent, named = value, {}
+        named: dict[str, object] = {}
+        sent = value
         if codec != "none":
             sent, named = self._encoded(value, codec, source), {"codec": codec}
         assert isinstance(sent.type, ArrayType)
         token = Value(self._fresh(f"{value.name}.sent"), TokenType())
         copy = Value(self._fresh(f"{value.name}.received"), sent.type.strong)
+        takes: tuple[Operand, ...] = (sent,)
+        gives: tuple[Value, ...] = (copy,)
+        if way.first is not None:
+            count = way.first.inputs[1]
+            named |= {"fill": way.first.attributes["fill"]}
+            takes, gives = (sent, self.at(count, source)), (copy, Value(self._fresh(f"{value.name}.rows"), _COUNT))
+            if isinstance(count, Value):
+                self._copies.setdefault((self._way(count).value, "none", destination), gives[1])
         edge = self._edge(way)
+        types = tuple(each.type for each in gives)
         send = {"edge": edge, "destination": destination, **named}
-        recv = {"edge": edge, "source": task_of(source), "types": (sent.type.strong,), **named}
-        self._add(Node(ops.net_send, (sent,), (token,), send, (), source, (), origin))
-        self._add(Node(ops.net_recv, (), (copy,), recv, (), destination, (), origin))
+        recv = {"edge": edge, "source": task_of(source), "types": types, **named}
+        self._add(Node(ops.net_send, takes, (token,), send, (), source, (), origin))
+        self._add(Node(ops.net_recv, (), gives, recv, (), destination, (), origin))
         if codec == "none":
             return copy
         left = Value(self._fresh(f"{value.name}.decoded"), value.type.strong)
@@ -270,7 +314,8 @@ class _Cut:
 
     def _edge(self, way: _EdgeValue) -> str:
         value, producer = way.value, self._graph.producers.get(way.value)
-        if (value, way.codec) not in self._edges:
+        key = (value if way.first is None else way.first.outputs[0], way.codec)
+        if key not in self._edges:
             if producer is not None and producer.op is ops.var_read:
                 [ref] = producer.values
                 name = ref.name
@@ -278,8 +323,8 @@ class _Cut:
                 name = f"{producer.op.name}.{way.name}"
             else:
                 name = way.name
-            self._edges[value, way.codec] = self._fresh_edge(name if way.codec == "none" else f"{name}:{way.codec}")
-        return self._edges[value, way.codec]
+            self._edges[key] = self._fresh_edge(name if way.codec == "none" else f"{name}:{way.codec}")
+        return self._edges[key]
 
 
 def _cut_of_divided(node: Node, body: Graph, fresh_edge: FreshNames) -> _Cut:

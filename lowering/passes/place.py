@@ -29,6 +29,7 @@ from dflow.tracing.errors import DeviceError
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
 from dflow.tracing.ir.types import HOST_HANDLES, ArrayType, RefType
+from dflow.tracing.primitives.first_rows import first_rows_p
 from dflow.tracing.primitives.state_primitives import wire_p
 
 
@@ -151,9 +152,9 @@ class _Placing:
         placed: dict[int, str | None] = {}
         for node in graph.nodes:
             touched = [resource for _, resource in node.effects if resource is not None]
-            if node.op.primitive is wire_p:
-                # The node sets the codec of its operand, so it is on the operand's device.
-                [operand] = node.inputs
+            if node.op.primitive in (wire_p, first_rows_p):
+                # The node says how its operand is sent, so it is on the operand's device.
+                operand = node.inputs[0]
                 made = graph.producers.get(operand) if isinstance(operand, Value) else None
                 placed[id(node)] = placed[id(made)] if made is not None else self._default
             elif node.op in CONTROL_OPS:

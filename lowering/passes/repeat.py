@@ -14,6 +14,7 @@ from dflow.lowering.passes.prune import Prune
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.ir.graph import Graph, Node, Value
 from dflow.tracing.ir.ops import CONTROL_OPS
+from dflow.tracing.primitives.first_rows import first_rows_p
 from dflow.tracing.primitives.state_primitives import wire_p
 
 _CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape"])
@@ -47,7 +48,7 @@ class _Repeating:
 
     def graph(self) -> Graph:
         for node in self._old.nodes:
-            stays = node.op in CONTROL_OPS or node.op.primitive is wire_p or node.device is None
+            stays = node.op in CONTROL_OPS or node.op.primitive in (wire_p, first_rows_p) or node.device is None
             self._nodes.append(node if stays else self._taking(node, node.device or ""))
         return Graph(self._old.inputs, tuple(self._nodes), self._old.outputs)
 

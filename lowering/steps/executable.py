@@ -20,6 +20,7 @@ from dflow.lowering.programs.program import Program
 from dflow.lowering.steps.plan import (
     Branch,
     Call,
+    CheckIds,
     Copy,
     Item,
     Plan,
@@ -80,7 +81,9 @@ class Executable:
         )
         self.devices = {item.device: device_named(item.device) for item in plan.items if isinstance(item, Copy)}
         self.layouts = {
-            index: PayloadLayout(item.types) for index, item in enumerate(plan.items) if isinstance(item, Recv)
+            index: PayloadLayout(item.types, item.fill)
+            for index, item in enumerate(plan.items)
+            if isinstance(item, Recv)
         }
         self.needs = needed = needs(plan)
         #: The plan as a `straight_line.StraightLine`, once it has run as one.
@@ -268,7 +271,7 @@ def may_change(item: Item) -> bool:
     """Whether an item may change state, of this process or of others."""
     if isinstance(item, Call):
         return bool(item.writes) or item.touches_anything
-    return not isinstance(item, Copy | Read | Recv | Send)
+    return not isinstance(item, CheckIds | Copy | Read | Recv | Send)
 
 
 def _merged(touched: Iterable[Mapping[str, bool]]) -> dict[str, bool]:
@@ -300,7 +303,7 @@ def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
 def takes(item: Item) -> tuple[int, ...]:
     """Return the slots that an item takes its values from."""
     match item:
-        case Copy():
+        case CheckIds() | Copy():
             return (item.take,)
         case Recv() | Read():
             return ()
@@ -312,7 +315,7 @@ def gives(item: Item) -> tuple[int, ...]:
     match item:
         case Send():
             return ()
-        case Copy():
+        case CheckIds() | Copy():
             return (item.give,)
     return item.gives
 

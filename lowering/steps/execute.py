@@ -23,11 +23,25 @@ from dflow.lowering.queues.pending_operations import Cancel
 from dflow.lowering.state.applied_steps import StepAttempt
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives
+from dflow.lowering.steps.line_items import check
 from dflow.lowering.steps.loops import PENDING, Loop, OnItem
-from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scan, Send, UseResource, While
+from dflow.lowering.steps.plan import (
+    Branch,
+    Call,
+    CheckIds,
+    Copy,
+    Item,
+    Plan,
+    Read,
+    Recv,
+    Scan,
+    Send,
+    UseResource,
+    While,
+)
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
 from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
-from dflow.lowering.values.host_values import on_device
+from dflow.lowering.values.host_values import counted_rows, on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError, StepCancelled
 
@@ -167,7 +181,9 @@ class Execution:
         return False
 
     def _send(self, item: Send, index: int) -> bool:
-        values = [self._slots[slot] for slot in item.takes]
+        values: Sequence[Any] = [self._slots[slot] for slot in item.takes]
+        if item.has_count:
+            values = counted_rows(*values)
         try:
             self._channel.send(self._step, item.edge + self._frame, item.destination, values)
         except NotConnected as needed:
@@ -206,6 +222,10 @@ class Execution:
             self._submit(partial(self._copy_after, index, item))
             return False
         self._slots[item.give] = self._copied(item)
+        return True
+
+    def _check_ids(self, item: CheckIds, index: int) -> bool:
+        check(item, self._slots)
         return True
 
     def _read(self, item: Read, index: int) -> bool:
@@ -366,6 +386,7 @@ _PERFORM: Mapping[type[Item], Callable[[Execution, Any, int], bool]] = {
     Send: Execution._send,
     Call: Execution._call,
     Copy: Execution._copy,
+    CheckIds: Execution._check_ids,
     Read: Execution._read,
     UseResource: Execution._use_resource,
     Branch: Execution._branch,

@@ -19,11 +19,14 @@ from dflow.lowering.state.held_value import StepState
 from dflow.lowering.state.repeated_views import RepeatedViews
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
+from dflow.lowering.steps.plan import Call, CheckIds, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
+from dflow.lowering.values.computed import wait_until_computed
+from dflow.lowering.values.host_values import counted_rows
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError
+from dflow.tracing.primitives.id_checks import check_ids
 
 
 class ItemsRun(Protocol):
@@ -66,6 +69,8 @@ def compiled_item(item: Item, index: int, executable: Executable, store: Store) 
             return _read(item, index, executable, store), None
         case Copy():
             return _copy(item, executable), None
+        case CheckIds():
+            return _check_ids(item), None
         case UseResource():
             return _use_resource(item, index, executable, store), None
     raise InternalError(f"{type(item).__name__} in a straight line; please report this")
@@ -112,6 +117,8 @@ def _receive(item: Recv, index: int, executable: Executable) -> DoItem:
 
 def _send(item: Send) -> DoItem:
     edge, destination, take = item.edge, item.destination, taker(item.takes)
+    if item.has_count:
+        return lambda run: run.channel.send(run.step, edge, destination, counted_rows(*take(run.slots)))
     return lambda run: run.channel.send(run.step, edge, destination, take(run.slots))
 
 
@@ -154,6 +161,21 @@ def _copy(item: Copy, executable: Executable) -> DoItem:
         run.slots[give] = jax.device_put(run.slots[take], device)
 
     return do
+
+
+def _check_ids(item: CheckIds) -> DoItem:
+    def do(run: ItemsRun) -> None:
+        check(item, run.slots)
+
+    return do
+
+
+def check(item: CheckIds, slots: list[Any]) -> None:
+    """Run the item. Raises InputError."""
+    ids = slots[item.take]
+    wait_until_computed((ids,))
+    check_ids(ids, item.size, item.table, item.line)
+    slots[item.give] = ids
 
 
 def _use_resource(item: UseResource, index: int, executable: Executable, store: Store) -> DoItem:

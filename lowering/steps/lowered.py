@@ -15,7 +15,21 @@ import numpy as np
 from dflow.lowering.passes.task_control_flow import tasks_of
 from dflow.lowering.placement.work import is_asynchronous
 from dflow.lowering.programs.discharge import Discharged, discharge
-from dflow.lowering.steps.plan import Branch, Call, Copy, Item, Plan, Read, Recv, Scalar, Scan, Send, UseResource, While
+from dflow.lowering.steps.plan import (
+    Branch,
+    Call,
+    CheckIds,
+    Copy,
+    Item,
+    Plan,
+    Read,
+    Recv,
+    Scalar,
+    Scan,
+    Send,
+    UseResource,
+    While,
+)
 from dflow.lowering.values.snapshots import snapshots, variables_read
 from dflow.tracing.devices.device_name import split_device_name
 from dflow.tracing.errors import InternalError
@@ -132,13 +146,18 @@ class _Maker:
     def _item(self, node: Node, after: tuple[int, ...]) -> Item:
         if node.op is ops.net_send:
             edge, destination = node.attributes["edge"], node.attributes["destination"]
-            return Send(edge, destination, self._takes(node.inputs), after)
+            return Send(edge, destination, self._takes(node.inputs), after, "fill" in node.attributes)
         if node.op is ops.net_recv:
             edge, source = node.attributes["edge"], node.attributes["source"]
             types = tuple((dtype_name(type.dtype), type.shape) for type in node.attributes["types"])
-            return Recv(edge, source, tuple(map(self.slot, node.outputs)), types, after)
+            fill = node.attributes.get("fill")
+            return Recv(edge, source, tuple(map(self.slot, node.outputs)), types, after, fill)
         if node.op is ops.dev_copy:
             return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
+        if node.op is ops.ids_check:
+            size, table = node.attributes["size"], node.attributes["table"]
+            [take] = self._takes(node.inputs)
+            return CheckIds(size, table, take, self.slot(node.outputs[0]), at(node.loc), after)
         if node in self.snapshots:
             keys = tuple(self.keys[ref] for ref in variables_read(node))
             return Read(keys, tuple(self.slot(value) for value in node.outputs), after)

@@ -47,6 +47,20 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
     after: tuple[int, ...] = ()
 
 
+class CheckIds(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="check"):
+    """Put the row numbers in slot `take` into slot `give`, if each is one of the `size` rows of `table`; else fail.
+
+    `line` is the user's, as the error shows it.
+    """
+
+    size: int
+    table: str
+    take: int
+    give: int
+    line: str = ""
+    after: tuple[int, ...] = ()
+
+
 class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
     """Put the values of variables at one moment into the slots `gives`.
 
@@ -59,18 +73,23 @@ class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):
 
 
 class Send(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="send"):
-    """Send the arrays in the slots `takes`, as one message, over `edge` to the task `destination`."""
+    """Send the arrays in the slots `takes`, as one message, over `edge` to the task `destination`.
+
+    With `has_count`, `takes` are an array and the number of its first rows, which alone are sent.
+    """
 
     edge: str
     destination: str
     takes: tuple[int, ...]
     after: tuple[int, ...] = ()
+    has_count: bool = False
 
 
 class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
     """Wait for the arrays that the task `source` sends over `edge`, and put them into the slots `gives`.
 
-    `types` has the dtype and the shape of each.
+    `types` has the dtype and the shape of each. With `fill`, they are an array and the number of its first rows that
+    came; the other rows are `fill`.
     """
 
     edge: str
@@ -78,6 +97,7 @@ class Recv(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="recv"):
     gives: tuple[int, ...]
     types: tuple[tuple[str, tuple[int, ...]], ...]
     after: tuple[int, ...] = ()
+    fill: int | None = None
 
 
 class UseResource(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="use"):
@@ -134,7 +154,7 @@ class Scan(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="scan"):
     parallel: int = DEFAULT_PARALLEL_ITERATIONS
 
 
-Item = Call | Copy | Read | Send | Recv | UseResource | Branch | While | Scan
+Item = Call | CheckIds | Copy | Read | Send | Recv | UseResource | Branch | While | Scan
 
 
 class Scalar(msgspec.Struct, frozen=True, repr_omit_defaults=True):

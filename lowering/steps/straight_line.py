@@ -29,7 +29,7 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
 from dflow.lowering.steps.line_items import DoItem, Fill, compiled_item, ranges_of, taker
-from dflow.lowering.steps.plan import Call, Copy, Item, Read, Recv, Send, UseResource
+from dflow.lowering.steps.plan import Call, CheckIds, Copy, Item, Read, Recv, Send, UseResource
 from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
@@ -142,7 +142,7 @@ def is_straight(executable: Executable) -> bool:
 
 def is_line_item(item: Item) -> bool:
     """Whether an item may be in a straight line, whatever it needs."""
-    return isinstance(item, Call | Read | Send | _WAITS)
+    return isinstance(item, Call | CheckIds | Read | Send | _WAITS)
 
 
 def chained_waits(items: Sequence[Item], needed: Sequence[Set[int]]) -> int:

@@ -17,6 +17,8 @@ import numpy as np
 import numpy.typing as npt
 from jax import jit as jax_jit
 
+from dflow.lowering.values.computed import wait_until_computed
+
 #: Larger arrays are converted if programs would copy them: those of the user's program, which may be unaligned, and all
 #: for devices other than CPUs. The conversion takes as long as the copy of this many bytes.
 SMALL_BYTES = 1 << 17
@@ -47,6 +49,12 @@ def as_operand(value: Any) -> jax.Array | npt.NDArray[Any]:
 def as_argument(value: Any) -> jax.Array | npt.NDArray[Any]:
     """As `as_operand`, for an array of the caller, which may change it while a program that takes it still runs."""
     return np.array(value) if stays_on_host(value) else as_operand(value)
+
+
+def counted_rows(value: Any, count: Any) -> list[npt.NDArray[Any]]:
+    """Return the first `count` rows of an array, of a value of one; waits until both are computed."""
+    wait_until_computed((value, count))
+    return [np.asarray(value)[: int(count)]]
 
 
 def on_device(values: Iterable[Any]) -> tuple[jax.Array, ...]:

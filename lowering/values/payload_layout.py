@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.lowering.values.alignment import aligned
+from dflow.lowering.values.alignment import aligned, aligned_zeros
 from dflow.lowering.values.host_values import may_stay_on_host
 from dflow.tracing.errors import WireError
 from dflow.tracing.ir.types import key_implementation, parse_dtype
@@ -24,12 +24,15 @@ class PayloadLayout:
     """The places of arrays in a buffer: one after another, in row-major order, each aligned.
 
     types       the dtype and the shape of each
+    fill        of an array, whose first rows alone are in the buffer, the value of its other rows; it is followed by
+                the number of the first rows, which is not in the buffer
     size_bytes  size of the buffer; nothing follows the last array
     raises      ParseError for a dtype that does not exist, WireError for an invalid shape
     """
 
-    def __init__(self, types: Sequence[tuple[str, tuple[int, ...]]]) -> None:
-        self.size_bytes = 0
+    def __init__(self, types: Sequence[tuple[str, tuple[int, ...]]], fill: int | None = None) -> None:
+        self.size_bytes, self._fill = 0, fill
+        types = types if fill is None else types[:1]
         #: The shape of each array, and its dtype, number of elements and offset.
         self._places: list[tuple[tuple[int, ...], tuple[np.dtype[Any], int, int]]] = []
         #: The indices of the arrays that do not stay NumPy arrays, with the function that converts each.
@@ -49,12 +52,16 @@ class PayloadLayout:
             start = aligned(self.size_bytes)
             self._places.append((shape, (dtype, math.prod(shape), start)))
             self.size_bytes = start + size_bytes
+        if fill is not None and (self.size_bytes == 0 or len(self._places) != 1):
+            raise WireError(f"value sent by its first rows: expected an array with elements, got {types}")
 
     def values(self, buffer: bytes | bytearray | memoryview) -> list[Any]:
         """Return the arrays in `buffer`, without a copy, as NumPy or JAX arrays; see `host_values`.
 
         raises  WireError when the buffer has another size
         """
+        if self._fill is not None:
+            return self._counted(buffer, self._fill)
         if len(buffer) != self.size_bytes:
             raise WireError(f"the values take {self.size_bytes} bytes, but {len(buffer)} bytes came")
         # Not `np.ndarray(..., buffer)`: it would refer to the memory itself, which is freed at the end of `buffer`.
@@ -62,6 +69,23 @@ class PayloadLayout:
         for index, convert in self._converted:
             arrays[index] = convert(arrays[index])
         return arrays
+
+    def _counted(self, buffer: bytes | bytearray | memoryview, fill: int) -> list[Any]:
+        """Return the whole array, of whose rows the first ones are in `buffer`, and their number, i32[]."""
+        [(shape, (dtype, _, _))] = self._places
+        row_bytes = self.size_bytes // shape[0]
+        if len(buffer) % row_bytes or len(buffer) > self.size_bytes:
+            raise WireError(
+                f"rows of {row_bytes} bytes, at most {shape[0]}: expected them alone, got {len(buffer)} bytes"
+            )
+        count = len(buffer) // row_bytes
+        array: Any = aligned_zeros(dtype, shape)
+        array[:count] = np.frombuffer(buffer, dtype).reshape(count, *shape[1:])
+        if fill:
+            array[count:] = fill
+        for _, convert in self._converted:
+            array = convert(array)
+        return [array, np.int32(count)]
 
 
 def _size(dtype: np.dtype[Any], shape: tuple[int, ...]) -> int:

@@ -28,7 +28,7 @@ from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.rows.lookups import TappedLookups, rows_found
+from dflow.tracing.rows.lookups import RowsFound, TappedLookups, rows_found
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.rows_to_dense import rows_to_dense
 from dflow.tracing.source import at, caller
@@ -287,7 +287,7 @@ class _Pure:
         by_variable = [
             _finished(variable, whole[variable])
             if variable in whole
-            else _finished_rows(variable, *rows_found(variable, self._sites, indices, grads[2]), rows)
+            else _finished_rows(variable, rows_found(variable, self._sites, indices, grads[2]), rows)
             for variable in self._wrt
         ]
         return (value, jax.tree_util.tree_unflatten(self._aux_tree, aux)), (by_variable, grads[1])
@@ -315,11 +315,16 @@ def _finished(variable: Variable, gradient: Any) -> Any:
     return name(gradient, f"grad/{variable.name}")
 
 
-def _finished_rows(variable: Variable, indices: Any, rows: Any, as_rows: bool) -> Any:
+def _finished_rows(variable: Variable, found: RowsFound, as_rows: bool) -> Any:
     """Like `_finished`, for a gradient given by rows; with `as_rows` a `RowGradient`, if no function changes it."""
     if as_rows and variable.gradient is None:
-        return RowGradient(indices, name(rows, f"grad/{variable.name}"), variable.shape)
-    return _finished(variable, rows_to_dense(indices, rows, variable.shape, variable.name))
+        indices, rows = found.indices, name(found.rows, f"grad/{variable.name}")
+        if found.once:  # a row gradient's indices are those of existing rows
+            is_row = indices < variable.shape[0]
+            indices = jnp.where(is_row, indices, 0)
+            rows = jnp.where(is_row.reshape(-1, *[1] * (variable.ndim - 1)), rows, 0)
+        return RowGradient(indices, rows, variable.shape)
+    return _finished(variable, rows_to_dense(*found[:2], variable.shape, variable.name, once=found.once))
 
 
 def _flat_variables(function: str, variables: Any) -> tuple[list[Any], Any]:

@@ -96,10 +96,10 @@ class State(dict[Any, Any]):
         """The value, or what stands for it where the variable is only looked up in."""
         return Table(variable) if variable in self.lookups.tables else self[variable]
 
-    def rows(self, variable: Any, indices: Any) -> Any:
-        """The rows at `indices`."""
+    def rows(self, variable: Any, indices: Any, once: bool) -> Any:
+        """The rows at `indices`; with `once`, none is looked up twice."""
         if variable in self.lookups.tables:
-            return self.lookups.rows(variable, indices)
+            return self.lookups.rows(variable, indices, once)
         return looked_up(self[variable], indices)
 
     def of(self, variables: Iterable[Any]) -> list[Any]:
@@ -203,7 +203,7 @@ def _read(equation: Equation, operands: list[Any], state: State) -> list[Any]:
 
 
 def _gather(equation: Equation, operands: list[Any], state: State) -> list[Any]:
-    return [state.rows(equation.params["handle"].variable, operands[0])]
+    return [state.rows(equation.params["handle"].variable, operands[0], equation.params["once"])]
 
 
 def _update(equation: Equation, operands: list[Any], state: State) -> list[Any]:

@@ -82,13 +82,20 @@ var_assign, var_assign_add = UPDATES["assign"], UPDATES["assign_add"]
 
 
 @op("net.send", (Effect.SEND, None))
-def net_send(*values: ArrayType, edge: str, destination: str, codec: str = "none") -> tuple[Type, ...]:
-    """Send the values, which a `codec` may have made smaller, as one message over `edge` to the task `destination`."""
+def net_send(
+    *values: ArrayType, edge: str, destination: str, codec: str = "none", fill: int | None = None
+) -> tuple[Type, ...]:
+    """Send the values, which a `codec` may have made smaller, as one message over `edge` to the task `destination`.
+
+    With `fill` they are an array and the number of its first rows to send; the other rows are `fill`.
+    """
     return (TokenType(),)
 
 
 @op("net.recv", (Effect.RECV, None))
-def net_recv(*, edge: str, source: str, types: tuple[ArrayType, ...], codec: str = "none") -> tuple[Type, ...]:
+def net_recv(
+    *, edge: str, source: str, types: tuple[ArrayType, ...], codec: str = "none", fill: int | None = None
+) -> tuple[Type, ...]:
     """The values that the task `source` sends over `edge`."""
     return types
 
@@ -107,6 +114,12 @@ def net_decode(sent: ArrayType, /, *, codec: str, type: ArrayType) -> tuple[Type
     """The decoded array. It has the given type; its values may have lost precision."""
     _check_given("net.encode", [sent], [encoded_type(codec, type) or type])
     return (type,)
+
+
+@op("ids.check")
+def ids_check(ids: ArrayType, /, *, size: int, table: str) -> tuple[Type, ...]:
+    """The ids; an error if one is not the number of one of the `size` rows of the table of that name."""
+    return (ids,)
 
 
 @op("dev.copy")

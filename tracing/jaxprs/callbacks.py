@@ -8,6 +8,7 @@ from typing import Any
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.jax_frontend import equations_within, inner_parts
 from dflow.tracing.jaxprs.attributes import Body
+from dflow.tracing.primitives.id_checks import check_ids_p
 
 #: Not those of `jax.debug`: what it prints is not worth a copy of the state.
 _PRIMITIVES = frozenset({"pure_callback", "io_callback"})
@@ -26,4 +27,5 @@ def calls_python(graph: Graph) -> bool:
 def _within(params: Mapping[str, Any]) -> bool:
     bodies = (value.graph for value in params.values() if isinstance(value, Body))
     inner = (equation for jaxpr, _ in inner_parts(params) for equation in equations_within(jaxpr))
-    return any(map(calls_python, bodies)) or any(equation.primitive.name in _PRIMITIVES for equation in inner)
+    names = {equation.primitive.name for equation in inner}
+    return any(map(calls_python, bodies)) or not names.isdisjoint(_PRIMITIVES | {check_ids_p.name})

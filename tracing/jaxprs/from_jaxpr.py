@@ -42,7 +42,9 @@ from dflow.tracing.jax_frontend import (
     touches_state,
 )
 from dflow.tracing.jaxprs.captured import closed_over, is_large
+from dflow.tracing.primitives.first_rows import first_rows_p
 from dflow.tracing.primitives.host_primitives import host_p
+from dflow.tracing.primitives.id_checks import check_ids_p
 from dflow.tracing.primitives.kernel_choice import is_kernel
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p, wire_p
 from dflow.tracing.rows.keep_rows import keep_rows
@@ -92,11 +94,11 @@ def holds_device(jaxpr: Jaxpr) -> bool:
 
 
 def _holds_wire(jaxpr: Jaxpr) -> bool:
-    """Whether the jaxpr, or one called within it, sets the codec of a value."""
+    """Whether the jaxpr, or one called within it, has an op that says how a value is sent."""
     inner = (
         closed_parts(one.params[CALLS[one.primitive.name]])[0] for one in jaxpr.eqns if one.primitive.name in CALLS
     )
-    return any(equation.primitive is wire_p for equation in jaxpr.eqns) or any(map(_holds_wire, inner))
+    return any(equation.primitive in (wire_p, first_rows_p) for equation in jaxpr.eqns) or any(map(_holds_wire, inner))
 
 
 def _scopes(jaxprs: Iterable[Jaxpr]) -> Iterator[str]:
@@ -199,12 +201,19 @@ class _Builder:
             op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
             outputs = self._results(names, equation, ref.name)
             return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
+        if primitive is check_ids_p:
+            outputs = self._results(names, equation, "ids")
+            return self._node(ops.ids_check, inputs, outputs, dict(params), origin, origin_of(equation).device)
         if primitive is host_p:
             attributes = dict(params)
             ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")
             outputs = self._results(names, equation, ref.name)
             return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
         if primitive.name in RULED and is_kernel(closed_parts(params[RULED[primitive.name]])[0]):
+            jaxpr, consts = closed_parts(params[RULED[primitive.name]])
+            return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
+        if primitive.name in RULED and not closed_parts(params[RULED[primitive.name]])[0].eqns:
+            # It returns operands, such as the rows of a lookup: an op of its own would move them to the caller.
             jaxpr, consts = closed_parts(params[RULED[primitive.name]])
             return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
         said = dict.fromkeys(_scopes(inner for inner, _ in inner_parts(params)))

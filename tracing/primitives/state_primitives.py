@@ -101,7 +101,7 @@ def value_type(handle: Handle) -> Any:
     return _read_type(handle=handle)[0]
 
 
-def _gather_type(indices: Any, *, handle: Handle) -> Any:
+def _gather_type(indices: Any, *, handle: Handle, once: bool) -> Any:
     held, places = _type_here(handle), type_of_aval(indices)
     rows = replace(lookup_type(held, places), sharding=lookup_sharding(held, places))
     return _aval(rows), {ResourceEffect(Access.READ, handle)}
@@ -119,9 +119,9 @@ def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
 
 #: The value of a variable.
 read_p = _state_primitive("var_read", _read_type, lambda variable: variable.home.read(variable))
-#: Rows of a variable.
+#: Rows of a variable. With `once` no row is looked up twice: indices are equal only past the end.
 gather_p = _state_primitive(
-    "var_gather", _gather_type, lambda variable, indices: variable.home.gather(variable, indices)
+    "var_gather", _gather_type, lambda variable, indices, once: variable.home.gather(variable, indices)
 )
 #: An update; `kind` is a key of `updates.KINDS`, `reduce` is "sum" or None.
 update_p = _state_primitive("var_update", _update_type, _update_now)
@@ -145,13 +145,13 @@ def _update_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Hand
     )
 
 
-def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle) -> Any:
-    rows = gather_p.bind(*primals, handle=handle)
+def _gather_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, handle: Handle, once: bool) -> Any:
+    rows = gather_p.bind(*primals, handle=handle, once=once)
     return rows, ad.Zero(jax.typeof(rows).to_tangent_aval())
 
 
-def _gather_batched(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle) -> Any:
-    return gather_p.bind(_batch_first(args[0], dims[0]), handle=handle), 0
+def _gather_batched(args: Sequence[Any], dims: Sequence[Any], *, handle: Handle, once: bool) -> Any:
+    return gather_p.bind(_batch_first(args[0], dims[0]), handle=handle, once=False), 0
 
 
 def _update_batched(

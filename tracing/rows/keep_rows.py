@@ -186,7 +186,8 @@ class _Pass:
         if rows.shape[0] >= count:
             return None
         zero = Fill(np.zeros((), rows.dtype)[()])
-        return [Rowwise(equation, [indices, rows], zero, Index(indices, count), rows)]
+        index = Index(indices, count, equation.params["once"])
+        return [Rowwise(equation, [indices, rows], zero, index, rows)]
 
     def _read(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         variable = equation.params["handle"].variable
@@ -221,7 +222,7 @@ class _Pass:
         elif properties.keeps_by_zero and value.is_sparse:
             # Each row is updated once, after the sum of all its updates.
             update, index = "scatter_update", value.index.unique
-            old = gather_p.bind(index.places, handle=variable.handle)
+            old = gather_p.bind(index.places, handle=variable.handle, once=True)
             rows = updated(kind, old, value.index.summed(value.rows))
         elif not properties.reads and value.rest == self._stored(variable):
             update, rows, index = "scatter_update", value.rows, value.index

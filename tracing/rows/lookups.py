@@ -63,12 +63,14 @@ class Site:
     `rows`    type of the rows found
     `places`  type of their places
     `drops`   whether a place outside the table gets no gradient
+    `once`    whether no row is looked up twice
     """
 
     variable: Any
     rows: ArrayType
     places: ArrayType
     drops: bool
+    once: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,8 @@ class Search:
         indices = equation.invars[0 if is_own else 1].aval.dtype
         places = ArrayType(_wide_dtype(indices), shape[: len(shape) - len(variable.shape) + 1])
         drops = is_own or _mode(equation) != GatherScatterMode.CLIP
-        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), places, drops))
+        once = is_own and equation.params["once"]
+        self.sites.append(Site(variable, ArrayType(aval.dtype, shape), places, drops, once))
         self.least[variable] += math.prod(places.shape)
 
     def _whole(self, atoms: Sequence[Any], tables: Mapping[Any, Any]) -> None:
@@ -181,7 +184,7 @@ def _repeated(site: Site, equation: Equation) -> Site:
     """Return the site of a body's lookup for all iterations: a scan adds a first dimension."""
     times = (equation.params["length"],) if equation.primitive.name == "scan" else ()
     rows, places = (ArrayType(type.dtype, (*times, *type.shape)) for type in (site.rows, site.places))
-    return replace(site, rows=rows, places=places)
+    return replace(site, rows=rows, places=places, once=site.once and not times)
 
 
 def _tables_inside(inner: Sequence[Any], outer: Sequence[Any], tables: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -284,10 +287,14 @@ class Lookups(ABC):
     def __init__(self, tables: Collection[Any]) -> None:
         self.tables = tables
 
-    def rows(self, variable: Any, indices: Any) -> Any:
-        """The rows of a variable at indices, which may be negative (from the end) or out of bounds."""
+    def rows(self, variable: Any, indices: Any, once: bool) -> Any:
+        """The rows of a variable at indices, which may be negative (from the end) or out of bounds.
+
+        With `once`, no row is looked up twice and no index is negative.
+        """
         indices = _wide(indices)
-        return self._find(variable, jnp.where(indices < 0, indices + variable.shape[0], indices)).rows
+        places = indices if once else jnp.where(indices < 0, indices + variable.shape[0], indices)
+        return self._find(variable, places).rows
 
     def gather(self, equation: Equation, variable: Any, starts: Any) -> Any:
         """The result of a JAX gather of whole rows, by a lookup; `starts` is its second operand."""
@@ -321,11 +328,12 @@ class TappedLookups(Lookups):
 
     def _find(self, variable: Any, places: Any) -> Found:
         site, tap = next(self._left)
-        if site.drops:
+        if site.drops and not site.once:
             tap = jnp.where(_is_there(variable, places), tap, jnp.zeros_like(tap))
-        inside = jnp.clip(places, 0, variable.shape[0] - 1)
+        # Of places that occur once, those past the end are no rows, as in a unique `Index`.
+        inside = places if site.once else jnp.clip(places, 0, variable.shape[0] - 1)
         self.indices.append(inside)
-        return Found(_tapped(gather_p.bind(inside, handle=variable.handle), tap), places)
+        return Found(_tapped(gather_p.bind(inside, handle=variable.handle, once=site.once), tap), places)
 
     def inside(self, sites: Sequence[Site], run: RunBody, state: Any) -> list[Any]:
         """Do all lookups of the equation's bodies before it, and hand the bodies the rows and places."""
@@ -376,11 +384,18 @@ def _wide_dtype(dtype: Any) -> Any:
     return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.int32)
 
 
-def rows_found(
-    variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]
-) -> tuple[jax.Array, jax.Array]:
-    """The indices and rows of the gradient of one variable, from the gradients of the rows of every site."""
+class RowsFound(NamedTuple):
+    """The indices and rows of the gradient of one variable; with `once`, equal indices are those of no row."""
+
+    indices: jax.Array
+    rows: jax.Array
+    once: bool
+
+
+def rows_found(variable: Any, sites: Sequence[Site], indices: Sequence[Any], rows: Sequence[Any]) -> RowsFound:
+    """The gradient of one variable, from the gradients of the rows of every site."""
     mine = [place for place, site in enumerate(sites) if site.variable is variable]
     flat = [jnp.reshape(rows[place], (-1, *variable.shape[1:])) for place in mine]
     places = [jnp.reshape(indices[place], -1).astype(jnp.int32) for place in mine]
-    return jnp.concatenate(places), jnp.concatenate(flat)
+    once = len(mine) == 1 and sites[mine[0]].once
+    return RowsFound(jnp.concatenate(places), jnp.concatenate(flat), once)

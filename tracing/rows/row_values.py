@@ -214,7 +214,7 @@ def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
             shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
             return jnp.broadcast_to(jnp.asarray(value, aval.dtype), shape)
         case Stored(variable, _):
-            return gather_p.bind(index.places, handle=variable.handle)
+            return gather_p.bind(index.places, handle=variable.handle, once=index.is_unique)
         case Whole(array):
             return jnp.asarray(array).at[index.places].get(mode="clip")
         case RowResult(equation, operands):

@@ -34,15 +34,16 @@ class DenseGradientWarning(UserWarning):
     """The gradient of a large table is made dense although few rows were looked up; the message names the op."""
 
 
-def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str) -> jax.Array:
+def rows_to_dense(indices: Any, rows: Any, shape: Sequence[int], table: str, *, once: bool = False) -> jax.Array:
     """A dense array of `shape`: at `indices` the rows, elsewhere zero.
 
     indices  i32[k]; rows of one index add up, and a row past the end is left out
     rows     [k, *shape[1:]]
     table    what it is the gradient of, for messages
+    once     whether no two of the indices are of one row
     """
     is_bound.set()
-    dense: jax.Array = rows_to_dense_p.bind(indices, rows, shape=tuple(shape), table=table)
+    dense: jax.Array = rows_to_dense_p.bind(indices, rows, shape=tuple(shape), table=table, once=once)
     return dense
 
 
@@ -67,16 +68,16 @@ def warn_of_dense(table: str, dense: Any, rows: Any, user: str, loc: Loc | None)
     )
 
 
-def _dense(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str) -> Any:
+def _dense(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str, once: bool) -> Any:
     return jnp.zeros(shape, rows.dtype).at[indices].add(rows, mode="drop")
 
 
-_compiled = jax.jit(_dense, static_argnames=("shape", "table"))
+_compiled = jax.jit(_dense, static_argnames=("shape", "table", "once"))
 
 
-def _dense_now(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str) -> Any:
+def _dense_now(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str, once: bool) -> Any:
     warn_of_dense(table, jax.ShapeDtypeStruct(shape, rows.dtype), rows, "a gradient outside of traced code", caller())
-    return _compiled(indices, rows, shape=shape, table="")
+    return _compiled(indices, rows, shape=shape, table="", once=once)
 
 
 def dense_to_rows(dense: Any) -> tuple[jax.Array, jax.Array]:
@@ -130,7 +131,7 @@ note_p.def_effectful_abstract_eval(lambda *gradients: ([], {NoteEffect()}))
 
 rows_to_dense_p = jex.Primitive("rows_to_dense")
 rows_to_dense_p.def_impl(_dense_now)
-rows_to_dense_p.def_abstract_eval(lambda indices, rows, *, shape, table: jax.core.ShapedArray(shape, rows.dtype))
+rows_to_dense_p.def_abstract_eval(lambda indices, rows, *, shape, **_: jax.core.ShapedArray(shape, rows.dtype))
 mlir.register_lowering(rows_to_dense_p, mlir.lower_fun(_dense, multiple_results=False))
 
 

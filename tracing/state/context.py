@@ -40,6 +40,10 @@ class Home(Protocol):
     #: Whether two variables of one name are one variable.
     shares_names: bool
 
+    @property
+    def spread(self) -> int:
+        """Number of tasks over which new variables are spread, at least 1."""
+
     def create(self, variable: Any, initial: Initial, near: Any) -> Slot | None:
         """Create the variable's value, or find it; return its location, or None if `settle` will set that later.
 

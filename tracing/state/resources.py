@@ -228,7 +228,7 @@ class Variable(jax.Array):
         negative index counts from the end; one past either end gives the row at that end and no gradient, as in
         `array[indices]`. Raises VariableShapeError for indices that are no integers.
         """
-        rows: jax.Array = gather_p.bind(self._indices("gather", indices), handle=self.handle)
+        rows: jax.Array = gather_p.bind(self._indices("gather", indices), handle=self.handle, once=False)
         return rows
 
     def scatter_update(self, indices: Any, rows: Any) -> None:

@@ -1,0 +1,185 @@
+"""A slice of an initial value, computed without the rest of it.
+
+The shard of a table on one task begins with the values that the whole table would have there, and no process has room
+for the whole. So the initialiser's program is computed backwards from the slice: an op whose elements each depend on
+the elements at their own place is computed on the slice alone, and so are random bits, since JAX draws each from the
+key and its place (`jax_threefry_partitionable`). An op of another kind is computed whole, and sliced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry_2x32
+
+from dflow.tracing.jax_frontend import Equation, Jaxpr, bind, closed_parts, dispatched, is_literal, key_implementation
+from dflow.tracing.rows.lookups import CALLS, RULED
+from dflow.tracing.rows.row_wise import ELEMENTWISE
+
+_FUNCTIONS = {**CALLS, **RULED}
+#: Elementwise ops that gradients do not have.
+_ELEMENTWISE = ELEMENTWISE | {
+    *("bitcast_convert_type", "shift_left", "shift_right_arithmetic", "shift_right_logical", "stop_gradient"),
+    *("population_count", "clz"),
+}
+
+
+class AxisSlice(NamedTuple):
+    """The indices `start`, `start + step`, ..., `size` of them, along the dimension `axis`."""
+
+    axis: int
+    start: int
+    size: int
+    step: int = 1
+
+    def of(self, array: Any) -> Any:
+        """The part of an array that has all indices."""
+        stop = self.start + (self.size - 1) * self.step + 1 if self.size else self.start
+        return array[(slice(None),) * self.axis + (slice(self.start, stop, self.step),)]
+
+    def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the part of an array of the shape `whole`."""
+        return (*whole[: self.axis], self.size, *whole[self.axis + 1 :])
+
+
+def sliced(initial: Callable[[], Any], part: AxisSlice) -> Callable[[], Any]:
+    """Return a function that gives the part of the array that `initial` returns, with the same bits."""
+
+    def initial_part() -> Any:
+        jaxpr, consts, _ = dispatched(initial)
+        return _Program(jaxpr, lambda place, part: _part_of(consts[place], part)).value(jaxpr.outvars[0], part)
+
+    return initial_part
+
+
+def _part_of(array: Any, part: AxisSlice | None) -> Any:
+    return array if part is None else part.of(array)
+
+
+class _Program:
+    """A program of which parts of values are computed; `given(n, part)` is its n-th constant or argument, or a part."""
+
+    def __init__(self, jaxpr: Jaxpr, given: Callable[[int, AxisSlice | None], Any]) -> None:
+        self._given = given
+        self._places = {var: place for place, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
+        self._makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+        self._known: dict[tuple[Any, AxisSlice | None], Any] = {}
+
+    def value(self, atom: Any, part: AxisSlice | None) -> Any:
+        """The value of an atom, or a part of it."""
+        if is_literal(atom):
+            return _part_of(atom.val, part)
+        if (atom, part) not in self._known:
+            if atom in self._places:
+                self._known[atom, part] = self._given(self._places[atom], part)
+            elif part is None:
+                self._compute(self._makers[atom])
+            else:
+                found = self._part(self._makers[atom], atom, part)
+                self._known[atom, part] = part.of(self.value(atom, None)) if found is None else found
+        return self._known[atom, part]
+
+    def _compute(self, equation: Equation) -> None:
+        values = [self.value(atom, None) for atom in equation.invars]
+        results = bind(equation.primitive, equation.params, values, None)
+        self._known.update(((var, None), result) for var, result in zip(equation.outvars, results, strict=True))
+
+    def _part(self, equation: Equation, result: Any, part: AxisSlice) -> Any:
+        """Compute a part of a result; None if all of it must be computed."""
+        name, params = equation.primitive.name, equation.params
+        shape = part.shape(result.aval.shape)
+        if name in _FUNCTIONS:
+            return self._call(equation, equation.outvars.index(result), part)
+        if name in _ELEMENTWISE:
+            operands = [self._beside(atom, result.aval.shape, part) for atom in equation.invars]
+            return bind(equation.primitive, params, operands, None)[0]
+        if name == "broadcast_in_dim" and len(equation.invars) == 1:
+            [operand], dims = equation.invars, params["broadcast_dimensions"]
+            inner = None
+            if part.axis in dims and operand.aval.shape[dims.index(part.axis)] == result.aval.shape[part.axis]:
+                inner = part._replace(axis=dims.index(part.axis))
+            return jax.lax.broadcast_in_dim(self.value(operand, inner), shape, dims)
+        if name == "iota":
+            iota = jax.lax.broadcasted_iota(params["dtype"], shape, params["dimension"])
+            return iota * part.step + part.start if part.axis == params["dimension"] else iota
+        if name == "random_bits":
+            return _bits(self.value(equation.invars[0], None), params["bit_width"], result.aval.shape, part)
+        return None
+
+    def _beside(self, atom: Any, shape: Sequence[int], part: AxisSlice) -> Any:
+        """The value of an operand of an elementwise op whose result has this shape; a dimension of size 1 is kept."""
+        is_cut = len(atom.aval.shape) == len(shape) and atom.aval.shape[part.axis] == shape[part.axis]
+        return self.value(atom, part if is_cut else None)
+
+    def _call(self, equation: Equation, number: int, part: AxisSlice) -> Any:
+        """Compute a part of a result of a function, compiled as one program like the function."""
+        jaxpr, consts = closed_parts(equation.params[_FUNCTIONS[equation.primitive.name]])
+        needed: dict[tuple[int, AxisSlice | None], Any] = {}
+
+        def run(given: Callable[[int, AxisSlice | None], Any]) -> Any:
+            def of(place: int, part: AxisSlice | None) -> Any:
+                return _part_of(consts[place], part) if place < len(consts) else given(place - len(consts), part)
+
+            return _Program(jaxpr, of).value(jaxpr.outvars[number], part)
+
+        def note(place: int, part: AxisSlice | None) -> Any:
+            aval = jaxpr.invars[place].aval
+            needed[place, part] = None
+            return jnp.zeros(aval.shape if part is None else part.shape(aval.shape), aval.dtype)
+
+        jax.eval_shape(lambda: run(note))
+        operands = [self.value(equation.invars[place], part) for place, part in needed]
+        return jax.jit(lambda *values: run(lambda *key: dict(zip(needed, values, strict=True))[key]))(*operands)
+
+
+def _bits(key: Any, bit_width: int, shape: Sequence[int], part: AxisSlice) -> Any:
+    """A part of the random bits that JAX draws for the shape; None where they depend on all others.
+
+    The bits at a place are the cipher Threefry of the place's number in the array, as in `jax.random.bits` (JEP 9263).
+    """
+    is_threefry = key_implementation(key.dtype).name == "threefry2x32" and key.shape == ()
+    if not (is_threefry and _is_partitionable() and math.prod(part.shape(shape))):
+        return None
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    steps = [stride * part.step if dim == part.axis else stride for dim, stride in enumerate(strides)]
+    high, low = _places(part.start * strides[part.axis], steps, part.shape(shape))
+    words = jax.random.key_data(key)
+    drawn = threefry_2x32((words[0], words[1]), jnp.concatenate([high.ravel(), low.ravel()]))
+    first, second = drawn[: low.size].reshape(low.shape), drawn[low.size :].reshape(low.shape)
+    if bit_width == 64:
+        return (first.astype(jnp.uint64) << 32) | second.astype(jnp.uint64)
+    return (first ^ second).astype(jnp.dtype(f"uint{bit_width}"))
+
+
+def _places(first: int, steps: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
+    """The upper and lower 32 bits of `first` plus the sum of each index times its step, for an array of `shape`."""
+    high, low = _halves(first, shape)
+    for dim, step in enumerate(steps):
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
+        # By halves of 16 bits: an index times a step may exceed 32 bits.
+        for index_shift, index_half in ((0, index & 0xFFFF), (16, index >> 16)):
+            for step_shift in (0, 16, 32, 48):
+                factor = (step >> step_shift) & 0xFFFF
+                shift = index_shift + step_shift
+                if factor == 0 or shift >= 64:
+                    continue
+                product = index_half * np.uint32(factor)
+                upper = product << (shift - 32) if shift >= 32 else product >> (32 - shift) if shift else 0
+                lower = product << shift if shift < 32 else jnp.zeros_like(product)
+                low = low + lower
+                high = high + upper + (low < lower)
+    return high, low
+
+
+def _halves(number: int, shape: Sequence[int]) -> tuple[Any, Any]:
+    return jnp.full(shape, number >> 32, jnp.uint32), jnp.full(shape, number & 0xFFFFFFFF, jnp.uint32)
+
+
+def _is_partitionable() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_threefry_partitionable)
