@@ -13,6 +13,8 @@ from dflow.graphs.graph_view import GraphView, graph
 from dflow.graphs.placement_view import PlacedPart, Placement, explain_placement
 from dflow.kernel_check import KernelCheck, check_kernel
 from dflow.scopes import colocate_with, device
+from dflow.tables.embedding import Embedding
+from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.derivatives.loops import while_loop
 from dflow.tracing.derivatives.unread_variables import UnreadVariableWarning
@@ -76,6 +78,7 @@ __all__ = [
     "DeviceError",
     "DflowError",
     "DuplicateNameWarning",
+    "Embedding",
     "ExportError",
     "Exported",
     "FIFOQueue",
@@ -107,6 +110,7 @@ __all__ = [
     "RestoreReport",
     "RetraceWarning",
     "RowGradient",
+    "ShardedVariable",
     "StrategyError",
     "TaskLost",
     "UnreadVariableWarning",

@@ -1,0 +1,346 @@
+"""A variable in shards, each an ordinary variable on a task of its own.
+
+Why: an array may be larger than the memory of one task. Lookups, updates and reductions run where the shards are, and
+only row numbers, rows and partial results travel; only `read` and `assign` handle the whole array.
+
+A sharded variable is a pytree of its shards. So gradients with respect to it, optimizers of it and `jax.tree` functions
+over it work on the shards, and what they return has arrays in the place of the variables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dflow.scopes import colocate_with
+from dflow.tables.routing import combined, route
+from dflow.tables.shard_layout import ShardLayout, shards_for
+from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.ir.updates import indices_refusal
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.rows.slices import sliced
+from dflow.tracing.source import as_code
+from dflow.tracing.state.context import current_home
+from dflow.tracing.state.initial_value import initial_type
+from dflow.tracing.state.resources import Variable, is_variable
+
+#: Most rows of a sharded variable: row numbers are i32.
+MOST_ROWS = 2**31 - 1
+
+
+class ShardedVariable:
+    """An array of one or more dimensions, divided over variables that live on several tasks.
+
+    `initial`  the initial value, or a function without arguments that returns it. Each task computes its part of what
+               the function returns, with the same bits as the whole, and without the whole if the function's ops work
+               element by element (constants, `jax.random` with Threefry keys, arithmetic); other ops run whole
+    `shards`   number of shards; by default that of the tasks that new variables are spread over, in one process 1
+    `by`       `rows` (neighbouring rows), `modulo` (row r in shard r % shards) or `columns`
+    `max_shard_bytes`  in place of `shards`: as many as keep each at this size or below
+    `name`, `dtype`, `trainable`  as for `dflow.Variable`; shard n is the variable `name/n`
+    raises     VariableError as `dflow.Variable` does, and for a division that the array does not have
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        initial: Any,
+        *,
+        shards: int | None = None,
+        by: str = "rows",
+        max_shard_bytes: int | None = None,
+        name: str | None = None,
+        dtype: Any = None,
+        trainable: bool = True,
+    ) -> None:
+        if shards is not None and max_shard_bytes is not None:
+            raise VariableError("a sharded variable was given shards and max_shard_bytes", "give one of the two")
+        type = initial_type(initial, name)
+        home = current_home()
+        if max_shard_bytes is not None:
+            shards = shards_for(type.shape, type.dtype if dtype is None else dtype, by, max_shard_bytes)
+        elif shards is None:
+            divided = type.shape[by == "columns" :][:1] or (1,)
+            shards = max(1, min(home.spread, *divided))
+        self.layout = ShardLayout(type.shape, shards, by)
+        if type.shape[0] > MOST_ROWS:
+            raise VariableError(
+                f"rows of a sharded variable: expected at most {MOST_ROWS}, got {type.shape[0]}",
+                "divide it into several tables",
+            )
+        parts = [self.layout.part(shard) for shard in range(shards)]
+        make = (lambda part: sliced(initial, part)) if callable(initial) else lambda part: part.of(jnp.asarray(initial))
+        named = [None if name is None else f"{name}/{shard}" for shard in range(shards)]
+        with home.together():
+            #: The variables, in order; in the result of a gradient or of a `jax.tree` function, what is in their place.
+            self.shards: tuple[Any, ...] = tuple(
+                Variable(make(part), name=one, dtype=dtype, trainable=trainable)
+                for part, one in zip(parts, named, strict=True)
+            )
+        self.name = self.shards[0].name.removesuffix("/0") if name is not None else f"sharded_{self.shards[0].name}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return self.layout.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array."""
+        return self.shards[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions of the array."""
+        return len(self.shape)
+
+    @property
+    def trainable(self) -> bool:
+        """Whether `dflow.trainable_variables` includes it."""
+        return bool(self.shards[0].trainable)
+
+    def read(self) -> jax.Array:
+        """The whole array, assembled here from the shards."""
+        return self.layout.joined([_read(shard) for shard in self.shards])
+
+    def assign(self, value: Any) -> None:
+        """Replace the whole array. Raises VariableShapeError when shape or dtype is not the variable's."""
+        array = jnp.asarray(value)
+        if array.shape != self.shape:
+            raise VariableShapeError(
+                f"sharded variable {self.name!r}: expected an array of {self.shape}, got one of {array.shape}",
+                "give it the whole array; rows are written by scatter_update",
+            )
+        for number, shard in enumerate(self._variables("assign")):
+            shard.assign(self.layout.part(number).of(array))
+
+    def gather(self, indices: Any) -> jax.Array:
+        """The rows at `indices`, integers of any shape: an array of shape `indices.shape + shape[1:]`.
+
+        Each row is looked up once, where it is; equal indices share it. Indices have JAX's meaning, as in
+        `Variable.gather`: a negative index counts from the end; one past either end gives the row at that end and no
+        gradient. Raises VariableShapeError for indices that are no integers.
+        """
+        given = self._indices("gather", indices)
+        wrapped = jnp.where(given < 0, given + self.shape[0], given)
+        inside = jnp.clip(wrapped, 0, self.shape[0] - 1)
+        rows = self.rows(inside)
+        is_there = (wrapped == inside).reshape(*inside.shape, *[1] * (self.ndim - 1))
+        return jnp.where(is_there, rows, jax.lax.stop_gradient(rows))
+
+    def rows(self, numbers: Any) -> jax.Array:
+        """The rows of these numbers, i32 of any shape; for a number that no row has, any values."""
+        shards = self._variables("gather")
+        flat = numbers.reshape(-1)
+        shape = (*numbers.shape, *self.shape[1:])
+        if not flat.size:
+            return jnp.zeros(shape, self.dtype)
+        if len(shards) == 1 and not shards[0].home.shares_names:
+            return shards[0].gather(numbers)
+        way = route(self.layout, flat)
+        if self.layout.axis == 0:
+            found = jnp.concatenate(list(map(_looked_up, shards, way.rows, way.counts)))
+        else:
+            found = jnp.concatenate([_looked_up(shard, way.rows[0], way.counts[0]) for shard in shards], axis=1)
+        return jnp.take(found, way.places, axis=0, mode="clip").reshape(shape)
+
+    def scatter_update(self, indices: Any, rows: Any) -> None:
+        """Replace the rows at `indices`; of rows for one index any one stays.
+
+        Here and in every `scatter_`: `indices` are integers of any shape and `rows` has `indices.shape + shape[1:]`; a
+        negative index counts from the end; a row that does not exist is not written. It is one update for each shard.
+        Raises VariableShapeError.
+        """
+        self._scatter("scatter_update", indices, rows)
+
+    def scatter_add(self, indices: Any, rows: Any) -> None:
+        """Add `rows` to the rows at `indices`; rows for one index add up."""
+        self._scatter("scatter_add", indices, rows)
+
+    def scatter_sub(self, indices: Any, rows: Any) -> None:
+        """Subtract `rows` from the rows at `indices`; rows for one index add up."""
+        self._scatter("scatter_sub", indices, rows)
+
+    def scatter_mul(self, indices: Any, rows: Any) -> None:
+        """Multiply the rows at `indices` by `rows`."""
+        self._scatter("scatter_mul", indices, rows)
+
+    def scatter_max(self, indices: Any, rows: Any) -> None:
+        """Keep the larger of the rows at `indices` and `rows`, element by element."""
+        self._scatter("scatter_max", indices, rows)
+
+    def scatter_min(self, indices: Any, rows: Any) -> None:
+        """Keep the smaller of the rows at `indices` and `rows`, element by element."""
+        self._scatter("scatter_min", indices, rows)
+
+    def sum(self, axis: int | None = None) -> jax.Array:
+        """The sum, along `axis` or of all elements; only sums of shards travel."""
+        return self._reduced(jnp.sum, jnp.add, axis)
+
+    def mean(self, axis: int | None = None) -> jax.Array:
+        """The mean, along `axis` or of all elements; only sums of shards travel."""
+        total = self.sum(axis)
+        size = self.shape[axis] if axis is not None else math.prod(self.shape)
+        return total / size
+
+    def max(self, axis: int | None = None) -> jax.Array:
+        """The largest element, along `axis` or of all; only those of shards travel."""
+        return self._reduced(jnp.max, jnp.maximum, axis)
+
+    def min(self, axis: int | None = None) -> jax.Array:
+        """The smallest element, along `axis` or of all; only those of shards travel."""
+        return self._reduced(jnp.min, jnp.minimum, axis)
+
+    def __matmul__(self, other: Any) -> jax.Array:
+        """`self @ other`, computed where the shards are."""
+        other = _read(other)
+        if self.ndim != 2 or jnp.ndim(other) not in (1, 2):
+            raise self._no_product(f"{self.shape} @ {jnp.shape(other)}")
+        if self.layout.axis == 0:
+            return self.layout.joined(self._on_shards("@", lambda shard, _: shard @ other), 0)
+        return _joined(self._on_shards("@", lambda shard, part: shard @ part._replace(axis=0).of(other)), jnp.add)
+
+    def __rmatmul__(self, other: Any) -> jax.Array:
+        """`other @ self`, computed where the shards are."""
+        other = jnp.asarray(_read(other))
+        if self.ndim != 2 or not other.ndim:
+            raise self._no_product(f"{other.shape} @ {self.shape}")
+        if self.layout.axis == 1:
+            return self.layout.joined(self._on_shards("@", lambda shard, _: other @ shard), other.ndim - 1)
+        cut = other.ndim - 1
+        return _joined(self._on_shards("@", lambda shard, part: part._replace(axis=cut).of(other) @ shard), jnp.add)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        if isinstance(index, slice):
+            index = jnp.arange(self.shape[0])[index]
+        if isinstance(index, tuple) or index is None or index is Ellipsis:
+            raise VariableShapeError(
+                f"sharded variable {self.name!r}: expected integers or a slice of rows as index, got {index!r}",
+                f"take the rows first, or the whole: {as_code(self.name)}.read()[...]",
+            )
+        return self.gather(index)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        if not all(map(is_variable, self.shards)):
+            return f"<ShardedVariable of {', '.join(map(repr, self.shards))}>"
+        type = ArrayType(self.dtype, self.shape)
+        return f"<ShardedVariable {self.name!r}: {type} in {len(self.shards)} shards by {self.layout.by}>"
+
+    def _variables(self, method: str) -> Sequence[Variable]:
+        if not all(map(is_variable, self.shards)):
+            raise VariableError(
+                f"{method}: expected a sharded variable, got one with {type(self.shards[0]).__name__} in the place of "
+                f"variables",
+                "use the variable itself; of a gradient, each entry of .shards is that of one shard",
+            )
+        return self.shards
+
+    def _indices(self, method: str, indices: Any) -> Any:
+        array = jnp.asarray(_read(indices))
+        refusal = indices_refusal(ArrayType(self.dtype, self.shape), ArrayType(array.dtype, array.shape))
+        if refusal is not None:
+            raise VariableShapeError(
+                f"sharded variable {self.name!r} of {self.shape} has no {method} here: {refusal}",
+                "give it integers that count along the first dimension",
+            )
+        return array.astype(jnp.int32)
+
+    def _scatter(self, kind: str, indices: Any, rows: Any) -> None:
+        shards = self._variables(kind)
+        given = self._indices(kind, indices)
+        rows = jnp.asarray(_read(rows))
+        wanted = (*given.shape, *self.shape[1:])
+        if rows.shape != wanted or jnp.promote_types(rows.dtype, self.dtype) != self.dtype:
+            raise VariableShapeError(
+                f"{kind} of sharded variable {self.name!r}: expected rows of {wanted} and {self.dtype}, got "
+                f"{rows.shape} and {rows.dtype}",
+                "give a row of its dtype for each index",
+            )
+        if not given.size:
+            return
+        numbers = jnp.where(given < 0, given + self.shape[0], given).reshape(-1)
+        rows = rows.astype(self.dtype).reshape(-1, *self.shape[1:])
+        way = route(self.layout, numbers)
+        if self.layout.axis == 0:
+            for shard, places, each in zip(shards, way.rows, combined(kind, way, rows), strict=True):
+                getattr(shard, kind)(places, each)
+        else:
+            for number, shard in enumerate(shards):
+                [each] = combined(kind, way, self.layout.part(number).of(rows))
+                getattr(shard, kind)(way.rows[0], each)
+
+    def _on_shards(self, method: str, fn: Callable[[Any, Any], Any]) -> list[Any]:
+        """Return `fn(value, part)` of each shard, computed where it is."""
+        found = []
+        for number, shard in enumerate(self._variables(method)):
+            with colocate_with(shard):
+                found.append(fn(shard.read(), self.layout.part(number)))
+        return found
+
+    def _reduced(self, reduce: Callable[..., Any], join: Callable[[Any, Any], Any], axis: int | None) -> jax.Array:
+        if axis is not None and not -self.ndim <= axis < self.ndim:
+            raise VariableShapeError(
+                f"axis of a reduction of {self.shape}: expected {-self.ndim} to {self.ndim - 1}, got {axis}",
+                "give one of its dimensions",
+            )
+        axis = axis if axis is None else axis % self.ndim
+        parts = self._on_shards("a reduction", lambda shard, _: reduce(shard, axis=axis))
+        if axis is not None and axis != self.layout.axis:
+            return self.layout.joined(parts, self.layout.axis - (axis < self.layout.axis))
+        return _joined(parts, join)
+
+    def _no_product(self, shown: str) -> VariableShapeError:
+        return VariableShapeError(
+            f"a product with sharded variable {self.name!r}: expected matrices that fit, got {shown}",
+            "take the rows that you need, or the whole by read()",
+        )
+
+
+def _read(value: Any) -> Any:
+    if isinstance(value, RowGradient):
+        return value.dense()
+    return value.read() if isinstance(value, Variable | ShardedVariable) else value
+
+
+def _looked_up(shard: Variable, rows: Any, count: Any) -> Any:
+    """The rows of a shard at row numbers of a `Route`: values in the first `count`, zero in the others."""
+    return first_rows(gather_p.bind(rows, handle=shard.handle, once=True), count)
+
+
+def _joined(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:
+    whole: jax.Array = parts[0]
+    for part in parts[1:]:
+        whole = join(whole, part)
+    return whole
+
+
+def _flattened(variable: ShardedVariable) -> tuple[Any, Any]:
+    keys = map(jax.tree_util.SequenceKey, range(len(variable.shards)))
+    return tuple(zip(keys, variable.shards, strict=True)), (variable.layout, variable.name)
+
+
+def unflattened(cls: type[Any], about: Any, shards: Any) -> Any:
+    """A sharded variable of class `cls` with these values in the place of its variables."""
+    made = object.__new__(cls)
+    made.layout, made.name = about
+    made.shards = tuple(shards)
+    return made
+
+
+def register(cls: type[Any]) -> None:
+    """Make a class of sharded variables a pytree of the shards."""
+    jax.tree_util.register_pytree_with_keys(cls, _flattened, lambda about, shards: unflattened(cls, about, shards))
+
+
+register(ShardedVariable)

@@ -1,0 +1,97 @@
+"""Embeddings: lookups by checked ids, and bags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+
+
+@pytest.fixture
+def table() -> dflow.Embedding:
+    return dflow.Embedding(100, 4, name="words")
+
+
+def test_an_embedding_begins_with_what_its_initialiser_gives() -> None:
+    drawn = jax.random.key(1)
+    made = dflow.Embedding(50, 3, initializer=jax.nn.initializers.glorot_uniform(), key=drawn, shards=4, by="modulo")
+    np.testing.assert_array_equal(made.read(), jax.nn.initializers.glorot_uniform()(drawn, (50, 3), jnp.float32))
+    words, others = (dflow.Embedding(1000, 16, name=name).read() for name in ("one", "another"))
+    assert abs(words.std() - 0.25) < 0.01
+    assert (words != others).any()
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 100], r"table 'words': expected ids from 0 to 99, got 100 at \(1,\)\n  at .*test_embedding.py:\d+\n  map"),
+        ([[5, 7], [-1, 300]], r"got -1 at \(1, 0\), and 1 more ids outside"),
+    ],
+)
+def test_an_id_without_a_row_is_named(table: dflow.Embedding, ids: Any, message: str) -> None:
+    steps = dflow.Variable(0, name="steps")
+
+    @dflow.jit
+    def step(ids: Any) -> Any:
+        steps.assign_add(1)
+        return table(ids).sum()
+
+    with pytest.raises(dflow.InputError, match=message):
+        step(jnp.array(ids))
+    assert steps.read() == 0
+    with pytest.raises(dflow.InputError, match="expected ids from 0 to 99"):
+        table(jnp.array(ids))
+    # In a loop that XLA runs, JAX raises an error of its own with the text.
+    with pytest.raises((ValueError, RuntimeError), match="expected ids from 0 to 99"):
+        dflow.jit(lambda ids: jax.lax.map(table, ids))(jnp.array(ids))
+
+
+def test_an_id_without_a_row_is_named_on_a_cluster() -> None:
+    with memory_cluster(ps=2, workers=1) as cluster:
+        worker = cluster.worker()
+        with worker.parameter_servers():
+            table = dflow.Embedding(100, 4, name="words")
+        step = dflow.jit(lambda ids: table(ids).sum())
+        with pytest.raises(dflow.InputError, match=r"'words': expected ids from 0 to 99, got 111 at \(2,\)"):
+            step(jnp.array([1, 2, 111]))
+        assert step(jnp.array([1, 2, 99])) == table.read()[jnp.array([1, 2, 99])].sum()
+
+
+def test_bags(table: dflow.Embedding) -> None:
+    rows = np.asarray(table.read())
+    ids = np.array([[1, 2, 3], [4, 5, 5]])
+    weights = np.array([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0]], np.float32)
+    weighted = (rows[ids] * weights[..., None]).sum(1)
+    np.testing.assert_allclose(table.bag(ids), rows[ids].sum(1), rtol=1e-5)
+    np.testing.assert_allclose(table.bag(ids, combine="mean"), rows[ids].mean(1), rtol=1e-5)
+    np.testing.assert_allclose(table.bag(ids, weights=weights), weighted, rtol=1e-5)
+    np.testing.assert_allclose(table.bag(ids, weights=weights, combine="mean")[0], weighted[0] / 3, rtol=1e-5)
+    assert not table.bag(ids, weights=weights, combine="mean")[1].any()
+    ragged = dflow.jit(lambda: table.bag(ids.ravel(), segments=jnp.array([0, 0, 0, 0, 2, 2]), bags=4, combine="mean"))()
+    np.testing.assert_allclose(ragged[0], rows[[1, 2, 3, 4]].mean(0), rtol=1e-5)
+    assert not ragged[1].any()
+    np.testing.assert_allclose(ragged[2], rows[5], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"combine": "max"}, "expected 'sum' or 'mean', got 'max'"),
+        ({"weights": [1.0]}, r"expected the shape of the ids, \(3,\), got \(1,\)"),
+        ({"segments": [0, 0, 1]}, "and bags=None"),
+        ({"segments": [0], "bags": 2}, r"got \(1,\) and bags=2"),
+    ],
+)
+def test_mistakes_about_bags(table: dflow.Embedding, options: Any, message: str) -> None:
+    with pytest.raises(dflow.InputError, match=message):
+        table.bag(jnp.array([1, 2, 3]), **{k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()})
+
+
+def test_an_empty_lookup(table: dflow.Embedding) -> None:
+    assert table(jnp.zeros((0, 3), jnp.int32)).shape == (0, 3, 4)
