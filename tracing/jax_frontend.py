@@ -708,18 +708,18 @@ def retraced(
     return param if closed.consts else closed.jaxpr
 
 
-def dispatched(fn: Callable[[], Any]) -> tuple[Jaxpr, list[Any], Any]:
+def dispatched(fn: Callable[..., Any], *args: Any) -> tuple[Jaxpr, list[Any], Any]:
     """Trace `fn` like `make_jaxpr`, with one equation for each program that JAX would dispatch if `fn` ran now.
 
     Evaluated one by one, the equations give the same bits as `fn`. Those of `make_jaxpr` may not: it inlines small
     jitted functions, whose ops XLA would have fused.
     """
 
-    def recorded() -> Any:
+    def recorded(*args: Any) -> Any:
         with jax_core.set_current_trace(_AsDispatched(jax_core.trace_ctx.trace)):
-            return fn()
+            return fn(*args)
 
-    return make_jaxpr(recorded)
+    return make_jaxpr(recorded, *args)
 
 
 #: The parameter of a jitted function that is not inlined; older JAX has no kinds of inlining.

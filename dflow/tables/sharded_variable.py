@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.scopes import colocate_with
+from dflow.tables.initial_part import initial_part
 from dflow.tables.routing import combined, route
 from dflow.tables.shard_layout import ShardLayout, shards_for
 from dflow.tracing.errors import VariableError, VariableShapeError
@@ -26,7 +27,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.row_gradient import RowGradient
-from dflow.tracing.rows.slices import sliced
+from dflow.tracing.rows.slices import AxisSlice
 from dflow.tracing.source import as_code
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.initial_value import initial_type
@@ -77,12 +78,16 @@ class ShardedVariable:
                 "divide it into several tables",
             )
         parts = [self.layout.part(shard) for shard in range(shards)]
-        make = (lambda part: sliced(initial, part)) if callable(initial) else lambda part: part.of(jnp.asarray(initial))
+        row_bytes = type.size_bytes // max(1, type.shape[0])
+
+        def make(part: AxisSlice, name: str | None) -> Any:
+            return initial_part(initial, part, row_bytes, name) if callable(initial) else part.of(jnp.asarray(initial))
+
         named = [None if name is None else f"{name}/{shard}" for shard in range(shards)]
         with home.together():
             #: The variables, in order; in the result of a gradient or of a `jax.tree` function, what is in their place.
             self.shards: tuple[Any, ...] = tuple(
-                Variable(make(part), name=one, dtype=dtype, trainable=trainable)
+                Variable(make(part, one), name=one, dtype=dtype, trainable=trainable)
                 for part, one in zip(parts, named, strict=True)
             )
         self.name = self.shards[0].name.removesuffix("/0") if name is not None else f"sharded_{self.shards[0].name}"

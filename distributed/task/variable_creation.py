@@ -22,6 +22,7 @@ from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import Program
 from dflow.lowering.state.store import Store
+from dflow.lowering.values.first_value import joined_rows, unshared
 from dflow.lowering.values.kept_shardings import is_spread
 from dflow.tracing.errors import DflowError, VariableError, WireError
 from dflow.tracing.ir.types import ArrayType
@@ -68,7 +69,7 @@ class VariableCreation:
         self._store.create(
             variable.name,
             ArrayType(dtype, variable.shape),
-            make if place is None else lambda: jax.device_put(make(), place),
+            make if place is None else lambda: jax.device_put(unshared(make()), place),
         )
 
     def _place(self, variable: CreateVariable) -> Sharding | None:
@@ -81,19 +82,31 @@ class VariableCreation:
     def _first_value(
         self, variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]
     ) -> Any:
-        values = list(arrays)
         try:
-            for call in variable.calls:
-                operands = [_numbered(values, number, "value") for number in call.takes]
-                program = _numbered(programs, call.program, "program")()
-                values += program(*operands)
-            result = _numbered(values, variable.result, "value")
+            if variable.starts:
+                dtype = parse_dtype(variable.dtype)
+                return joined_rows(
+                    ArrayType(dtype, variable.shape),
+                    variable.starts,
+                    lambda start: _computed(variable, [start, *arrays[1:]], programs),
+                )
+            result = _computed(variable, arrays, programs)
             is_data = variable.dtype in KEYS and result.dtype.name not in KEYS  # as the ops of an initialiser give it
             return jax.random.wrap_key_data(result, impl=KEYS[variable.dtype][0]) if is_data else result
         except DflowError:
             raise
         except Exception as error:
             raise VariableError(f"the initialiser of variable {variable.name!r} cannot be run here: {error}") from error
+
+
+def _computed(variable: CreateVariable, arrays: Sequence[Any], programs: Sequence[Callable[[], Program]]) -> Any:
+    """Return the result of the variable's calls."""
+    values = list(arrays)
+    for call in variable.calls:
+        operands = [_numbered(values, number, "value") for number in call.takes]
+        program = _numbered(programs, call.program, "program")()
+        values += program(*operands)
+    return _numbered(values, variable.result, "value")
 
 
 def _parts(message: CreateVariables, payload: memoryview) -> tuple[Sequence[Any], Sequence[memoryview]]:

@@ -266,7 +266,8 @@ class _Creation:
         arrays, payload = encode_arrays(recipe.arrays)
         used = list(dict.fromkeys(program for program, _ in recipe.calls))
         calls = tuple(ProgramCall(used.index(program), takes) for program, takes in recipe.calls)
-        variable = replace(wanted.asked(), arrays=len(arrays), calls=calls, result=recipe.result)
+        made = {"calls": calls, "result": recipe.result, "starts": tuple(recipe.starts)}
+        variable = replace(wanted.asked(), arrays=len(arrays), **made)
         blobs = [self._exports.blobs[program] for program in used]
         message = CreateVariables((variable,), arrays, tuple(map(len, blobs)))
         return _Parcel(task, message, [wanted], b"".join((payload, *blobs)))

@@ -10,7 +10,7 @@ Invariant: values that the initialiser closes over are read when the ops are rec
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dflow.lowering.programs.program import export_program
+from dflow.lowering.values.first_value import joined_rows
 from dflow.tracing.ir.exact_attributes import exact_attributes
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import (
@@ -41,12 +42,14 @@ class Recipe:
     """Instructions for another process to compute a value.
 
     Values are numbered: first the `arrays`, then the results of each call in order. A call is the index of a program
-    and the numbers of the values that it takes. `result` is the number of the computed value.
+    and the numbers of the values that it takes. `result` is the number of the computed value. With `starts`, this is
+    the part of the value that begins at the row that value number 0 says; there is one at each of these rows.
     """
 
     arrays: Sequence[npt.NDArray[Any]]
     calls: Sequence[tuple[int, tuple[int, ...]]]
     result: int
+    starts: Sequence[int] = ()
 
 
 class Exports:
@@ -73,13 +76,20 @@ class Exports:
 class InitialOps(TypedInitial):
     """The ops of the initialiser of the variable `name`.
 
-    Raises VariableError unless it is a function without arguments that returns an array.
+    With `starts` the initialiser gives some rows of the value, those from the row on that it takes, i32[]: it is
+    called with each of these rows, so that what it computes beside the value is small.
+    Raises VariableError unless it is a function (otherwise without arguments) that returns an array.
     """
 
-    def __init__(self, initial: Callable[[], Any], name: str | None = None) -> None:
-        check_needs_nothing(initial, name)
-        self._jaxpr, consts, struct = dispatched(initial)
+    def __init__(self, initial: Callable[..., Any], name: str | None = None, starts: Sequence[int] = ()) -> None:
+        self._starts = starts
+        if not starts:
+            check_needs_nothing(initial, name)
+        self._jaxpr, consts, struct = dispatched(initial, *map(np.int32, starts[:1]))
         self.type = struct_type(struct, name)
+        if starts:
+            rows, *others = self.type.shape
+            self.type = replace(self.type, shape=(starts[-1] + rows, *others))
         # The user may write to a NumPy array before the ops run.
         self._consts = [const.copy() if isinstance(const, np.ndarray) else const for const in consts]
         #: Whether the initialiser touches variables, so that its ops can run in this process only.
@@ -97,17 +107,25 @@ class InitialOps(TypedInitial):
     def __call__(self) -> Any:
         # The first use of a variable may be in a trace, which must not record these ops.
         with jax.ensure_compile_time_eval():
-            env: dict[Any, Any] = dict(zip(self._jaxpr.constvars, self._consts, strict=True))
-            for equation in self._jaxpr.eqns:
-                values = [_value(atom, env) for atom in equation.invars]
-                results = bind(equation.primitive, equation.params, values, None)
-                env.update(zip(equation.outvars, results, strict=True))
-            return _value(self._jaxpr.outvars[0], env)
+            if not self._starts:
+                return self._evaluated()
+            return joined_rows(self.type, self._starts, self._evaluated)
+
+    def _evaluated(self, *args: Any) -> Any:
+        jaxpr = self._jaxpr
+        env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*self._consts, *args), strict=True))
+        for equation in jaxpr.eqns:
+            values = [_value(atom, env) for atom in equation.invars]
+            results = bind(equation.primitive, equation.params, values, None)
+            env.update(zip(equation.outvars, results, strict=True))
+        return _value(jaxpr.outvars[0], env)
 
     def recipe(self, exports: Exports) -> Recipe:
         """Return the ops for another process, and add their programs to `exports`."""
-        arrays = [_plain(const, var) for var, const in zip(self._jaxpr.constvars, self._consts, strict=True)]
-        numbers: dict[Any, int] = {var: number for number, var in enumerate(self._jaxpr.constvars)}
+        given: list[tuple[Any, Any]] = [*zip(self._jaxpr.invars, map(np.int32, self._starts[:1]), strict=True)]
+        given += zip(self._jaxpr.constvars, self._consts, strict=True)
+        arrays = [_plain(value, var) for var, value in given]
+        numbers: dict[Any, int] = {var: number for number, (var, _) in enumerate(given)}
         for literal in (atom for equation in self._jaxpr.eqns for atom in equation.invars if is_literal(atom)):
             numbers[id(literal)] = len(arrays)
             arrays.append(_plain(literal.val, literal))
@@ -117,7 +135,7 @@ class InitialOps(TypedInitial):
             calls.append((exports.number(equation), takes))
             numbers.update(zip(equation.outvars, range(following, following + len(equation.outvars)), strict=True))
             following += len(equation.outvars)
-        return Recipe(arrays, calls, numbers[self._jaxpr.outvars[0]])
+        return Recipe(arrays, calls, numbers[self._jaxpr.outvars[0]], self._starts)
 
 
 def _value(atom: Any, env: dict[Any, Any]) -> Any:

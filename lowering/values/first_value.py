@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import jit as jax_jit
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
@@ -47,8 +50,9 @@ class Making:
 
 def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Sharding | None) -> jax.Array:
     """Return the value of `make()`, with sharding `place` if given. Raises VariableError when it has another type."""
+    made = make() if place is None else _made_at(place, make)
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
-    value = jnp.array(make(), copy=True) if place is None else _made_at(place, make)
+    value = made.value if isinstance(made, Unshared) else jnp.array(made, copy=place is None)
     if array_type_of(value).strong != type:
         raise VariableError(
             f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
@@ -59,6 +63,35 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Shard
     # A Python number becomes a weakly typed array; a variable's array always has the variable's type.
     converted: jax.Array = jax.lax.convert_element_type(value, type.dtype)
     return converted
+
+
+@dataclass(frozen=True)
+class Unshared:
+    """A new array, to which nothing else refers."""
+
+    value: jax.Array
+
+
+def unshared(made: Any) -> Any:
+    """Return what an initialiser made, as an array."""
+    return made.value if isinstance(made, Unshared) else made
+
+
+def joined_rows(type: ArrayType, starts: Sequence[int], rows_at: Callable[[Any], Any]) -> Unshared:
+    """Return the array of the parts `rows_at(start)`, some rows each, in their places; a part may repeat rows.
+
+    Beside the array only one part is in memory at a time.
+    """
+    whole = jnp.zeros(type.shape, type.dtype)
+    for start in starts:
+        whole = _with_rows(whole, jnp.asarray(rows_at(np.int32(start))), start)
+        whole.block_until_ready()
+    return Unshared(whole)
+
+
+@partial(jax_jit, donate_argnums=0)
+def _with_rows(whole: jax.Array, rows: jax.Array, start: int) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(whole, rows.astype(whole.dtype), start, 0)
 
 
 def _within_mesh(place: Sharding) -> AbstractContextManager[Any]:
@@ -75,11 +108,11 @@ def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
     made: jax.Array
     if len(place.device_set) == 1:
         with jax.default_device(next(iter(place.device_set))):
-            made = jax.device_put(jnp.array(make(), copy=True), place)
+            made = jax.device_put(jnp.array(unshared(make()), copy=True), place)
         return made
     try:
         with _within_mesh(place):
-            made = jax_jit(lambda: jnp.asarray(make()), out_shardings=place)()
+            made = jax_jit(lambda: jnp.asarray(unshared(make())), out_shardings=place)()
     except (DflowError, jax.errors.JAXTypeError):  # `make` reads variables, or cannot be traced
-        made = jax.device_put(jnp.array(make(), copy=True), place)
+        made = jax.device_put(jnp.array(unshared(make()), copy=True), place)
     return made

@@ -37,8 +37,11 @@ class AxisSlice(NamedTuple):
     size: int
     step: int = 1
 
-    def of(self, array: Any) -> Any:
-        """The part of an array that has all indices."""
+    def of(self, array: Any, origin: Any = None) -> Any:
+        """The part of an array that has all indices, moved by `origin` indices, an integer that may be traced."""
+        if origin is not None:
+            indices = origin + self.start + self.step * jnp.arange(self.size)
+            return jnp.take(jnp.asarray(array), indices, self.axis, mode="clip")
         stop = self.start + (self.size - 1) * self.step + 1 if self.size else self.start
         return array[(slice(None),) * self.axis + (slice(self.start, stop, self.step),)]
 
@@ -49,23 +52,32 @@ class AxisSlice(NamedTuple):
 
 def sliced(initial: Callable[[], Any], part: AxisSlice) -> Callable[[], Any]:
     """Return a function that gives the part of the array that `initial` returns, with the same bits."""
+    return lambda: sliced_at(initial, part)(None)
 
-    def initial_part() -> Any:
+
+def sliced_at(initial: Callable[[], Any], part: AxisSlice) -> Callable[[Any], Any]:
+    """As `sliced`, for parts that begin later by a number of indices, which the function takes and may be traced."""
+
+    def initial_part(origin: Any) -> Any:
         jaxpr, consts, _ = dispatched(initial)
-        return _Program(jaxpr, lambda place, part: _part_of(consts[place], part)).value(jaxpr.outvars[0], part)
+
+        def given(place: int, part: AxisSlice | None) -> Any:
+            return _part_of(consts[place], part, origin)
+
+        return _Program(jaxpr, given, origin).value(jaxpr.outvars[0], part)
 
     return initial_part
 
 
-def _part_of(array: Any, part: AxisSlice | None) -> Any:
-    return array if part is None else part.of(array)
+def _part_of(array: Any, part: AxisSlice | None, origin: Any) -> Any:
+    return array if part is None else part.of(array, origin)
 
 
 class _Program:
     """A program of which parts of values are computed; `given(n, part)` is its n-th constant or argument, or a part."""
 
-    def __init__(self, jaxpr: Jaxpr, given: Callable[[int, AxisSlice | None], Any]) -> None:
-        self._given = given
+    def __init__(self, jaxpr: Jaxpr, given: Callable[[int, AxisSlice | None], Any], origin: Any) -> None:
+        self._given, self._origin = given, origin
         self._places = {var: place for place, var in enumerate((*jaxpr.constvars, *jaxpr.invars))}
         self._makers = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
         self._known: dict[tuple[Any, AxisSlice | None], Any] = {}
@@ -73,7 +85,7 @@ class _Program:
     def value(self, atom: Any, part: AxisSlice | None) -> Any:
         """The value of an atom, or a part of it."""
         if is_literal(atom):
-            return _part_of(atom.val, part)
+            return _part_of(atom.val, part, self._origin)
         if (atom, part) not in self._known:
             if atom in self._places:
                 self._known[atom, part] = self._given(self._places[atom], part)
@@ -81,7 +93,7 @@ class _Program:
                 self._compute(self._makers[atom])
             else:
                 found = self._part(self._makers[atom], atom, part)
-                self._known[atom, part] = part.of(self.value(atom, None)) if found is None else found
+                self._known[atom, part] = part.of(self.value(atom, None), self._origin) if found is None else found
         return self._known[atom, part]
 
     def _compute(self, equation: Equation) -> None:
@@ -106,9 +118,12 @@ class _Program:
             return jax.lax.broadcast_in_dim(self.value(operand, inner), shape, dims)
         if name == "iota":
             iota = jax.lax.broadcasted_iota(params["dtype"], shape, params["dimension"])
-            return iota * part.step + part.start if part.axis == params["dimension"] else iota
+            if part.axis != params["dimension"]:
+                return iota
+            return iota * part.step + jnp.asarray(_moved(part.start, self._origin), params["dtype"])
         if name == "random_bits":
-            return _bits(self.value(equation.invars[0], None), params["bit_width"], result.aval.shape, part)
+            key = self.value(equation.invars[0], None)
+            return _bits(key, params["bit_width"], result.aval.shape, part, self._origin)
         return None
 
     def _beside(self, atom: Any, shape: Sequence[int], part: AxisSlice) -> Any:
@@ -121,33 +136,36 @@ class _Program:
         jaxpr, consts = closed_parts(equation.params[_FUNCTIONS[equation.primitive.name]])
         needed: dict[tuple[int, AxisSlice | None], Any] = {}
 
-        def run(given: Callable[[int, AxisSlice | None], Any]) -> Any:
+        def run(given: Callable[[int, AxisSlice | None], Any], origin: Any) -> Any:
             def of(place: int, part: AxisSlice | None) -> Any:
-                return _part_of(consts[place], part) if place < len(consts) else given(place - len(consts), part)
+                is_const = place < len(consts)
+                return _part_of(consts[place], part, origin) if is_const else given(place - len(consts), part)
 
-            return _Program(jaxpr, of).value(jaxpr.outvars[number], part)
+            return _Program(jaxpr, of, origin).value(jaxpr.outvars[number], part)
 
         def note(place: int, part: AxisSlice | None) -> Any:
             aval = jaxpr.invars[place].aval
             needed[place, part] = None
             return jnp.zeros(aval.shape if part is None else part.shape(aval.shape), aval.dtype)
 
-        jax.eval_shape(lambda: run(note))
+        jax.eval_shape(lambda: run(note, self._origin))
         operands = [self.value(equation.invars[place], part) for place, part in needed]
-        return jax.jit(lambda *values: run(lambda *key: dict(zip(needed, values, strict=True))[key]))(*operands)
+
+        def call(origin: Any, *values: Any) -> Any:
+            return run(lambda *key: dict(zip(needed, values, strict=True))[key], origin)
+
+        return jax.jit(call)(self._origin, *operands)
 
 
-def _bits(key: Any, bit_width: int, shape: Sequence[int], part: AxisSlice) -> Any:
+def _bits(key: Any, bit_width: int, shape: Sequence[int], part: AxisSlice, origin: Any) -> Any:
     """A part of the random bits that JAX draws for the shape; None where they depend on all others.
 
     The bits at a place are the cipher Threefry of the place's number in the array, as in `jax.random.bits` (JEP 9263).
     """
     is_threefry = key_implementation(key.dtype).name == "threefry2x32" and key.shape == ()
-    if not (is_threefry and _is_partitionable() and math.prod(part.shape(shape))):
+    if not (is_threefry and _is_partitionable() and math.prod(part.shape(shape)) and max(shape) < 1 << 32):
         return None
-    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    steps = [stride * part.step if dim == part.axis else stride for dim, stride in enumerate(strides)]
-    high, low = _places(part.start * strides[part.axis], steps, part.shape(shape))
+    high, low = _places(shape, part, origin)
     words = jax.random.key_data(key)
     drawn = threefry_2x32((words[0], words[1]), jnp.concatenate([high.ravel(), low.ravel()]))
     first, second = drawn[: low.size].reshape(low.shape), drawn[low.size :].reshape(low.shape)
@@ -156,28 +174,35 @@ def _bits(key: Any, bit_width: int, shape: Sequence[int], part: AxisSlice) -> An
     return (first ^ second).astype(jnp.dtype(f"uint{bit_width}"))
 
 
-def _places(first: int, steps: Sequence[int], shape: Sequence[int]) -> tuple[Any, Any]:
-    """The upper and lower 32 bits of `first` plus the sum of each index times its step, for an array of `shape`."""
-    high, low = _halves(first, shape)
-    for dim, step in enumerate(steps):
-        index = jax.lax.broadcasted_iota(jnp.uint32, shape, dim)
-        # By halves of 16 bits: an index times a step may exceed 32 bits.
-        for index_shift, index_half in ((0, index & 0xFFFF), (16, index >> 16)):
-            for step_shift in (0, 16, 32, 48):
-                factor = (step >> step_shift) & 0xFFFF
-                shift = index_shift + step_shift
-                if factor == 0 or shift >= 64:
+def _places(shape: Sequence[int], part: AxisSlice, origin: Any) -> tuple[Any, Any]:
+    """The upper and lower 32 bits of the number of each element of a part in the array of the shape."""
+    inner = part.shape(shape)
+    high, low = jnp.zeros(inner, jnp.uint32), jnp.zeros(inner, jnp.uint32)
+    for dim in range(len(shape)):
+        index = jax.lax.broadcasted_iota(jnp.uint32, inner, dim)
+        if dim == part.axis:
+            index = index * np.uint32(part.step) + jnp.asarray(_moved(part.start, origin), jnp.uint32)
+        stride = math.prod(shape[dim + 1 :])
+        # By halves of 16 bits: an index times a stride may exceed 32 bits.
+        for index_shift, half in ((0, index & 0xFFFF), (16, index >> 16)):
+            for stride_shift in (0, 16, 32):
+                factor, shift = (stride >> stride_shift) & 0xFFFF, index_shift + stride_shift
+                if factor == 0:
                     continue
-                product = index_half * np.uint32(factor)
-                upper = product << (shift - 32) if shift >= 32 else product >> (32 - shift) if shift else 0
+                product = half * np.uint32(factor)
                 lower = product << shift if shift < 32 else jnp.zeros_like(product)
                 low = low + lower
-                high = high + upper + (low < lower)
+                high = high + _upper(product, shift) + (low < lower)
     return high, low
 
 
-def _halves(number: int, shape: Sequence[int]) -> tuple[Any, Any]:
-    return jnp.full(shape, number >> 32, jnp.uint32), jnp.full(shape, number & 0xFFFFFFFF, jnp.uint32)
+def _upper(product: Any, shift: int) -> Any:
+    """The upper 32 bits of a product shifted to the left."""
+    return product << (shift - 32) if shift >= 32 else product >> (32 - shift) if shift else jnp.zeros_like(product)
+
+
+def _moved(start: int, origin: Any) -> Any:
+    return start if origin is None else start + origin
 
 
 def _is_partitionable() -> bool:

@@ -35,6 +35,8 @@ class CreateVariable(msgspec.Struct, frozen=True):
     `process` process of the task that must hold it, from `Placed`; another process of that task refuses
     `layout`  how it is spread over the task's devices; None for one device
     `near`    a variable of the task whose layout this one has, if both have the same shape; or empty
+    `starts`  if the result is some rows of the initial value, the rows where such parts begin; value number 0 has the
+              row of the part that is computed
 
     Without arrays and calls there is no initial value.
     """
@@ -48,6 +50,7 @@ class CreateVariable(msgspec.Struct, frozen=True):
     process: str = ""
     layout: VariableLayout | None = None
     near: str = ""
+    starts: tuple[int, ...] = ()
 
 
 class VariablesCreated(Message, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import jax
@@ -53,8 +54,7 @@ def test_an_id_without_a_row_is_named(table: dflow.Embedding, ids: Any, message:
 
 
 def test_an_id_without_a_row_is_named_on_a_cluster() -> None:
-    with memory_cluster(ps=2, workers=1) as cluster:
-        worker = cluster.worker()
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
         with worker.parameter_servers():
             table = dflow.Embedding(100, 4, name="words")
         step = dflow.jit(lambda ids: table(ids).sum())

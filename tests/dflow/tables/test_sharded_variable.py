@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import dflow
+from dflow.lowering.values.first_value import joined_rows
 from dflow.tables.shard_layout import DIVISIONS
 from dflow.testing import memory_cluster
 
@@ -30,8 +31,8 @@ def servers(request: Any) -> Iterator[Any]:
     if request.param == "one process":
         yield nullcontext
         return
-    with memory_cluster(ps=2, workers=1) as cluster:
-        yield cluster.worker().parameter_servers
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
+        yield worker.parameter_servers
 
 
 @pytest.mark.parametrize("by", DIVISIONS)
@@ -115,8 +116,7 @@ def test_gradients_have_arrays_in_the_place_of_variables() -> None:
 
 def test_only_ids_and_rows_travel() -> None:
     """The bytes sent depend on the ids that differ, not on the room for more or on the table."""
-    with memory_cluster(ps=2, workers=1) as cluster:
-        worker = cluster.worker()
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
         with worker.parameter_servers():
             table = dflow.ShardedVariable(lambda: jnp.ones((1000, 8)), name="table")
             optimizer = dflow.Optimizer(optax.adagrad(0.1), [table], name="opt")
@@ -155,3 +155,27 @@ def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
     table = dflow.ShardedVariable(initial, shards=2, name="table")
     with pytest.raises(error, match=message):
         use(table)
+
+
+@pytest.mark.parametrize("by", ["rows", "modulo"])
+def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks give the bits of the whole; an initialiser that needs the whole is not computed in blocks."""
+    monkeypatch.setattr("dflow.tables.initial_part.BLOCK_BYTES", 1 << 20)
+    shape = (3 << 16, 8)
+    seen = []
+
+    def noted(type: Any, starts: Any, rows_at: Any) -> Any:
+        seen.append(len(starts))
+        return joined_rows(type, starts, rows_at)
+
+    for owner in ("dflow.lowering.programs.initial_ops", "dflow.distributed.task.variable_creation"):
+        monkeypatch.setattr(f"{owner}.joined_rows", noted)
+    for initial, blocks in (
+        (lambda: jax.random.normal(jax.random.key(2), shape) * 0.1, 3),
+        (lambda: jnp.cumsum(jnp.ones(shape), 0), 0),
+    ):
+        with servers():
+            table = dflow.ShardedVariable(initial, shards=2, by=by, name=f"large {by} {blocks}")
+        np.testing.assert_array_equal(table.read(), initial())
+        assert seen == [blocks] * 2 * bool(blocks)
+        seen.clear()
