@@ -15,6 +15,7 @@ from dflow.kernel_check import KernelCheck, check_kernel
 from dflow.scopes import colocate_with, device
 from dflow.tables.embedding import Embedding
 from dflow.tables.sharded_variable import ShardedVariable
+from dflow.tables.softmax import sampled_softmax_cross_entropy, softmax_cross_entropy
 from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.derivatives.loops import while_loop
 from dflow.tracing.derivatives.unread_variables import UnreadVariableWarning
@@ -148,7 +149,9 @@ __all__ = [
     "read",
     "reset_container",
     "restore",
+    "sampled_softmax_cross_entropy",
     "save",
+    "softmax_cross_entropy",
     "spec",
     "trainable_variables",
     "value_and_grad",

@@ -46,6 +46,7 @@ class ShardedVariable:
     `shards`   number of shards; by default that of the tasks that new variables are spread over, in one process 1
     `by`       `rows` (neighbouring rows), `modulo` (row r in shard r % shards) or `columns`
     `max_shard_bytes`  in place of `shards`: as many as keep each at this size or below
+    `near`     another sharded variable with as many rows: this one is divided alike, each shard beside the other's
     `name`, `dtype`, `trainable`  as for `dflow.Variable`; shard n is the variable `name/n`
     raises     VariableError as `dflow.Variable` does, and for a division that the array does not have
     """
@@ -58,20 +59,31 @@ class ShardedVariable:
         shards: int | None = None,
         by: str = "rows",
         max_shard_bytes: int | None = None,
+        near: ShardedVariable | None = None,
         name: str | None = None,
         dtype: Any = None,
         trainable: bool = True,
     ) -> None:
-        if shards is not None and max_shard_bytes is not None:
-            raise VariableError("a sharded variable was given shards and max_shard_bytes", "give one of the two")
+        if [shards, max_shard_bytes, near].count(None) < 2:
+            raise VariableError(
+                "a sharded variable: expected one of shards, max_shard_bytes and near, got more", "leave the others out"
+            )
         type = initial_type(initial, name)
-        home = current_home()
-        if max_shard_bytes is not None:
+        home = current_home() if near is None else near.shards[0].home
+        if near is not None:
+            shards, by = near.layout.shards, near.layout.by
+        elif max_shard_bytes is not None:
             shards = shards_for(type.shape, type.dtype if dtype is None else dtype, by, max_shard_bytes)
         elif shards is None:
             divided = type.shape[by == "columns" :][:1] or (1,)
             shards = max(1, min(home.spread, *divided))
-        self.layout = ShardLayout(type.shape, shards, by)
+        self.layout: ShardLayout = ShardLayout(type.shape, shards, by)
+        if near is not None and near.layout.size != self.layout.size:
+            raise VariableError(
+                f"near: expected a sharded variable with {self.layout.size} {by}, got {near.shape}",
+                "leave it out, or give one that is divided alike",
+            )
+        beside = near.shards if near is not None else (None,) * shards
         if type.shape[0] > MOST_ROWS:
             raise VariableError(
                 f"rows of a sharded variable: expected at most {MOST_ROWS}, got {type.shape[0]}",
@@ -87,8 +99,8 @@ class ShardedVariable:
         with home.together():
             #: The variables, in order; in the result of a gradient or of a `jax.tree` function, what is in their place.
             self.shards: tuple[Any, ...] = tuple(
-                Variable(make(part, one), name=one, dtype=dtype, trainable=trainable)
-                for part, one in zip(parts, named, strict=True)
+                Variable(make(part, one), name=one, dtype=dtype, near=other, trainable=trainable)
+                for part, one, other in zip(parts, named, beside, strict=True)
             )
         self.name = self.shards[0].name.removesuffix("/0") if name is not None else f"sharded_{self.shards[0].name}"
 

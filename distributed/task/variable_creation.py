@@ -22,7 +22,7 @@ from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables, VariablesCreated
 from dflow.lowering.programs.program import Program
 from dflow.lowering.state.store import Store
-from dflow.lowering.values.first_value import joined_rows, unshared
+from dflow.lowering.values.first_value import Unshared, joined_rows, unshared
 from dflow.lowering.values.kept_shardings import is_spread
 from dflow.tracing.errors import DflowError, VariableError, WireError
 from dflow.tracing.ir.types import ArrayType
@@ -91,8 +91,11 @@ class VariableCreation:
                     lambda start: _computed(variable, [start, *arrays[1:]], programs),
                 )
             result = _computed(variable, arrays, programs)
+            is_new = variable.result >= len(arrays)  # the result of a program, to which nothing else refers
             is_data = variable.dtype in KEYS and result.dtype.name not in KEYS  # as the ops of an initialiser give it
-            return jax.random.wrap_key_data(result, impl=KEYS[variable.dtype][0]) if is_data else result
+            if is_data:
+                return jax.random.wrap_key_data(result, impl=KEYS[variable.dtype][0])
+            return Unshared(result) if is_new and isinstance(result, jax.Array) else result
         except DflowError:
             raise
         except Exception as error:

@@ -147,7 +147,7 @@ def test_only_ids_and_rows_travel() -> None:
         (
             lambda table: dflow.ShardedVariable(initial, shards=2, max_shard_bytes=9),
             dflow.VariableError,
-            "one of the two",
+            "expected one of shards, max_shard",
         ),
     ],
 )
