@@ -114,7 +114,7 @@ class _Cut:
             if node.op.primitive is wire_p:
                 self._note(node)
             elif node.op.primitive is first_rows_p and self._is_sendable(node.inputs[0]):
-                self._ways[node.outputs[0]] = self._way(node.inputs[0])._replace(first=node)
+                self._note_rows(node, node.inputs[0])
             elif node.op in ops.CONTROL_OPS and len(tasks := tasks_within(node)) > 1:
                 self._add_divided(node, tasks)
             else:
@@ -207,6 +207,12 @@ class _Cut:
         before = self._way(operand)
         name = before.name if wished.name.isdigit() else wished.name
         self._ways[wished] = before._replace(codec=node.attributes["codec"], name=name)
+
+    def _note_rows(self, node: Node, operand: Value) -> None:
+        way = self._way(operand)
+        if way.first is not None:
+            way = way._replace(value=self._filled_rows(way.first, way.value))
+        self._ways[node.outputs[0]] = way._replace(first=node)
 
     def _is_sendable(self, operand: Operand) -> TypeGuard[Value]:
         return isinstance(operand, Value) and operand not in self._numbers

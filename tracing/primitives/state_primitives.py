@@ -119,7 +119,7 @@ def _update_type(*_: Any, handle: Handle, kind: str, reduce: str | None) -> Any:
 
 #: The value of a variable.
 read_p = _state_primitive("var_read", _read_type, lambda variable: variable.home.read(variable))
-#: Rows of a variable. With `once` no row is looked up twice: indices are equal only past the end.
+#: Rows of a variable. With `once` no row is looked up twice: indices are equal only past the end, and these come last.
 gather_p = _state_primitive(
     "var_gather", _gather_type, lambda variable, indices, once: variable.home.gather(variable, indices)
 )

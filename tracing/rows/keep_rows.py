@@ -39,6 +39,7 @@ from dflow.tracing.jax_frontend import (
     retraced,
     scan_counts,
 )
+from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, update_p, wire_p
 from dflow.tracing.rows.lookups import CALLS, RULED
 from dflow.tracing.rows.row_branches import branched
@@ -186,7 +187,8 @@ class _Pass:
         if rows.shape[0] >= count:
             return None
         zero = Fill(np.zeros((), rows.dtype)[()])
-        index = Index(indices, count, equation.params["once"])
+        once = equation.params["once"]
+        index = Index(indices, count, is_unique=once, is_packed=once)
         return [Rowwise(equation, [indices, rows], zero, index, rows)]
 
     def _read(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
@@ -222,7 +224,7 @@ class _Pass:
         elif properties.keeps_by_zero and value.is_sparse:
             # Each row is updated once, after the sum of all its updates.
             update, index = "scatter_update", value.index.unique
-            old = gather_p.bind(index.places, handle=variable.handle, once=True)
+            old = gather_p.bind(index.places, handle=variable.handle, once=False)
             rows = updated(kind, old, value.index.summed(value.rows))
         elif not properties.reads and value.rest == self._stored(variable):
             update, rows, index = "scatter_update", value.rows, value.index
@@ -269,6 +271,9 @@ class _Pass:
             return None
         # A take counts places, so those left over name a row that there is, and add zero to it.
         index, rows = value.index, value.rows
+        if index.is_packed:  # only the others are sent
+            number = index.is_there(1).sum(dtype=np.int32)
+            return [first_rows(index.places, number), first_rows(rows, number)]
         places = jnp.where(index.is_there(1), index.places, index.places[:1])
         return [places, jnp.where(index.is_there(rows.ndim), rows, np.zeros((), rows.dtype))]
 

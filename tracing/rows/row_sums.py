@@ -97,7 +97,7 @@ def made_of(equation: Equation, result: int, table: str, index: Index, rows: Any
     `table` names the gradient in messages.
     """
     outvar = equation.outvars[result]
-    params = {"shape": outvar.aval.shape, "table": table, "once": index.is_unique}
+    params = {"shape": outvar.aval.shape, "table": table, "once": index.is_packed}
     source = equation.replace(primitive=rows_to_dense_p, params=params, outvars=[outvar], effects=set())
     return Rowwise(source, [index.places, rows], rest, index, rows)
 

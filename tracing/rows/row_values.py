@@ -75,11 +75,13 @@ class Index:
     """Places of rows of an array that has `count` of them.
 
     `places`     i32[k]; a unique index has each place once, and `count` in the positions left over
+    `is_packed`  whether the positions left over are the last ones
     """
 
     places: Any
     count: int
     is_unique: bool = False
+    is_packed: bool = False
 
     @cached_property
     def unique(self) -> Index:
@@ -214,7 +216,7 @@ def _rows_of(rest: Rest, index: Index, aval: Any) -> Any:
             shape = (index.places.shape[0], *aval.shape[1:]) if aval.shape else ()
             return jnp.broadcast_to(jnp.asarray(value, aval.dtype), shape)
         case Stored(variable, _):
-            return gather_p.bind(index.places, handle=variable.handle, once=index.is_unique)
+            return gather_p.bind(index.places, handle=variable.handle, once=False)
         case Whole(array):
             return jnp.asarray(array).at[index.places].get(mode="clip")
         case RowResult(equation, operands):
