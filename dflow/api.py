@@ -63,6 +63,7 @@ from dflow.training.generator import Generator
 from dflow.training.optimizer import Optimizer
 from dflow.training.restore_report import RestoreReport
 from dflow.training.saving import restore, save
+from dflow.training.sharded_updates import ShardedUpdateWarning
 
 __all__ = [
     "AccumulatorError",
@@ -111,6 +112,7 @@ __all__ = [
     "RestoreReport",
     "RetraceWarning",
     "RowGradient",
+    "ShardedUpdateWarning",
     "ShardedVariable",
     "StrategyError",
     "TaskLost",

@@ -249,10 +249,11 @@ class ShardedVariable:
         return self.shape[0]
 
     def __repr__(self) -> str:
+        kind = type(self).__name__
         if not all(map(is_variable, self.shards)):
-            return f"<ShardedVariable of {', '.join(map(repr, self.shards))}>"
-        type = ArrayType(self.dtype, self.shape)
-        return f"<ShardedVariable {self.name!r}: {type} in {len(self.shards)} shards by {self.layout.by}>"
+            return f"<{kind} of {', '.join(map(repr, self.shards))}>"
+        array = ArrayType(self.dtype, self.shape)
+        return f"<{kind} {self.name!r}: {array} in {len(self.shards)} shards by {self.layout.by}>"
 
     def _variables(self, method: str) -> Sequence[Variable]:
         if not all(map(is_variable, self.shards)):
