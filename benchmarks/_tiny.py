@@ -36,6 +36,7 @@ def to(value: Any) -> Callable[[Any], Any]:
 
 #: By benchmark: the changes that make its constants small, and its options.
 SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
+    "billion": ({}, (*ONE_ROUND, "--small", "--steps", "2")),
     "call_cost": ({"SIZES": first, "WORK": to(20)}, (*ONE_ROUND, "--calls", "500")),
     "checkpoint": (
         {"SMALL": to(10), "CLUSTERS": to((("save", 1), ("restore", 2)))},
@@ -49,6 +50,10 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "embedding": ({"RULES": first}, (*ONE_ROUND, "--small", "--steps", "2", "--turns", "1")),
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),
     "input": ({"CALLS": to(2)}, (*ONE_ROUND, "--layers", "1")),
+    "language_model": (
+        {"PS": first, "SAMPLES": to(4)},
+        (*ONE_ROUND, "--words", "50", "--width", "8", "--batch", "2", "--length", "3", "--steps", "2"),
+    ),
     "many_variables": ({}, (*ONE_ROUND, "--sizes", "3", "--steps", "2", "--turns", "1")),
     "many_workers": (
         {"PS": to((1,)), "WORKERS": to((3,))},
@@ -67,6 +72,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),
     ),
     "recovery": ({"STEADY_S": to(1.0)}, (*ONE_ROUND, "--mib", "1")),
+    "replicas": ({"BACKUPS": to((0,))}, (*ONE_ROUND, "--workers", "1", "--steps", "4", "--compute", "0.01")),
     "scaling": ({"TASKS": first}, ("--steps", "2")),
     "snapshots": ({"SHARES": to((0.001, 1.0))}, (*ONE_ROUND, "--mib", "2")),
     "soak": ({"PS": to(1)}, ("--steps", "80")),

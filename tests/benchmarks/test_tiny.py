@@ -19,16 +19,19 @@ ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.stem for path in (ROOT / "benchmarks").glob("[!_]*.py"))
 #: Benchmarks that start processes; each runs in a separate process.
 ALONE = (
+    "billion",
     "checkpoint",
     "convnets",
     "copies",
     "embedding",
+    "language_model",
     "many_variables",
     "many_workers",
     "memory",
     "network",
     "null_step",
     "recovery",
+    "replicas",
     "soak",
     "startup",
     "step_budget",
