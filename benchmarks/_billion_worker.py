@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.billion`: trains tables of two sizes in turn, and prints times and bytes as JSON."""
+"""A worker of `benchmarks.billion`: trains tables of two sizes by rounds, and prints times and bytes as JSON."""
 
 from __future__ import annotations
 

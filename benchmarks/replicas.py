@@ -5,8 +5,8 @@ workers compete to be among them. Computing a gradient takes 0.2 s; one in ten i
 long (`--slow`, `--by`). The times are waits, since all processes share the cores of one machine, and the rest of a step
 is dflow's. `normalised` is t(0) / t(b) x 8 / (8 + b), the paper's speedup for each worker used. `to loss s` is the time
 until the loss on all data, which worker 0 computes after each of its steps, is below 0.5: the paper measured the speed
-of steps alone. `async` lets each of 8 workers apply its gradient at once. In one process, of the learning rates 0.5, 1,
-2, 4 and 8, the averages of 8 gradients come to that loss soonest with 4, and single ones with 2.
+of steps alone. `async` lets each of 8 workers apply its gradient without waiting. In one process, of the learning rates
+0.5, 1, 2, 4 and 8, the averages of 8 gradients come to that loss soonest with 4, and single ones with 2.
 """
 
 from __future__ import annotations

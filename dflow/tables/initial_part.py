@@ -12,12 +12,12 @@ from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.tracing.jax_frontend import equations_within
 from dflow.tracing.rows.slices import AxisSlice, sliced, sliced_at
 
-#: Size of a block in bytes. What an initialiser computes beside the value is a few times as large.
+#: Size of a block in bytes. An initialiser computes arrays of a few times this size beside the value.
 BLOCK_BYTES = 32 << 20
 
 
 def initial_part(initial: Callable[[], Any], part: AxisSlice, row_bytes: int, name: str | None) -> Any:
-    """The initialiser of a part of what `initial` returns, with the bits of the whole; `row_bytes` is a row's size.
+    """The initialiser of a part of the array of `initial`, with the bits of the whole; `row_bytes` is a row's size.
 
     A part larger than two blocks is computed block by block, unless the initialiser has an op that needs the whole.
     """

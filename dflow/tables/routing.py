@@ -1,7 +1,7 @@
 """The way of row numbers to the shards that have the rows, and of the rows back.
 
 The numbers are deduplicated and sorted by shard, so those of one shard are a slice. Each shard gets an array with room
-for as many as there may be, of which only the first ones are sent (`first_rows`).
+for the most that there may be, and only the first ones are sent (`first_rows`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from dflow.tracing.errors import VariableError
 from dflow.tracing.near_names import did_you_mean
 from dflow.tracing.rows.slices import AxisSlice
 
-#: The divisions: `rows` gives each shard neighbouring rows, `modulo` deals the rows out in turn, `columns` gives each
-#: shard neighbouring columns of all rows.
+#: The divisions: `rows` gives each shard neighbouring rows, `modulo` gives row r to shard r % shards, `columns` gives
+#: each shard neighbouring columns of all rows.
 DIVISIONS = ("rows", "modulo", "columns")
 
 
@@ -105,7 +105,7 @@ def _are_neighbours(parts: Sequence[AxisSlice]) -> bool:
 
 
 def shards_for(shape: Sequence[int], dtype: Any, by: str, most_bytes: int) -> int:
-    """The least number of shards none of which has more than `most_bytes`. Raises VariableError if there is none."""
+    """The least number of shards that have at most `most_bytes` each. Raises VariableError if there is none."""
     axis = int(by == "columns")
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     each = size_bytes // max(1, shape[axis])

@@ -1,10 +1,10 @@
-"""A variable in shards, each an ordinary variable on a task of its own.
+"""A variable in shards, each an ordinary variable, on several tasks.
 
 Why: an array may be larger than the memory of one task. Lookups, updates and reductions run where the shards are, and
 only row numbers, rows and partial results travel; only `read` and `assign` handle the whole array.
 
 A sharded variable is a pytree of its shards. So gradients with respect to it, optimizers of it and `jax.tree` functions
-over it work on the shards, and what they return has arrays in the place of the variables.
+over it work on the shards, and their results have arrays where the variables were.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MOST_ROWS = 2**31 - 1
 class ShardedVariable:
     """An array of one or more dimensions, divided over variables that live on several tasks.
 
-    `initial`  the initial value, or a function without arguments that returns it. Each task computes its part of what
-               the function returns, with the same bits as the whole, and without the whole if the function's ops work
+    `initial`  the initial value, or a function without arguments that returns it. Each task computes its part of the
+               function's result, with the same bits as the whole, and without the whole if the function's ops work
                element by element (constants, `jax.random` with Threefry keys, arithmetic); other ops run whole
     `shards`   number of shards; by default that of the tasks that new variables are spread over, in one process 1
     `by`       `rows` (neighbouring rows), `modulo` (row r in shard r % shards) or `columns`
@@ -97,7 +97,7 @@ class ShardedVariable:
 
         named = [None if name is None else f"{name}/{shard}" for shard in range(shards)]
         with home.together():
-            #: The variables, in order; in the result of a gradient or of a `jax.tree` function, what is in their place.
+            #: The variables, in order; in a gradient or the result of a `jax.tree` function, arrays.
             self.shards: tuple[Any, ...] = tuple(
                 Variable(make(part, one), name=one, dtype=dtype, near=other, trainable=trainable)
                 for part, one, other in zip(parts, named, beside, strict=True)
@@ -258,7 +258,7 @@ class ShardedVariable:
     def _variables(self, method: str) -> Sequence[Variable]:
         if not all(map(is_variable, self.shards)):
             raise VariableError(
-                f"{method}: expected a sharded variable, got one with {type(self.shards[0]).__name__} in the place of "
+                f"{method}: expected a sharded variable, got one with {type(self.shards[0]).__name__} instead of "
                 f"variables",
                 "use the variable itself; of a gradient, each entry of .shards is that of one shard",
             )
@@ -349,7 +349,7 @@ def _flattened(variable: ShardedVariable) -> tuple[Any, Any]:
 
 
 def unflattened(cls: type[Any], about: Any, shards: Any) -> Any:
-    """A sharded variable of class `cls` with these values in the place of its variables."""
+    """A sharded variable of class `cls` with these values instead of variables."""
     made = object.__new__(cls)
     made.layout, made.name = about
     made.shards = tuple(shards)

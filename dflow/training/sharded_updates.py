@@ -23,7 +23,7 @@ _STEPS = 2
 
 
 class ShardedUpdateWarning(UserWarning):
-    """An optimizer treats each shard of a sharded variable as an array of its own; the message names the variable."""
+    """An optimizer treats each shard of a sharded variable as a separate array; the message names the variable."""
 
 
 def warn_of_shards(transformation: Any, variables: Any) -> None:
@@ -54,14 +54,14 @@ def warn_of_shards(transformation: Any, variables: Any) -> None:
 
     try:
         whole, shards = jax.jit(lambda: (trained(True), trained(False)))()
-    except Exception:  # of any kind: each transformation has its own for what it does not take
+    except Exception:  # of any kind: each transformation has an error class for arguments that it does not take
         return
     names = jax.tree_util.tree_leaves(variables, is_leaf=_is_sharded)
     for variable, one, other in zip(names, whole, shards, strict=True):
         if _is_sharded(variable) and not np.allclose(one, other, rtol=1e-4, atol=1e-6):
             warnings.warn(
                 f"sharded variable {variable.name!r}: its optimizer treats each of {variable.layout.shards} shards as "
-                f"an array of its own, so the result depends on their number{at(caller())}\n"
+                f"a separate array, so the result depends on their number{at(caller())}\n"
                 "  use a transformation that treats rows alike, such as optax.adagrad or optax.adam, or one shard",
                 ShardedUpdateWarning,
                 stacklevel=2,

@@ -91,7 +91,7 @@ class VariableCreation:
                     lambda start: _computed(variable, [start, *arrays[1:]], programs),
                 )
             result = _computed(variable, arrays, programs)
-            is_new = variable.result >= len(arrays)  # the result of a program, to which nothing else refers
+            is_new = variable.result >= len(arrays)  # the result of a program: nothing else refers to it
             is_data = variable.dtype in KEYS and result.dtype.name not in KEYS  # as the ops of an initialiser give it
             if is_data:
                 return jax.random.wrap_key_data(result, impl=KEYS[variable.dtype][0])

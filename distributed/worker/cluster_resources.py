@@ -66,7 +66,7 @@ class ClusterResources:
 
     @property
     def spread(self) -> int:
-        """The number of tasks of the job, with those that left: workers that ask at different times agree."""
+        """The number of tasks of the job, also of tasks that left: workers that ask at different times agree."""
         roster = self._requests.coordinator.session.roster
         tasks = {*(info.task for info in roster.tasks), *roster.expected}
         return max(1, sum(split_task_name(task)[0] == self._job for task in tasks))

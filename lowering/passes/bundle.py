@@ -7,8 +7,8 @@ than the transfer of the values beside it. That is bounded: a bundle of more tha
 the same users at the destination, which need all of them anyway, and none has more than `MOST_BYTES` unless it is a
 single value.
 
-The arguments of an iteration of a loop become ready at different times, so they are not bundled. Nor are arrays of
-which only the first rows are sent, since the place of what follows them would differ in each step.
+The arguments of an iteration of a loop become ready at different times, so they are not bundled. Nor are arrays
+whose first rows alone are sent, since the next value would have another place in each step.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Shard
 
 @dataclass(frozen=True)
 class Unshared:
-    """A new array, to which nothing else refers."""
+    """A new array; nothing else refers to it."""
 
     value: jax.Array
 

@@ -152,7 +152,11 @@ class _Run:
         if node.bodies:
             return self._run_bodies(node)
         if node.op is ops.net_send:
-            self._edges.send(node.attributes["edge"], [self._value(value) for value in node.inputs])
+            values = [self._value(value) for value in node.inputs]
+            if "fill" in node.attributes:
+                values[0] = np.array(values[0])
+                values[0][int(values[1]) :] = node.attributes["fill"]
+            self._edges.send(node.attributes["edge"], values)
             return []
         if node.op is ops.dev_copy:
             return [self._value(node.inputs[0])]

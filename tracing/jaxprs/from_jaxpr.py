@@ -213,7 +213,7 @@ class _Builder:
             jaxpr, consts = closed_parts(params[RULED[primitive.name]])
             return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
         if primitive.name in RULED and not closed_parts(params[RULED[primitive.name]])[0].eqns:
-            # It returns operands, such as the rows of a lookup: an op of its own would move them to the caller.
+            # It returns operands, such as the rows of a lookup: as an op it would move them to the caller.
             jaxpr, consts = closed_parts(params[RULED[primitive.name]])
             return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
         said = dict.fromkeys(_scopes(inner for inner, _ in inner_parts(params)))

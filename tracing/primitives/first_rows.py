@@ -1,4 +1,4 @@
-"""Arrays of which only the first rows count: between two tasks only those rows are sent.
+"""Arrays whose first rows alone count: between two tasks only those rows are sent.
 
 The shapes of a compiled program are fixed, but the number of rows that a table's shard looks up is known only in the
 step. So the array has room for the most rows that there can be, and the number beside it says how many are filled.

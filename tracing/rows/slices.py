@@ -74,7 +74,7 @@ def _part_of(array: Any, part: AxisSlice | None, origin: Any) -> Any:
 
 
 class _Program:
-    """A program of which parts of values are computed; `given(n, part)` is its n-th constant or argument, or a part."""
+    """A program that computes parts of values; `given(n, part)` is its n-th constant or argument, or a part of it."""
 
     def __init__(self, jaxpr: Jaxpr, given: Callable[[int, AxisSlice | None], Any], origin: Any) -> None:
         self._given, self._origin = given, origin

@@ -48,7 +48,7 @@ def test_an_id_without_a_row_is_named(table: dflow.Embedding, ids: Any, message:
     assert steps.read() == 0
     with pytest.raises(dflow.InputError, match="expected ids from 0 to 99"):
         table(jnp.array(ids))
-    # In a loop that XLA runs, JAX raises an error of its own with the text.
+    # In a loop that XLA runs, JAX raises one of its errors with the text.
     with pytest.raises((ValueError, RuntimeError), match="expected ids from 0 to 99"):
         dflow.jit(lambda ids: jax.lax.map(table, ids))(jnp.array(ids))
 

@@ -32,7 +32,9 @@ def make(transformation: optax.GradientTransformation, shards: int) -> None:
 
 @pytest.mark.parametrize("name", APART)
 def test_a_transformation_of_whole_arrays_is_reported(name: str) -> None:
-    with pytest.warns(dflow.ShardedUpdateWarning, match="'table': its optimizer treats each of 3 shards as an array"):
+    with pytest.warns(
+        dflow.ShardedUpdateWarning, match="'table': its optimizer treats each of 3 shards as a separate array"
+    ):
         make(APART[name], 3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

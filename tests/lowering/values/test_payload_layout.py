@@ -55,3 +55,27 @@ def test_values_share_the_memory_of_the_payload_whatever_their_size(dtype: str) 
     for back in layout.values(memoryview(payload)):
         assert isinstance(back, np.ndarray)
         assert np.shares_memory(back, payload)
+
+
+@given(st.integers(0, 5), st.sampled_from(["int32", "float32", "bfloat16"]), st.sampled_from([0, 7]))
+def test_rows_left_out_are_filled(count: int, dtype: str, fill: int) -> None:
+    layout = PayloadLayout([(dtype_name(np.dtype(dtype)), (5, 3)), ("i32", ())], fill)
+    whole = np.arange(1, 16).reshape(5, 3).astype(dtype)
+    array, number = layout.values(memoryview(whole[:count].tobytes()))
+    assert number == count
+    assert np.asarray(array).ctypes.data % ALIGNMENT_BYTES == 0
+    np.testing.assert_array_equal(np.asarray(array)[:count], whole[:count])
+    assert (np.asarray(array)[count:] == fill).all()
+
+
+@pytest.mark.parametrize("size_bytes", [11, 72])
+def test_rows_of_another_size_are_refused(size_bytes: int) -> None:
+    layout = PayloadLayout([("f32", (5, 3)), ("i32", ())], 0)
+    with pytest.raises(WireError, match=f"rows of 12 bytes, at most 5: expected them alone, got {size_bytes} bytes"):
+        layout.values(memoryview(bytes(size_bytes)))
+
+
+@pytest.mark.parametrize("types", [[("f32", (0, 3))], [("f32", (5, 0))]])
+def test_rows_without_elements_are_no_layout(types: Any) -> None:
+    with pytest.raises(WireError, match="expected an array with elements"):
+        PayloadLayout(types, 0)
