@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from dflow.distributed.collectives.jax_runtime import refuse_late_start
 from dflow.distributed.detection.cluster_file import VARIABLE
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB, ClusterSpec, Variables
 from dflow.distributed.detection.detect import found_cluster, task_index
@@ -44,6 +45,7 @@ def connect(
     settings: ClusterSettings | None = None,
     security: SecurityPolicy | None = None,
     metrics_port: int | str | None = None,
+    collectives: bool = False,
 ) -> Cluster:
     """Join a cluster as a worker, or run standalone; return the `Cluster`.
 
@@ -65,13 +67,19 @@ def connect(
                  any of these, only connections within this machine are allowed
     metrics_port where to serve this task's metrics for Prometheus: `9100` for this machine only, `0.0.0.0:9100` for
                  all; default DFLOW_METRICS_PORT; if neither is set, or the process is standalone, none are served
+    collectives  whether the workers are one group that computes together, for `dflow.distributed.AllReduce`: JAX's own
+                 multi-process runtime is started, and `jax.devices()` lists the devices of all workers. All end when
+                 one of them dies
     raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when the
                  configuration is incomplete, with what was found and what is missing; SecurityError for connections to
-                 other machines without certificates or a secret
+                 other machines without certificates or a secret; StrategyError for `collectives` in a process in which
+                 JAX has used a device already
     """
     spec = _spec(coordinator, job, index, cluster)
     if spec is None:
         return standalone(LOCAL.store)
+    if collectives:
+        refuse_late_start()
     parent_watch.watch()
     proofs = spec.security
     security = security or choose_security(os.environ, certificates=proofs.certificates, secret_file=proofs.secret_file)
@@ -88,6 +96,12 @@ def connect(
             address=listens,
             settings=settings or ClusterSettings(),
         )
+    if collectives:
+        try:
+            joined.start_collectives()
+        except BaseException:
+            joined.close()
+            raise
     dump_on_signal(joined.flights.dump_soon)
     if sidecars is not None:
         sidecars.stay_in_touch(transport)

@@ -47,7 +47,7 @@ from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at
-from dflow.tracing.state.context import Slot
+from dflow.tracing.state.context import Slot, spread_here
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.initial_value import Initial
 from dflow.tracing.state.queues import Queue
@@ -102,7 +102,11 @@ class LocalHome:
 
     def _place(self, variable: Variable, near: Variable | None) -> Sharding | None:
         """Return where a new variable is to live: as its sharding says, beside another, or as the scope says."""
-        scope = scope_here()
+        scope, spread = scope_here(), spread_here()
+        is_beside = near is not None and self._is_alike(near, variable)
+        is_given = near is None or (variable.sharding is None and not is_beside)
+        if spread is not None and scope is None and is_given:
+            return spread(variable)
         if variable.sharding is not None:
             if near is not None or scope is not None:
                 other = "near" if near is not None else "a device scope"
@@ -111,11 +115,10 @@ class LocalHome:
                     "leave one of the two out",
                     at=variable.loc,
                 )
+            assert isinstance(variable.sharding, Sharding)
             return variable.sharding
         if near is not None:
-            place = self.store.place(near.key)
-            is_alike = not is_spread(place) or near.shape == variable.shape
-            return place if is_alike else None
+            return self.store.place(near.key) if is_beside else None
         if scope is None or not is_within_task(scope):
             if choices_in(scope) is not None:
                 return None
@@ -131,6 +134,10 @@ class LocalHome:
             return None
         _, local = split_device_name(scope)
         return SingleDeviceSharding(device_named(local)) if local else None
+
+    def _is_alike(self, near: Variable, variable: Variable) -> bool:
+        """Whether a variable beside another one can have its sharding."""
+        return not is_spread(self.store.place(near.key)) or near.shape == variable.shape
 
     def _clashing(self, variable: Variable) -> Variable | None:
         """Return a living variable of the same name and another type, if there is one."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import msgspec
 
@@ -39,6 +40,7 @@ from dflow.distributed.coordinator.durable_records import DurableRecords, apply_
 from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
 from dflow.distributed.coordinator.part_costs import CostTotals
+from dflow.distributed.coordinator.process_groups import RETURN_S, ProcessGroups
 from dflow.distributed.coordinator.progress_watch import ProgressWatch, describe_task
 from dflow.distributed.coordinator.snapshots.recovery import Recovery
 from dflow.distributed.coordinator.snapshots.resumption import newest_snapshot, resumed
@@ -54,6 +56,7 @@ from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, StepsHeld, StepsResumed
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
+from dflow.distributed.wire.messages.process_groups import Exchange, JoinGroup
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (
@@ -142,6 +145,7 @@ class CoordinatorState:
             records, self._membership, self._directory, self._ledger, self._pauses, settings.snapshot_every_s
         )
         self._barriers = Barriers(self._present, self._describe, records)
+        self._groups = ProcessGroups(partial(self._membership.coming, within_s=RETURN_S), self._describe)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
         self._has_lost_state = False
@@ -191,10 +195,11 @@ class CoordinatorState:
             case Ticked(at_s):
                 if self._joining and at_s - self._started.at_s >= self._settings.heartbeat_timeout_s:
                     return self._begin_anew(at_s)
-                followed = self._follow(self._membership.tick(at_s, self._directory.holds_state))
+                followed = self._follow(at_s, self._membership.tick(at_s, self._directory.holds_state))
                 return [
                     *followed,
                     *self._barriers.tick(at_s),
+                    *self._groups.tick(at_s),
                     *self._tell_stalls(at_s),
                     *self._recovery.tick(at_s),
                 ]
@@ -320,6 +325,14 @@ class CoordinatorState:
         job, _ = split_task_name(request.task)
         return [*self._barriers.arrive(event.at_s, event.ask, self._membership.life(request.task), request, job)]
 
+    @REQUESTS.handles(JoinGroup)
+    def _join_group(self, request: JoinGroup, event: Asked) -> list[Command]:
+        return [*self._groups.join(event.at_s, event.ask, self._membership.life(request.task), request)]
+
+    @REQUESTS.handles(Exchange)
+    def _exchange(self, request: Exchange, event: Asked) -> list[Command]:
+        return [*self._groups.exchange(event.at_s, event.ask, self._membership.life(request.task), request)]
+
     @REQUESTS.handles(PlaceVariable)
     def _place(self, request: PlaceVariable, event: Asked) -> Placed | Failure:
         return self._placed(request)
@@ -394,7 +407,7 @@ class CoordinatorState:
             return [SendReply(event.ask, decided)]
         self._directory.joined(join.task)
         change = self._membership.changes_since(join.since) if is_known and join.since else None
-        taken = [SendReply(event.ask, change or self._membership.roster()), *self._follow(decided)]
+        taken = [SendReply(event.ask, change or self._membership.roster()), *self._follow(event.at_s, decided)]
         paused = self._pauses.joined(join.task, event.peer)
         return [*taken, *paused, *self._recovery.joined(join.task, is_known=is_known)]
 
@@ -459,9 +472,9 @@ class CoordinatorState:
         return self._ask_for_dumps(event.at_s, message.why, event.peer) if is_its_own else []
 
     def _release(self, at_s: float, leave: Leave) -> list[Command]:
-        return self._follow(self._membership.leave(at_s, leave.task, leave.reason))
+        return self._follow(at_s, self._membership.leave(at_s, leave.task, leave.reason))
 
-    def _follow(self, decided: list[MembershipCommand]) -> list[Command]:
+    def _follow(self, at_s: float, decided: list[MembershipCommand]) -> list[Command]:
         """Apply a change of the membership to the other parts, and return the commands.
 
         The news of a death comes before the answers that depend on it; see `MemberGate`.
@@ -476,5 +489,6 @@ class CoordinatorState:
             self._elections.leave(one.life, one.reason)
             commands += self._pauses.leave(one.task, self._membership.connections())
             commands += self._recovery.left(one.task)
-            commands += self._barriers.leave(one.task, f"{short_task_name(one.task)} has left: {one.reason}")
+            why = f"{short_task_name(one.task)} has left: {one.reason}"
+            commands += [*self._barriers.leave(one.task, why), *self._groups.leave(at_s, one.task, one.life, why)]
         return commands

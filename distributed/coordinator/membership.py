@@ -317,6 +317,16 @@ class Membership:
             self._available = {job: tuple(tasks) for job, tasks in found.items()}
         return self._available
 
+    def coming(self, job: str, at_s: float, within_s: float) -> tuple[str, ...]:
+        """Return the tasks of the job that are live, expected, or left by a fault less than `within_s` ago."""
+        last = [self._joined[lives[-1]] for task, lives in self._lives_of.items() if split_task_name(task)[0] == job]
+        lost = [
+            info.task
+            for info in last
+            if info.left_at_s is not None and info.left not in NORMAL_ENDS and at_s - info.left_at_s < within_s
+        ]
+        return (*self.by_job().get(job, ()), *lost)
+
     def _excuse_pause(self, at_s: float) -> None:
         """Extend all deadlines by a pause of the coordinator, which could handle no heartbeat meanwhile."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import ClassVar
 
 #: Exit status of a program that SIGTERM ended, by the convention of shells.
 STATUS = 128 + signal.SIGTERM
@@ -24,8 +25,12 @@ REASON = "it was ended by SIGTERM"
 class Terminated(SystemExit):
     """SIGTERM has come to a training loop; ends the program with the status `STATUS`."""
 
+    #: Whether one was raised in this process.
+    was_raised: ClassVar[bool] = False
+
     def __init__(self) -> None:
         super().__init__(STATUS)
+        Terminated.was_raised = True
 
 
 class TerminationGuard:

@@ -7,9 +7,10 @@ is traced again, with nothing changed in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -70,40 +71,55 @@ def applying(applier: Applier) -> Iterator[None]:
 
 #: Optimizers of variables that each process has for itself, whose updates were traced outside of shared steps.
 _traced_outside: WeakSet[GivenOptimizer] = WeakSet()
-#: Whether the steps that run here are shared out among workers.
-_is_shared: ContextVar[bool] = ContextVar("dflow_shared_steps", default=False)
+
+
+def is_own(variable: Any) -> bool:
+    """Whether a variable lives in this process only."""
+    return not variable.home.shares_names
+
+
+@dataclass(frozen=True)
+class SharedVariables:
+    """The variables that the optimizers of a shared step may have: `is_own` tells those that they may not have.
+
+    `remedy` says where to make them.
+    """
+
+    is_own: Callable[[Any], bool] = is_own
+    remedy: str = "make it within cluster.parameter_servers()"
+
+
+#: In a step that several workers run, the variables that its optimizers may have.
+_shared: ContextVar[SharedVariables | None] = ContextVar("dflow_shared_steps", default=None)
 
 
 @contextmanager
-def shared_step() -> Iterator[None]:
+def shared_step(variables: SharedVariables = SharedVariables()) -> Iterator[None]:
     """Return a context for a step of a run that several workers share: `refuse_own_variables` checks its updates.
 
     Outside, updates of a process's own variables are allowed. If one was traced there, functions are traced again
     inside, so that the check also sees functions with a cached trace.
     """
-    token = _is_shared.set(True)
+    token = _shared.set(variables)
     try:
         with set_xla_metadata(**{_KEY: "shared"}) if _traced_outside else nullcontext():
             yield
     finally:
-        _is_shared.reset(token)
+        _shared.reset(token)
 
 
 def refuse_own_variables(optimizer: GivenOptimizer) -> None:
     """In a `shared_step`, raise VariableError if a variable of the optimizer lives in this process only."""
-    is_refused = _is_shared.get()
-    variable = _own_variable(optimizer) if is_refused or is_tracing() else None
-    if variable is not None and not is_refused:
+    shared = _shared.get()
+    own = is_own if shared is None else shared.is_own
+    leaves = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable) if shared or is_tracing() else []
+    variable = next(filter(own, leaves), None)
+    if variable is not None and shared is None:
         _traced_outside.add(optimizer)
-    elif variable is not None:
+    elif variable is not None and shared is not None:
         raise VariableError(
             f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
             f"would train variables of their own",
-            "make it within cluster.parameter_servers()",
+            shared.remedy,
             at=variable.loc,
         )
-
-
-def _own_variable(optimizer: GivenOptimizer) -> Any:
-    variables = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
-    return next((variable for variable in variables if not variable.home.shares_names), None)

@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -57,10 +56,6 @@ class RoundTasks(StrategyCluster, Protocol):
     #: Messages to other tasks, and steps that run on them.
     requests: OutgoingRequests
     steps: ClusterSteps
-
-    def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
-        """Return a context that places new state on the tasks of `job`."""
-        ...
 
 
 class RoundPart:

@@ -49,6 +49,10 @@ class StrategyCluster(RecoveringState, Protocol):
         """
         ...
 
+    def parameter_servers(self, job: str = ...) -> AbstractContextManager[None]:
+        """Return a context that places new state on the tasks of `job`."""
+        ...
+
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""
         ...
@@ -62,6 +66,13 @@ class Strategy(ABC):
 
     run_prefix: ClassVar[str]
     _cluster: StrategyCluster
+
+    def variables(self) -> AbstractContextManager[None]:
+        """Return a context in which to make the variables of the program, where the strategy needs them.
+
+        So that another strategy is another line: on the parameter tasks, for a strategy that does not say otherwise.
+        """
+        return self._cluster.parameter_servers()
 
     @suggests_keywords
     def run(

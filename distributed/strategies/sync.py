@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
@@ -72,6 +73,9 @@ class Sync(Strategy):
         self._requeue, self._job = requeue, job
         #: Numbers of this worker's gradients that are in updates, and that were too late.
         self.accepted = self.dropped = 0
+
+    def variables(self) -> AbstractContextManager[None]:
+        return self._cluster.parameter_servers(self._job)
 
     def _results(
         self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard

@@ -15,21 +15,26 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 
-from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.client.coordinator_client import ANSWER_S, CoordinatorClient
+from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
+from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.coordinator.process_groups import RETURN_S
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.strategies.applying import shared_step
+from dflow.distributed.strategies.process_mesh import ProcessMesh
 from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.joined_server import joined_server
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskSettings
-from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.distributed.transport.addresses import LOCAL_ADDRESS, TcpAddress, parse_endpoints
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
+from dflow.distributed.wire.messages.process_groups import JoinGroup
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.snapshots import StateRestored
 from dflow.distributed.wire.messages.status import GetStatus, Report
@@ -98,7 +103,14 @@ class Cluster:
     ) -> None:
         self.task = task_name(job, index)
         self.index = index
-        self._is_standalone = is_standalone
+        #: Whether this is the only task for good.
+        self.is_standalone = is_standalone
+        #: The variables of this process.
+        self.store = store
+        self._settings = settings
+        #: The processes that run the program together, after `start_collectives`.
+        self.group: ProcessGroup | None = None
+        self._runtime: JaxRuntime | None = None
         self._endpoints: list[MetricsEndpoint] = []
         self.coordinator = CoordinatorClient(
             transport, coordinator, name=self.task, timeout_s=settings.join_timeout_s, clock=clock
@@ -135,6 +147,19 @@ class Cluster:
         others = [task for task in roster.expected if split_task_name(task)[0] != job]
         self.coordinator.wait_for_tasks(others, timeout_s=timeout_s)
 
+    def start_collectives(self) -> None:
+        """Make the tasks of this job one group, and start JAX's multi-process runtime in all of them.
+
+        raises  DeadlineExceeded naming the tasks that did not do the same; StrategyError if JAX has used a device
+        """
+        refuse_late_start()
+        timeout_s = self._settings.join_timeout_s + RETURN_S
+        formed = self.coordinator.ask(JoinGroup(self.task, timeout_s), timeout_s + ANSWER_S)
+        self.group = ProcessGroup(self.coordinator, formed, self._settings.step_timeout_s)
+        main = parse_endpoints(self.server.address).main
+        host = main.host if isinstance(main, TcpAddress) else "127.0.0.1"
+        self._runtime = JaxRuntime(self.group, host, self._settings.join_timeout_s)
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """The live tasks, including this one."""
@@ -152,7 +177,7 @@ class Cluster:
         are created together when the block ends, or earlier when one of them is used. An error names the line on
         which its variable was made.
         """
-        if self._is_standalone:
+        if self.is_standalone:
             yield
             return
         variables = self.home(job)
@@ -169,7 +194,7 @@ class Cluster:
 
         It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its argument and `prefetch`.
         """
-        if self._is_standalone:
+        if self.is_standalone:
             yield lambda steps: nullcontext()
             return
 
@@ -205,7 +230,11 @@ class Cluster:
 
         None in a standalone process, where each step is a round of one worker.
         """
-        return None if self._is_standalone else RoundPart(self, run, job)
+        return None if self.is_standalone else RoundPart(self, run, job)
+
+    def process_mesh(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> ProcessMesh:
+        """Return the mesh over the devices of all processes that compute together, or of a standalone one."""
+        return ProcessMesh(axes, batch_axis, fully_sharded=fully_sharded)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""
@@ -276,5 +305,11 @@ class Cluster:
             self._endpoints.pop().close()
         _joined.discard(self)
         self.steps.state_changed()
-        self.coordinator.leave()
-        self.server.close()
+        try:
+            if self.group is not None and self._runtime is not None:
+                self.group.close()
+                self._runtime.close()
+        finally:
+            self.group = None
+            self.coordinator.leave()
+            self.server.close()

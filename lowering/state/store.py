@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
@@ -34,6 +34,7 @@ from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
 
+Result = TypeVar("Result")
 _StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]
 
 #: Number of attempts to view a value that steps write meanwhile, before a snapshot is taken instead.
@@ -112,6 +113,11 @@ class Store:
         """Return a copy of the value. It stays valid after later writes, and the caller may donate it."""
         copied: jax.Array = self.table.section(lambda: device_copy(self.table.values([key])[0]))
         return copied
+
+    def look(self, keys: Iterable[str], do: Callable[[Sequence[jax.Array]], Result]) -> Result:
+        """Return `do(values)`, called while no step writes them. It must not keep the values. Raises VariableError."""
+        names = list(keys)
+        return self.table.section(lambda: do(self.table.values(names)))
 
     def wait(self, keys: Iterable[str]) -> None:
         """Wait until the values are computed. They are neither copied nor marked as aliased. Raises VariableError."""

@@ -6,7 +6,7 @@ default home, this process, is set once by the layer that has a store.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -84,8 +84,12 @@ class Home(Protocol):
         """Free the contents. Later use of the resource, and ops that wait for it, raise an error with both texts."""
 
 
+#: Gives the sharding of a new `Variable` of this process, whose `sharding` may be a `PartitionSpec` or None.
+Spread = Callable[[Any], "Sharding | None"]
+
 _current: ContextVar[Home | None] = ContextVar("dflow_home", default=None)
 _default: list[Home] = []
+_spread: ContextVar[Spread | None] = ContextVar("dflow_spread", default=None)
 
 
 def set_default_home(home: Home) -> None:
@@ -113,3 +117,18 @@ def home(home: Home) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def spread_here() -> Spread | None:
+    """What gives the shardings of the variables of this process that are created here; None outside `spreading`."""
+    return _spread.get()
+
+
+@contextmanager
+def spreading(spread: Spread) -> Iterator[None]:
+    """Have `spread` give the shardings of the variables created inside, except those beside another variable."""
+    token = _spread.set(spread)
+    try:
+        yield
+    finally:
+        _spread.reset(token)

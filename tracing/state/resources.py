@@ -30,7 +30,7 @@ from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, 
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
-from dflow.tracing.state.context import Home, current_home
+from dflow.tracing.state.context import Home, current_home, spread_here
 from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
 from dflow.tracing.state.variable_as_array import register_as_array
 
@@ -67,7 +67,8 @@ class Variable(jax.Array):
                  they return it: to clip it, scale it or stop part of it
     `sharding`   a `jax.sharding.Sharding` that says how the value is spread over this process's devices; a function
                  for `initial` is compiled so that each device makes its part. On a cluster a `NamedSharding` over an
-                 `AbstractMesh`, which stands for the first devices of the variable's task
+                 `AbstractMesh`, which stands for the first devices of the variable's task. Within the `variables()` of
+                 `dflow.distributed.AllReduce` a `PartitionSpec` over its axes
 
     In one process each `Variable` is its own state. On a cluster the name is the variable: the first process to ask
     creates it and the others get it. In both, using a variable that has a later namesake in the same process is a
@@ -99,7 +100,7 @@ class Variable(jax.Array):
         near: Variable | None = None,
         trainable: bool = True,
         gradient: Callable[[Any], Any] | None = None,
-        sharding: jax.sharding.Sharding | None = None,
+        sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
     ) -> None:
         if not isinstance(name, str | None):
             raise VariableError(f"a variable is named {name!r}, a {type(name).__name__}", "give it a string")
@@ -113,10 +114,11 @@ class Variable(jax.Array):
                 f"near={near!r} is a {type(near).__name__}, not a variable",
                 "give it the variable whose task this one shall share",
             )
-        if not isinstance(sharding, jax.sharding.Sharding | None):
+        is_spec = isinstance(sharding, jax.sharding.PartitionSpec) and spread_here() is not None
+        if not is_spec and not isinstance(sharding, jax.sharding.Sharding | None):
             raise VariableError(
                 f"sharding={sharding!r} is no jax.sharding.Sharding",
-                "a PartitionSpec needs a mesh beside it: jax.sharding.NamedSharding(mesh, spec)",
+                "a PartitionSpec needs a mesh: jax.sharding.NamedSharding(mesh, spec), or AllReduce's variables()",
             )
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)

@@ -1,0 +1,1 @@
+"""Processes that run one program together, over JAX's own multi-process runtime and XLA's collectives."""

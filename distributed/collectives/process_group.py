@@ -1,0 +1,139 @@
+"""This process as a member of a group that runs one program together, and its end when another member has died.
+
+The coordinator's word ends a process, not JAX's: a collective may never return once a member has died or hangs, and
+the thread that waits in it cannot be woken. The program gets an error first, where it waits for the other members in
+Python. If it has not ended by itself after a while, the process ends, with a status for which its launcher starts it
+again.
+
+Invariants:
+- a member that fails leaves the cluster before it ends, so that the others end too;
+- before the death of a member is known to all, none of the others is taken for the cause.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections import Counter
+
+from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
+from dflow.distributed.coordinator.membership import NORMAL_ENDS
+from dflow.distributed.process.termination import REASON, Terminated
+from dflow.distributed.process.termination import STATUS as TERMINATED
+from dflow.distributed.wire.messages.process_groups import Exchange, GroupFormed
+from dflow.distributed.wire.messages.roster import Roster
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import DflowError
+
+LOGGER = logging.getLogger("dflow")
+
+#: Exit status of a process that ended because another member of its group has left: EX_TEMPFAIL, try again.
+STATUS = 75
+#: Time for the program to end by itself after a member has left, in s.
+GRACE_S = 3.0
+#: A program that fails waits so long for the news that another member is the cause, in s.
+CAUSE_S = 2.0
+
+
+class ProcessGroup:
+    """The group of this process, from `formed`; `close` is called on every member, or the process ends with an error.
+
+    timeout_s  longest wait for the other members at a point of the program
+    """
+
+    def __init__(self, coordinator: CoordinatorClient, formed: GroupFormed, timeout_s: float) -> None:
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        #: The tasks of the group, by rank.
+        self.members = formed.members
+        self.rank = formed.members.index(coordinator.task)
+        self._lives = frozenset(formed.lives)
+        self._numbers: Counter[str] = Counter()
+        self._is_closed = False
+        #: Set when a member has left by a fault.
+        self._is_lost = threading.Event()
+        coordinator.session.call_on_roster(self._look)
+        atexit.register(self._end_of_program)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The short names of the members, by rank."""
+        return tuple(map(short_task_name, self.members))
+
+    def exchange(
+        self, name: str, word: str = "", *, channel: str = "program", timeout_s: float | None = None
+    ) -> tuple[str, ...]:
+        """Give a word at a point of the program; return the words of all members, by rank, when all have come there.
+
+        name     of the point, for errors; the same on all members
+        channel  each thread that exchanges words uses its own
+        timeout_s  longest wait, by default that of the group
+        raises   TaskLost when a member has left; StrategyError when one is at another point of the program;
+                 DeadlineExceeded with the members that have not come
+        """
+        self._numbers[channel] += 1
+        task, number = self._coordinator.task, self._numbers[channel]
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        message = Exchange(task, channel, number, name, word, wait_s)
+        return self._coordinator.ask(message, wait_s + BARRIER_GRACE_S).words
+
+    def close(self) -> None:
+        """Wait until all members are done; later ends of other members do not end this process."""
+        if self._is_closed:
+            return
+        self.exchange("the end of the program")
+        self._is_closed = True
+        atexit.unregister(self._end_of_program)
+
+    def _look(self, roster: Roster) -> None:
+        """Look in a new roster for members that have left."""
+        lost = [info for info in roster.tasks if info.life in self._lives and info.left_at_s is not None]
+        faults = [
+            f"{short_task_name(info.task)} has left: {info.left}" for info in lost if info.left not in NORMAL_ENDS
+        ]
+        if not faults or self._is_lost.is_set() or self._is_closed:
+            return
+        LOGGER.error(
+            "%s, so the collectives of %s cannot go on, and this process ends; it has to be started again",
+            "; ".join(faults),
+            ", ".join(self.names),
+        )
+        self._is_lost.set()
+        threading.Thread(target=self._end_soon, name="dflow group", daemon=True).start()
+
+    def _end_soon(self) -> None:
+        """End the process, unless the program has ended by itself meanwhile."""
+        threading.Event().wait(GRACE_S)
+        _end_now(STATUS)
+
+    def _end_of_program(self) -> None:
+        """At the exit of a process that has not closed its group: close it, or end without waiting for the others.
+
+        Without this, JAX waits at its own exit for members that wait for this process in a collective.
+        """
+        has_failed = hasattr(sys, "last_type")  # Python sets it when it prints the error that ends the program
+        if Terminated.was_raised:
+            self._coordinator.leave(REASON)
+            _end_now(TERMINATED)
+        if has_failed and not self._is_lost.wait(CAUSE_S):
+            self._coordinator.leave("its program has failed")
+        if self._is_lost.is_set():
+            _end_now(STATUS)
+        try:
+            self.close()
+        except DflowError as error:
+            if not has_failed:
+                LOGGER.error("%s", error)
+            _end_now(1)
+
+
+def _end_now(status: int) -> None:
+    """End the process without any wait: the handlers of its exit would wait for other members."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):  # it may be closed
+            stream.flush()
+    os._exit(status)

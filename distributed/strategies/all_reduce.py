@@ -1,0 +1,225 @@
+"""Training on one mesh over the devices of all workers: XLA adds up the gradients by its own collectives.
+
+Every process runs the same program, and each step is one computation of all of them. Its batch is divided among the
+processes, and its variables are on all devices or divided among them. A process that does another number of steps, or
+another step, would leave the others in a collective without end. So before each step the processes tell each other,
+through the coordinator, what they are about to do. This costs no time while the devices compute the step before.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.process.termination import TerminationGuard
+from dflow.distributed.strategies.batch_supply import END, BatchSupply
+from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
+from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, arguments_of
+from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
+from dflow.tracing.errors import StrategyError
+from dflow.tracing.near_names import suggests_keywords
+
+if TYPE_CHECKING:
+    # The command line imports this module, and has no time to import JAX.
+    from jax.sharding import Mesh
+
+    from dflow.distributed.strategies.process_mesh import ProcessMesh
+    from dflow.lowering.state.store import Store
+
+LOGGER = logging.getLogger("dflow")
+EMPTY: Mapping[str, float] = MappingProxyType({})
+
+
+class CollectiveCluster(StrategyCluster, Protocol):
+    """The part of a cluster that the strategy needs."""
+
+    #: Whether this process is the only one for good.
+    is_standalone: bool
+    #: The processes that compute together; None before `start_collectives`.
+    group: ProcessGroup | None
+    #: The variables of this process.
+    store: Store
+
+    def process_mesh(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> ProcessMesh:
+        """Return the mesh over the devices of all processes."""
+        ...
+
+
+class AllReduce(Strategy):
+    """Runs a training step on the devices of all workers together, `steps` times.
+
+    cluster        the result of `dflow.connect(collectives=True)`; of a standalone process, all its devices are used
+    axes           sizes of the mesh by the names of its axes; -1 stands for what the others leave
+    batch_axis     the axis over which batches are divided
+    fully_sharded  whether each variable made in `variables()` without a spec of its own is divided over the axis of
+                   batches, along its largest dimension that can be; otherwise each device has a copy
+    raises         StrategyError for a cluster without collectives, or other axes
+
+    Each worker gives its own part of each batch; the step gets the arrays of all parts together, in the order of the
+    workers, so the result is that of one process. Scalars must be the same in all processes. Workers whose devices
+    have the same place along the axis of batches give the same part. A function of batches is given the number `step` *
+    n + `index` of n parts, where `index` is the worker's part: see `part`.
+
+    The loop ends in all processes at the same step: when the batches of one of them end, the others leave their batch
+    of that step unused, and log that. `run` raises StrategyError in all processes for batches of different shapes,
+    structures or scalars; TaskLost when a worker has left; DeadlineExceeded with the workers that are not ready for a
+    step; and VariableError for optimizers of variables that were not made in `variables()`.
+    """
+
+    run_prefix = "all_reduce"
+    _cluster: CollectiveCluster
+
+    @suggests_keywords
+    def __init__(
+        self,
+        cluster: CollectiveCluster,
+        *,
+        axes: Mapping[str, int] | None = None,
+        batch_axis: str = "data",
+        fully_sharded: bool = False,
+    ) -> None:
+        if cluster.group is None and not cluster.is_standalone:
+            raise StrategyError(
+                "AllReduce: expected a cluster with collectives, got one without",
+                "write dflow.connect(collectives=True)",
+            )
+        self._cluster, self._group = cluster, cluster.group
+        self._on = cluster.process_mesh(axes or {"data": -1}, batch_axis, fully_sharded=fully_sharded)
+        self._first = 0
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of all devices of all processes, for shardings and constraints of the program's own."""
+        return self._on.mesh
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Index of this process's part of each batch, and the number of parts."""
+        return self._on.part, self._on.parts
+
+    def variables(self) -> AbstractContextManager[None]:
+        """Return a context whose variables are spread over the mesh; `sharding` may be a `PartitionSpec` over its axes.
+
+        Each device makes only its part. At its end, raises StrategyError in all processes if they have not made the
+        same variables with the same first values.
+        """
+        return self._on.variables(self._group, self._cluster.store)
+
+    @suggests_keywords
+    def run(
+        self,
+        step: Callable[..., Any],
+        batches: Iterable[Any] | Callable[[int], Any],
+        *,
+        steps: int,
+        name: str | None = None,
+        first: int = 0,
+    ) -> Iterator[Any]:
+        """As `Strategy.run`, for the steps from number `first` to `steps` - 1.
+
+        first  number of the first step: in a program that goes on from a checkpoint, `next_step` of its
+               `CheckpointManager`. A function of batches counts from there; an iterable gives the rest of the batches
+        """
+        of_run = copy.copy(self)
+        of_run._first = first
+        return Strategy.run(of_run, step, batches, steps=steps, name=name)
+
+    def _results(
+        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
+    ) -> Iterator[Any]:
+        if not 0 <= self._first <= steps:
+            raise StrategyError(
+                f"run: first: expected a step from 0 to {steps}, got {self._first}", "give manager.next_step"
+            )
+        progress = _StepProgress(self._cluster, run, steps, self._first)
+        try:
+            for number in range(self._first, steps):
+                batch = batches.take(number * self._on.parts + self._on.part)
+                if not self._are_all_ready(run, number, steps, batch):
+                    break
+                with guard.step():
+                    with self._on.shared_step() if self._group is not None else nullcontext():
+                        outcome = step(*arguments_of(self._on.divided(batch)))
+                    progress.note(outcome)
+                yield outcome
+        except BaseException:
+            progress.tell()  # a metric may never be computed
+            raise
+        progress.report()
+
+    def _are_all_ready(self, run: str, number: int, steps: int, batch: Any) -> bool:
+        """Return whether all processes have a batch for the step. Raises StrategyError if they do not fit."""
+        group = self._group
+        described = "" if batch is END else self._on.described(batch)
+        if group is None:
+            return batch is not END
+        checksum = self._on.checksum(batch) if described and self._on.shares_part else 0
+        word = json.dumps([described, self._on.part, checksum]) if described else ""
+        words = group.exchange(f"step {number} of run {run!r}", word)
+        ended = [name for name, one in zip(group.names, words, strict=True) if not one]
+        if ended:
+            unused = "" if batch is END else "; this worker's batch for the next step is not used"
+            LOGGER.warning(
+                "run %r ends after %d of %d steps: the batches of %s have ended%s",
+                *(run, number, steps, ", ".join(ended), unused),
+            )
+            return False
+        given = {name: tuple(json.loads(one)) for name, one in zip(group.names, words, strict=True)}
+        _refuse_unequal(f"step {number} of run {run!r}", {name: one[0] for name, one in given.items()})
+        for part in {one[1] for one in given.values()} if self._on.shares_part else ():
+            sums = {name: f"a batch of checksum {one[2]}" for name, one in given.items() if one[1] == part}
+            _refuse_unequal(f"step {number} of run {run!r}, part {part} of the batch", sums)
+        return True
+
+
+def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
+    """Raise StrategyError if the workers have not given the same."""
+    if len({*given.values()}) > 1:
+        described = "; ".join(f"{one}: {text}" for one, text in given.items())
+        raise StrategyError(
+            f"{what}: expected the same on all workers, got {described}",
+            "give them batches of one structure, with the same shapes, dtypes and scalars, and the same for the same part",
+        )
+
+
+class _StepProgress:
+    """Reports this worker's steps to the coordinator, at most every `REPORT_S`."""
+
+    def __init__(self, cluster: StrategyCluster, run: str, total: int, first: int) -> None:
+        self._cluster, self._run, self._total = cluster, run, total
+        self._done = self._told = first
+        self._losses: list[Mapping[str, Any]] = []
+        self._outcome: Any = None
+        self._told_s = time.monotonic()
+
+    def note(self, outcome: Any) -> None:
+        """Note a step, which may not be computed yet."""
+        self._done += 1
+        self._losses.append(losses_of(outcome))
+        self._outcome = outcome
+        if time.monotonic() - self._told_s > REPORT_S:
+            self.report()
+
+    def report(self) -> None:
+        """Report the steps since the last report, once they are computed."""
+        found, metrics = first_not_finite(self._told, self._losses), real_scalars(self._outcome)
+        steps = self._done - self._told
+        self.tell((time.monotonic() - self._told_s) / steps if steps else 0.0, metrics, found)
+
+    def tell(
+        self, step_s: float = 0.0, metrics: Mapping[str, float] = EMPTY, not_finite: NotFinite | None = None
+    ) -> None:
+        """Report the steps since the last report, with their duration, metrics, and a loss that is not finite."""
+        message = RoundsDone(self._run, self._cluster.task, self._done, self._total, self._done - self._told)
+        found = msgspec.structs.replace(message, step_s=step_s, metrics=dict(metrics), not_finite=not_finite)
+        self._cluster.coordinator.tell(found)
+        self._told, self._told_s, self._losses = self._done, time.monotonic(), []
