@@ -12,18 +12,20 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.owned_folder import whole_place
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError, NoCheckpoint
 from dflow.tracing.near_names import suggests_keywords
 from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
+from dflow.training.group_saving import agreed_failure, agreed_steps, group_of
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_schedule import RunRecord, SaveSchedule
 from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore
@@ -47,7 +49,8 @@ class CheckpointManager:
     timeout_s     longest time of a save, in s; the calls after it raise DeadlineExceeded
 
     On a cluster every worker makes the same manager. Worker 0 restores and saves; on the others `step`, `save` and
-    `wait` do nothing. Only one thread may use a manager.
+    `wait` do nothing. Of the variables of `AllReduce` each worker restores and saves its own parts: all workers call
+    `step` with the same numbers, and `every` is a number of steps. Only one thread may use a manager.
 
     Raises CheckpointError if another manager uses the folder, if the disk refuses it, or if its checkpoint is of other
     variables, with a table; DamagedCheckpoint if no checkpoint in it can be read.
@@ -74,8 +77,19 @@ class CheckpointManager:
         self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
         self._schedule = SaveSchedule(every, _period("mtbf", mtbf))
         homes = by_backend({name: entry.variable for name, entry in self._named.items()})
-        self._is_saver = all(home.is_saver for home in homes)
-        on_tasks = [next(iter(here.values())) for home, here in homes.items() if not home.is_local]
+        #: The processes that save together, each its own parts; None if this process has all variables, or tasks do.
+        self._group = group_of(entry.variable for entry in self._named.values())
+        self._is_saver = all(home.is_saver for home in homes) if self._group is None else self._group.rank == 0
+        if self._group is not None and not isinstance(every, int):
+            raise CheckpointError(
+                f"every: expected a number of steps, at which all processes save together, got {every!r}",
+                "give it like every=100",
+            )
+        # A group that is started again begins at its checkpoint, whatever its tasks have.
+        is_resumed_by_tasks = self._group is None
+        on_tasks = [
+            next(iter(here.values())) for home, here in homes.items() if not home.is_local and is_resumed_by_tasks
+        ]
         self._progress = SharedProgress(on_tasks[0], self._folder.path) if on_tasks else None
         self._save: BackgroundSave | None = None
         self._is_closed = self._is_reported = False
@@ -83,7 +97,7 @@ class CheckpointManager:
         #: Time that the earlier runs took until their last checkpoint.
         self._ran_s = 0.0
         #: Number of the next step: one after the restored one, or 0.
-        self.next_step = self._resume() if self._is_saver or self._progress is None else self._progress.wait(timeout_s)
+        self.next_step = self._first_step()
         #: The last step whose save was begun, and the last one whose checkpoint is complete.
         self._last = self._complete = self.next_step - 1
         self._started_s = self._saved_s = time.monotonic()
@@ -113,14 +127,16 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Return whether `step` would save now. Not while a save runs: the next one starts after its end."""
         self._check()
-        if not self._is_saver or (self._save is not None and self._save.is_running):
+        if self._group is None and (not self._is_saver or (self._save is not None and self._save.is_running)):
             return False
         return self._schedule.is_due(int(step), self._last, time.monotonic() - self._saved_s, self.interval_s)
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save if it is time to, beside training; return whether a save has begun. Call it after each step."""
         is_due = self.should_save(step)
-        if is_due:
+        if is_due and self._group is not None:
+            self.save(step, metrics)  # waits for an earlier save: all processes save at the same steps
+        elif is_due:
             self._begin(step, metrics)
         return is_due
 
@@ -133,7 +149,7 @@ class CheckpointManager:
         last one.
         """
         self.wait()
-        if self._is_saver:
+        if self._is_saver or self._group is not None:
             self._begin(step, metrics)
 
     def wait(self) -> None:
@@ -158,6 +174,13 @@ class CheckpointManager:
                 raise
             error.add_note(str(failure))
 
+    def _first_step(self) -> int:
+        """Restore the newest checkpoint, or wait until worker 0 has; return the next step."""
+        if self._group is not None and not self._is_saver:
+            restored = self._restored()
+            return 0 if restored is None else restored + 1
+        return self._resume() if self._is_saver or self._progress is None else self._progress.wait(self._timeout_s)
+
     def _resume(self) -> int:
         """Restore the newest checkpoint, and return the next step."""
         self._folder.lock()
@@ -179,12 +202,13 @@ class CheckpointManager:
     def _restored(self) -> int | None:
         """Restore the newest checkpoint that can be read; return its step, or None if there is no checkpoint."""
         damaged: dict[int, str] = {}
-        for step in reversed(self._folder.steps()):
-            try:
-                restore(str(self._folder.place(step)), self._variables, names=self._names)
-            except (DamagedCheckpoint, NoCheckpoint) as error:
-                damaged[step] = str(error).splitlines()[0]
+        steps = self._folder.steps()
+        for step in reversed(steps if self._group is None else agreed_steps(self._group, self._folder.path, steps)):
+            if fact := self._restore(step):
+                damaged[step] = fact
                 continue
+            if not self._is_saver:
+                return step
             for other, fact in damaged.items():
                 LOGGER.warning(
                     "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
@@ -199,6 +223,15 @@ class CheckpointManager:
             )
         return None
 
+    def _restore(self, step: int) -> str:
+        """Restore a checkpoint, on all processes or on none; return why it cannot be read, empty if it is restored."""
+        fact = ""
+        try:
+            restore(str(self._folder.place(step)), self._variables, names=self._names)
+        except (DamagedCheckpoint, NoCheckpoint) as error:
+            fact = str(error).splitlines()[0]
+        return fact if self._group is None else agreed_failure(self._group, self._folder.place(step), fact)
+
     def _begin(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Capture the values, and start the thread that writes them."""
         number = self._checked_step(step)
@@ -206,7 +239,8 @@ class CheckpointManager:
         ran_s = self._ran_s + began_s - self._started_s
         metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s)
         with ExitStack() as stack:
-            write = stack.enter_context(captured(self._named))
+            channel = f"the saves in {self._folder.path}"
+            write = stack.enter_context(captured(self._named, channel=channel, timeout_s=self._timeout_s))
             if self._progress is not None:
                 self._progress.set(number + 1)
             self._last, self._saved_s = number, began_s
@@ -219,14 +253,22 @@ class CheckpointManager:
         self, step: int, capture: ExitStack, write: WriteCheckpoint, metadata: Mapping[str, Any], began_s: float
     ) -> None:
         """Write a checkpoint, delete the old ones, and record the time that it took."""
-        with capture, whole_place(self._folder.place(step)) as folder:
-            write(folder, metadata)
-            self._folder.renew()
+        with capture:
+            write(self._opened(step), metadata)
         self._complete = step
+        if not self._is_saver:
+            return
         for one in self._retention.deleted(self._folder.checkpoints()):
             self._folder.remove(one.step)
         now_s = time.monotonic()
         self._set_record(self._record.saved(now_s - began_s, now_s - self._started_s))
+
+    @contextmanager
+    def _opened(self, step: int) -> Iterator[Place]:
+        """Return the context of the folder to write a checkpoint into, which is in place after it."""
+        with whole_place(self._folder.place(step)) as folder:
+            yield folder
+            self._folder.renew()
 
     def _set_record(self, record: RunRecord) -> None:
         self._record = record

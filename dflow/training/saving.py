@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,15 @@ from dflow.tracing.state.container import resources_in
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable, is_variable, path_name
 from dflow.training.generator import Generator
+from dflow.training.group_saving import group_of, is_of_group, refuse_parts, save_together
 from dflow.training.optimizer import Optimizer
 from dflow.training.restore_report import DIFFERENCES, RestoreReport
 
 #: Array names that differ from the variables' names: a mapping or function from variable name to array name.
 Names = Mapping[str, str] | Callable[[str], str]
 
-#: Writes captured values and the manifest, with further metadata, into an empty folder.
-WriteCheckpoint = Callable[[Place, Mapping[str, Any]], None]
+#: Writes captured values and the manifest, with further metadata, into the empty folder of a context, as `whole_place`.
+WriteCheckpoint = Callable[[AbstractContextManager[Place], Mapping[str, Any]], None]
 
 _Path = tuple[Any, ...]
 
@@ -72,6 +73,8 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
     in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
 
+    Variables of `AllReduce` are saved by all workers together: each calls `save`, and writes its own parts.
+
     Other threads and workers may keep training: the checkpoint is the state between two of their steps (on a cluster,
     between steps of strategies; see docs/saving.md). Each array is stored in
     zarr's format under its name, which zarr, TensorStore and Orbax can read. The data is on disk when the call returns;
@@ -84,13 +87,16 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     place = given_place(path, "save")
     named = named_variables(variables, names, "save")
     if isinstance(place, Path) and place.name.endswith(SUFFIX):
-        write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
+        refuse_parts(entry.variable for entry in named.values())
+        group = group_of(entry.variable for entry in named.values())
+        if group is None or group.rank == 0:
+            write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
         return
     is_tree = place.name.endswith(ORBAX_SUFFIX)
     if is_tree:
         check_types({name: entry.variable.type for name, entry in named.items()})
-    with whole_place(place, overwrite=overwrite) as folder, captured(named, is_tree=is_tree) as write:
-        write(folder, {})
+    with captured(named, is_tree=is_tree) as write:
+        write(whole_place(place, overwrite=overwrite), {})
 
 
 @suggests_keywords
@@ -147,23 +153,49 @@ class NamedVariable:
 
 
 @contextmanager
-def captured(named: Mapping[str, NamedVariable], *, is_tree: bool = False) -> Iterator[WriteCheckpoint]:
+def captured(
+    named: Mapping[str, NamedVariable],
+    *,
+    is_tree: bool = False,
+    channel: str = "program",
+    timeout_s: float | None = None,
+) -> Iterator[WriteCheckpoint]:
     """Take the values at one moment; the context gives a function that writes them and the manifest into a folder.
 
     Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
-    `is_tree` is as for `make_places`.
+    `is_tree` is as for `make_places`. `channel` and `timeout_s` are as for `save_together`.
     """
     types = {name: entry.variable.type.strong for name, entry in named.items()}
+    group = group_of(entry.variable for entry in named.values())
+    # What this process has alone, or tasks have, is as rank 0 has it.
+    mine = named if group is None or group.rank == 0 else _of_group(named)
     with ExitStack() as stack:
-        parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(named).items()]
+        parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(mine).items()]
 
-        def write(folder: Place, metadata: Mapping[str, Any]) -> None:
-            places = make_places(folder, types, is_tree=is_tree)
+        def make(folder: Place) -> dict[str, str]:
+            return make_places(folder, types, is_tree=is_tree)
+
+        def write_all(folder: Place, places: Mapping[str, str]) -> None:
             for write_part in parts:
                 write_part(folder, places)
-            write_manifest(folder, types, places, {**_generators(named), **metadata})
+
+        def write(opened: AbstractContextManager[Place], metadata: Mapping[str, Any]) -> None:
+            def finish(folder: Place, places: Mapping[str, str]) -> None:
+                write_manifest(folder, types, places, {**_generators(named), **metadata})
+
+            if group is not None:
+                save_together(group, channel, opened, make, write_all, finish, timeout_s)
+                return
+            with opened as folder:
+                places = make(folder)
+                write_all(folder, places)
+                finish(folder, places)
 
         yield write
+
+
+def _of_group(named: Mapping[str, NamedVariable]) -> dict[str, NamedVariable]:
+    return {name: entry for name, entry in named.items() if is_of_group(entry.variable)}
 
 
 def _values(named: Mapping[str, NamedVariable]) -> dict[str, jax.Array]:

@@ -39,6 +39,15 @@ GRACE_S = 3.0
 CAUSE_S = 2.0
 
 
+#: The group of this process, if it is in one.
+_current: list[ProcessGroup] = []
+
+
+def current_group() -> ProcessGroup | None:
+    """Return the group of this process, which is in one at a time; None if it is in none."""
+    return _current[0] if _current else None
+
+
 class ProcessGroup:
     """The group of this process, from `formed`; `close` is called on every member, or the process ends with an error.
 
@@ -55,6 +64,7 @@ class ProcessGroup:
         self._is_closed = False
         #: Set when a member has left by a fault.
         self._is_lost = threading.Event()
+        _current[:] = [self]
         coordinator.session.call_on_roster(self._look)
         atexit.register(self._end_of_program)
 
@@ -86,6 +96,7 @@ class ProcessGroup:
             return
         self.exchange("the end of the program")
         self._is_closed = True
+        _current.clear()
         atexit.unregister(self._end_of_program)
 
     def _look(self, roster: Roster) -> None:

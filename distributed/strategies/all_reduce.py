@@ -187,7 +187,7 @@ def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
         described = "; ".join(f"{one}: {text}" for one, text in given.items())
         raise StrategyError(
             f"{what}: expected the same on all workers, got {described}",
-            "give them batches of one structure, with the same shapes, dtypes and scalars, and the same for the same part",
+            "give batches of the same structure, shapes, dtypes and scalars, and one batch for one part",
         )
 
 

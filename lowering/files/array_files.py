@@ -275,6 +275,11 @@ class _Stored:
             value = jax.random.key_data(value)
         return _Stored(type, value)
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes have pieces of the array, or copies of it."""
+        return isinstance(self.value, jax.Array) and not self.value.is_fully_addressable
+
     def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
         """Yield the parts that the devices of this process hold, each once, with the stored dtype and their indices."""
         parts = [(..., self.value)]
@@ -320,6 +325,8 @@ def _write_pieces(folder: Place, parts: Mapping[str, _Stored], places: Mapping[s
 
     try:
         for name, part in parts.items():
+            if part.is_shared and all(shard.replica_id for shard in part.value.addressable_shards):
+                continue  # other processes write all pieces
             opening[name] = _create(folder, name, places[name], part)
         for name, written in _in_flight(started()):
             with _unless_refused(name, folder):
@@ -338,7 +345,9 @@ def _create(folder: Place, name: str, place: str, part: _Stored) -> Any:
     flushed = part.value.nbytes >= _FLUSHED_BYTES
     with _unless_refused(name, folder):
         dtype = stored_dtype(part.value.dtype)
-        return create_array(folder / place, dtype, part.value.shape, part.chunk_shape(), flushed=flushed)
+        return create_array(
+            folder / place, dtype, part.value.shape, part.chunk_shape(), flushed=flushed, is_shared=part.is_shared
+        )
 
 
 def _started(name: str, opening: Any, index: Any, data: Any, folder: Place) -> Any:

@@ -25,10 +25,23 @@ _CHECKSUM_BYTES = 4
 
 
 def create_array(
-    folder: Place, dtype: Any, shape: Sequence[int], chunk_shape: Sequence[int], *, flushed: bool = False
+    folder: Place,
+    dtype: Any,
+    shape: Sequence[int],
+    chunk_shape: Sequence[int],
+    *,
+    flushed: bool = False,
+    is_shared: bool = False,
 ) -> Any:
-    """Return TensorStore's future of a new array. Chunks are flushed only if `flushed`, when they are written."""
-    spec = _spec(folder, dtype, flushed=flushed) | {"create": True, "store_data_equal_to_fill_value": True}
+    """Return TensorStore's future of a new array. Chunks are flushed only if `flushed`, when they are written.
+
+    is_shared  whether other processes make the same array, and write other chunks of it
+    """
+    spec = _spec(folder, dtype, flushed=flushed) | {
+        "create": True,
+        "open": is_shared,
+        "store_data_equal_to_fill_value": True,
+    }
     spec["metadata"] |= {
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
         # Chunks share one folder, since each folder takes time to make, to flush and to remove.
