@@ -44,9 +44,9 @@ def group_of(variables: Iterable[Variable]) -> ProcessGroup | None:
 
 def refuse_parts(variables: Iterable[Variable]) -> None:
     """Raise CheckpointError for a variable in parts on several processes: a file of one process has whole arrays."""
-    for variable in filter(is_of_group, variables):
-        assert variable.sharding is not None
-        if not variable.sharding.is_fully_replicated:
+    for variable in variables:
+        sharding = variable.sharding
+        if sharding is not None and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
             raise CheckpointError(
                 f"variable {variable.name!r}: expected its whole value in this process, got parts on several processes",
                 "save to a folder, whose parts each process writes",

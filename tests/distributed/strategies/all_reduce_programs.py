@@ -1,0 +1,68 @@
+"""A program of `AllReduce`, for a test and for the scripts of its workers, which begin with this file's text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import dflow
+
+#: Batches of all workers together.
+ROWS = 12
+_DRAWN = np.random.default_rng(1)
+DATA = [(_DRAWN.normal(size=(ROWS, 4)), _DRAWN.normal(size=(ROWS, 8))) for _ in range(12)]
+
+
+def part_of(strategy: Any, number: int, width: int = ROWS) -> tuple[Any, Any]:
+    """This process's part of a batch."""
+    index, count = strategy.part
+    x, y = (array.astype(np.float32) for array in DATA[number])
+    mine = slice(index * width // count, (index + 1) * width // count)
+    return x[mine], y[mine]
+
+
+class Program:
+    """A model and its training step under a strategy; `spec` is that of the kernel."""
+
+    def __init__(self, strategy: Any, name: str, spec: Any = None) -> None:
+        self.strategy, self.name = strategy, name
+        with strategy.variables():
+            # The last dimension is the larger one.
+            self.w = dflow.Variable(
+                lambda: jax.random.normal(jax.random.key(0), (4, 8)), name=f"{name}/w", sharding=spec
+            )
+            self.b = dflow.Variable(np.zeros(8, np.float32), name=f"{name}/b")
+            self.generator = dflow.Generator(3, name=f"{name}/generator")
+            self.optimizer = dflow.Optimizer(optax.adam(0.1), {"w": self.w, "b": self.b}, name=f"{name}/adam")
+
+        @dflow.jit
+        def step(x: Any, y: Any, scale: Any) -> Any:
+            def loss() -> Any:
+                noise = jax.random.normal(self.generator.split(), (8,))
+                return scale * jnp.mean((x @ self.w + self.b + noise - y) ** 2)
+
+            value, gradients = dflow.value_and_grad(loss, {"w": self.w, "b": self.b})()
+            self.optimizer.apply(gradients)
+            return {"loss": value}
+
+        self.step = step
+
+    @property
+    def state(self) -> list[Any]:
+        """All that is saved."""
+        return [self.w, self.b, self.generator, self.optimizer]
+
+    def train(self, steps: int = 4, **options: Any) -> list[float]:
+        """Train on the first batches; return the losses."""
+        run = self.strategy.run(
+            self.step,
+            [(*part_of(self.strategy, number), np.float32(0.5)) for number in range(steps)],
+            steps=steps,
+            name=self.name,
+            **options,
+        )
+        return [float(metrics["loss"]) for metrics in run]

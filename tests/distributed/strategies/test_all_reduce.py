@@ -1,0 +1,213 @@
+"""All-reduce training: several processes do what one process does with all their batches; one of them dies."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import dflow
+from dflow.distributed.strategies.process_mesh import _sizes
+from dflow.distributed.worker.cluster import Cluster
+from dflow.tracing.errors import StrategyError
+from tests.distributed.processes import Spawned
+from tests.distributed.strategies import all_reduce_programs
+from tests.distributed.strategies.all_reduce_programs import Program
+
+PROGRAM = Path(all_reduce_programs.__file__).read_text()
+
+#: Two workers of two devices each: each way to divide a model, and each way to do another step than the other worker.
+PAIR = (
+    PROGRAM
+    + """
+import os
+from jax.sharding import PartitionSpec as P
+
+cluster = dflow.connect(collectives=True)
+index = cluster.index
+AllReduce = dflow.distributed.AllReduce
+
+
+def attempt(what, do):
+    try:
+        print(what, "gave", do())
+    except dflow.DflowError as error:
+        print(what, "raised", type(error).__name__, str(error).replace(chr(10), " / "))
+
+
+for name, options, spec in (
+    ("replicated", {}, None),
+    ("sharded", {"fully_sharded": True}, None),
+    ("parallel", {"axes": {"data": -1, "model": 2}}, P(None, "model")),
+    ("across", {"axes": {"model": 2, "data": -1}, "fully_sharded": True}, P("model")),
+):
+    program = Program(AllReduce(cluster, **options), name, spec)
+    print(name, "has part", program.strategy.part, program.w.read().sharding.spec, program.b.read().sharding.spec)
+    print(name, "gave", program.train())
+    dflow.save(name, program.state)
+
+program = Program(AllReduce(cluster), "refusals")
+run, x = program.strategy.run, np.ones((2, 4), np.float32)
+step = dflow.jit(lambda x, scale=1.0: (x @ program.w).sum() * scale)
+attempt("ends", lambda: len(list(run(step, [x] * (3 - index), steps=9, name="ends"))))
+attempt("shapes", lambda: list(run(step, [np.ones((2 + 2 * index, 4), np.float32)], steps=9, name="shapes")))
+attempt("scalars", lambda: list(run(step, [(x, np.float32(index))], steps=9, name="scalars")))
+attempt("rows", lambda: list(run(step, [x[:1]], steps=9, name="rows")))
+mine = dflow.Variable(np.zeros(4, np.float32), name="mine")
+own = dflow.Optimizer(optax.sgd(0.1), [mine], name="own")
+attempt("own", lambda: list(run(dflow.jit(lambda x: own.apply([x.sum(0)])), [x], steps=1, name="own")))
+
+
+def differ():
+    with program.strategy.variables():
+        dflow.Variable(np.ones(2, np.float32), name="same")
+        dflow.Variable(np.full(2, index, np.float32), name="different")
+
+
+attempt("values", differ)
+across = AllReduce(cluster, axes={"model": 2, "data": -1})
+attempt("parts", lambda: list(across.run(step, [index * x], steps=1, name="parts")))
+cluster.close()
+"""
+)
+
+
+def equals_alone(name: str, steps: int, saved: Path) -> list[float]:
+    """Train a program in this process, compare its state with the saved one, and return the losses."""
+    program = Program(dflow.distributed.AllReduce(dflow.connect()), name)
+    losses = program.train(steps)
+    state = [program.w, program.b, program.generator.key, program.optimizer.slots]
+    trained = jax.tree.leaves(dflow.read(state))
+    dflow.restore(saved, program.state)
+    for alone, together in zip(trained, jax.tree.leaves(dflow.read(state)), strict=True):
+        np.testing.assert_allclose(alone, together, rtol=2e-4, atol=1e-6)
+    return losses
+
+
+def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PAIR)
+    words = ("-m", "dflow", "launch", "--ps", "0", "--workers", "2", "train.py")
+    with Spawned(*words, cwd=tmp_path, JAX_NUM_CPU_DEVICES="2") as launched:
+        status, output = launched.finish()
+    lines = [re.findall(rf"^\[worker:{index}\] (\w+) (\w+) (.*)$", output, re.M) for index in (0, 1)]
+    found = [{(what, how): text for what, how, text in said} for said in lines]
+    # The runs that end early are short of their steps.
+    assert status == 1, output
+    one = found[0]
+    assert one["replicated", "has"] == "part (0, 2) P(None, None) P(None,)"
+    assert one["sharded", "has"] == "part (0, 2) P(None, 'data') P('data',)"
+    assert one["parallel", "has"] == "part (0, 2) P(None, 'model') P(None,)"
+    assert one["across", "has"] == "part (0, 1) P('model', 'data') P('data',)"
+    for name in ("replicated", "sharded", "parallel", "across"):
+        losses = equals_alone(name, 4, tmp_path / name)
+        np.testing.assert_allclose(json.loads(one[name, "gave"]), losses, rtol=1e-5)
+        assert found[1][name, "gave"] == one[name, "gave"]
+    for index in (0, 1):
+        told = found[index]
+        assert told["ends", "gave"] == "2"
+        assert (
+            "step 0 of run 'shapes': expected the same on all workers, got worker:0: f32[2,4] in"
+            in told["shapes", "raised"]
+        )
+        assert "worker:1: f32[4,4] in" in told["shapes", "raised"]
+        assert "float32 0.0" in told["scalars", "raised"]
+        assert (
+            "a multiple of 2, the number of devices of this process along 'data', got f32[1,4]"
+            in told["rows", "raised"]
+        )
+        assert "variable 'mine' of 'own' lives in this process" in told["own", "raised"]
+        assert "make it within strategy.variables()" in told["own", "raised"]
+        assert "got as variable 1: worker:0: 'different' f32[2] of checksum" in told["values", "raised"]
+        assert "step 0 of run 'parts', part 0 of the batch: expected the same on all" in told["parts", "raised"]
+    assert output.count("run 'ends' ends after 2 of 9 steps: the batches of worker:1 have ended") == 2
+    assert output.count("this worker's batch for the next step is not used") == 1
+
+
+#: Worker 1 dies in a step that the others have begun, so that they are in a collective.
+KILLED = (
+    PROGRAM
+    + """
+import os, signal
+
+cluster = dflow.connect(collectives=True)
+program = Program(dflow.distributed.AllReduce(cluster, fully_sharded=True), "killed")
+is_first = not os.path.exists("killed")
+with dflow.CheckpointManager("checkpoints", program.state, every=3) as manager:
+
+    def step(number, *batch):
+        if number == 7 and is_first and cluster.index == 1:
+            manager.wait()
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return program.step(*batch)
+
+    def batch(number):
+        number = number // cluster.colleagues()[1]
+        return np.int32(number), *part_of(program.strategy, number), np.float32(0.5)
+
+    first = manager.next_step
+    print("begins at", first, flush=True)
+    for number, metrics in enumerate(program.strategy.run(step, batch, steps=10, name="run", first=first), first):
+        manager.step(number)
+        loss = float(metrics["loss"])
+print("ends with", loss)
+dflow.save("end", program.state)
+cluster.close()
+"""
+)
+
+
+@pytest.mark.once
+def test_a_group_whose_member_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KILLED)
+    options = ("--ps", "0", "--workers", "3", "--restart", "on-failure")
+    with Spawned("-m", "dflow", "launch", *options, "train.py", cwd=tmp_path) as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "worker:1 ended: killed by SIGKILL; it is started again" in output
+    for survivor in (0, 2):
+        assert f"[worker:{survivor}] worker:1 has left: " in output
+        assert f"worker:{survivor} ended: exit status 75; it is started again" in output
+        assert re.findall(rf"\[worker:{survivor}\] begins at (\d+)", output) == ["0", "7"]
+    assert "Terminating process" not in output  # JAX's own word
+    assert "Steps: 10 of 10" in output
+    losses = equals_alone("killed", 10, tmp_path / "end")
+    ends = {float(loss) for loss in re.findall(r"ends with (\S+)", output)}
+    np.testing.assert_allclose([*ends], losses[-1:], rtol=1e-5)
+
+
+def test_a_cluster_without_collectives_is_refused(worker: Cluster) -> None:
+    with pytest.raises(StrategyError, match=r"expected a cluster with collectives(.|\n)*connect\(collectives=True\)"):
+        dflow.distributed.AllReduce(worker)
+
+
+def test_collectives_are_not_started_after_the_first_use_of_a_device() -> None:
+    jax.devices()
+    with pytest.raises(StrategyError, match=r"expected a process that has used no device yet(.|\n)*before the first"):
+        dflow.connect("127.0.0.1:1", index=0, collectives=True)
+    assert dflow.connect(collectives=True).group is None  # standalone
+
+
+def test_the_sizes_of_a_mesh_fill_it() -> None:
+    assert _sizes({"data": -1, "model": 2}, 8) == (4, 2)
+    assert _sizes({"data": 8}, 8) == (8,)
+    for axes in ({"data": 3}, {"data": -1, "model": 3}, {"data": -1, "model": -1}, {"data": 0}, {"data": 4}):
+        with pytest.raises(StrategyError, match=r"expected sizes whose product is 8, the number of devices .*, got"):
+            _sizes(axes, 8)
+
+
+def test_the_axis_of_batches_is_one_of_the_mesh() -> None:
+    with pytest.raises(StrategyError, match=r"batch_axis: expected one of \['model'\], got 'data'"):
+        dflow.distributed.AllReduce(dflow.connect(), axes={"model": -1})
+
+
+@pytest.mark.parametrize("first", [-1, 6])
+def test_a_run_begins_at_one_of_its_steps(first: int) -> None:
+    strategy = dflow.distributed.AllReduce(dflow.connect())
+    with pytest.raises(StrategyError, match=rf"first: expected a step from 0 to 5, got {first}"):
+        list(strategy.run(lambda x: x, [1], steps=5, first=first))
+    assert list(strategy.run(lambda x: x, lambda number: number, steps=5, first=3)) == [3, 4]
