@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+from jax.sharding import Sharding
+
 from dflow.distributed.collectives.process_group import ProcessGroup, current_group
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.places import place_of
@@ -24,7 +26,8 @@ WriteParts = Callable[[Place, Mapping[str, str]], None]
 
 def is_of_group(variable: Variable) -> bool:
     """Whether other processes have parts or copies of the variable's value."""
-    return variable.sharding is not None and not variable.sharding.is_fully_addressable
+    sharding = variable.sharding
+    return isinstance(sharding, Sharding) and not sharding.is_fully_addressable
 
 
 def group_of(variables: Iterable[Variable]) -> ProcessGroup | None:
@@ -46,7 +49,7 @@ def refuse_parts(variables: Iterable[Variable]) -> None:
     """Raise CheckpointError for a variable in parts on several processes: a file of one process has whole arrays."""
     for variable in variables:
         sharding = variable.sharding
-        if sharding is not None and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
+        if isinstance(sharding, Sharding) and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
             raise CheckpointError(
                 f"variable {variable.name!r}: expected its whole value in this process, got parts on several processes",
                 "save to a folder, whose parts each process writes",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import jax
@@ -45,7 +43,7 @@ class JaxRuntime:
             len(group.members),
             group.rank,
             # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
-            coordinator_bind_address=_free_address() if group.rank == 0 else None,
+            coordinator_bind_address="127.0.0.1:0" if group.rank == 0 else None,
             # Under Slurm, JAX would take one device for each process.
             cluster_detection_method="deactivate",
             initialization_timeout=int(timeout_s),
@@ -71,8 +69,3 @@ class JaxRuntime:
         jax.distributed.shutdown()
         if self._service is not None:
             self._service.communicate(b".")
-
-
-def _free_address() -> str:
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"

@@ -35,6 +35,8 @@ LOGGER = logging.getLogger("dflow")
 STATUS = 75
 #: Time for the program to end by itself after a member has left, in s.
 GRACE_S = 3.0
+#: Longest wait for members that still evaluate or export at the end of the program, in s.
+END_S = 86_400.0
 #: A program that fails waits so long for the news that another member is the cause, in s.
 CAUSE_S = 2.0
 
@@ -94,7 +96,7 @@ class ProcessGroup:
         """Wait until all members are done; later ends of other members do not end this process."""
         if self._is_closed:
             return
-        self.exchange("the end of the program")
+        self.exchange("the end of the program", timeout_s=END_S)
         self._is_closed = True
         _current.clear()
         atexit.unregister(self._end_of_program)
