@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import NoReturn
 
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.transport.base import Peer
@@ -31,7 +32,7 @@ from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import StepCancelled, TransportClosed
+from dflow.tracing.errors import StepCancelled, StrategyError, TransportClosed
 
 #: A pause of the loop up to this long never cancels, in s: it is as long as a short step.
 SHORT_S = 0.01
@@ -188,5 +189,26 @@ class StepsAhead:
         self._starter.cancel(begun.step, begun.peers.values(), StepCancelled(f"it was begun ahead, and {why}"))
 
 
+class NoSteps(StepsAhead):
+    """In place of a loop: the thread may run no step that other tasks take part in."""
+
+    def __init__(self, why: str, remedy: str) -> None:
+        self._error = why, remedy
+
+    def take(self, called: RegisteredStep) -> NoReturn:
+        """Raise StrategyError."""
+        raise StrategyError(*self._error)
+
+
 #: The loop whose iteration this thread runs.
 CURRENT: ContextVar[StepsAhead | None] = ContextVar("dflow_steps_ahead", default=None)
+
+
+@contextlib.contextmanager
+def refusing_steps(why: str, remedy: str) -> Iterator[None]:
+    """Return a context in which steps that other tasks take part in raise StrategyError with these two texts."""
+    token = CURRENT.set(NoSteps(why, remedy))
+    try:
+        yield
+    finally:
+        CURRENT.reset(token)

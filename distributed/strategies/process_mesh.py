@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.steps.steps_ahead import refusing_steps
 from dflow.distributed.strategies.applying import SharedVariables, shared_step
 from dflow.distributed.strategies.compared_variables import compare_variables
 from dflow.lowering.state.store import Store
@@ -65,9 +66,17 @@ class ProcessMesh:
             found.setdefault(device.process_index, set()).add(index[axis])
         return {process: tuple(sorted(places)) for process, places in found.items()}
 
-    def shared_step(self) -> AbstractContextManager[None]:
-        """Return the context of a step; optimizers in it may only have variables on this mesh."""
-        return shared_step(SharedVariables(lambda one: not self._has(one), "make it within strategy.variables()"))
+    @contextmanager
+    def shared_step(self) -> Iterator[None]:
+        """Return the context of a step, whose optimizers may only have variables on this mesh.
+
+        A step with variables on other tasks is refused: each process would run all of it, and apply each update again.
+        """
+        variables = SharedVariables(lambda one: not self._has(one), "make it within strategy.variables()")
+        why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
+        remedy = "look rows up before the step, in the batches, or train by Sync"
+        with shared_step(variables), refusing_steps(why, remedy):
+            yield
 
     def _has(self, variable: Any) -> bool:
         sharding = variable.sharding

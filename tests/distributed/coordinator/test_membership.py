@@ -54,6 +54,19 @@ def test_tasks_are_expected_until_they_join() -> None:
     assert members.roster().tasks == (TaskInfo(WORKER0, "h:1", 1.0),)
 
 
+def test_a_task_that_left_by_a_fault_is_still_coming_for_a_while() -> None:
+    members = cluster()
+    assert members.coming("worker", 0.0, 60.0) == (WORKER0, WORKER1)
+    for peer, task in enumerate((WORKER0, WORKER1)):
+        members.join(0.0, peer, Join(task, f"there:{peer}"))
+    members.leave(5.0, WORKER0, membership.FINISHED)
+    members.leave(6.0, WORKER1, "killed")
+    assert members.coming("worker", 65.9, 60.0) == (WORKER1,)
+    assert members.coming("worker", 66.0, 60.0) == ()
+    members.join(70.0, 7, Join(WORKER1, "there:7"))
+    assert members.coming("worker", 70.0, 60.0) == (WORKER1,)
+
+
 def test_a_join_sent_again_changes_nothing() -> None:
     members = cluster()
     members.join(1.0, 7, Join(WORKER0, "h:1"))

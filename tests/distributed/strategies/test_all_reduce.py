@@ -185,6 +185,21 @@ def test_a_cluster_without_collectives_is_refused(worker: Cluster) -> None:
         dflow.distributed.AllReduce(worker)
 
 
+def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        count = dflow.Variable(0, name="count")
+    add = dflow.jit(lambda x: count.assign_add(x))
+    add(1)
+    mesh = worker.process_mesh({"data": -1}, "data", fully_sharded=False)
+    with pytest.raises(
+        StrategyError, match=r"got one with variables or queues on other tasks(.|\n)*look rows up before"
+    ):
+        with mesh.shared_step():
+            add(1)
+    add(1)
+    assert int(count.read()) == 2
+
+
 def test_collectives_are_not_started_after_the_first_use_of_a_device() -> None:
     jax.devices()
     with pytest.raises(StrategyError, match=r"expected a process that has used no device yet(.|\n)*before the first"):
