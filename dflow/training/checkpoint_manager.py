@@ -18,6 +18,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self
 
+from dflow.distributed.collectives.process_group import current_group
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.owned_folder import whole_place
 from dflow.state_backends import by_backend
@@ -28,7 +29,7 @@ from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this
 from dflow.training.group_saving import agreed_failure, agreed_steps, group_of
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_schedule import RunRecord, SaveSchedule
-from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore
+from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore_named
 from dflow.training.shared_progress import SharedProgress
 
 LOGGER = logging.getLogger("dflow")
@@ -71,7 +72,7 @@ class CheckpointManager:
         timeout_s: float = 1800.0,
     ) -> None:
         self._folder = CheckpointFolder(given_place(folder, "CheckpointManager"))
-        self._variables, self._names, self._timeout_s = variables, names, timeout_s
+        self._timeout_s = timeout_s
         self._named = named_variables(variables, names, "CheckpointManager")
         period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
         self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
@@ -79,14 +80,16 @@ class CheckpointManager:
         homes = by_backend({name: entry.variable for name, entry in self._named.items()})
         #: The processes that save together, each its own parts; None if this process has all variables, or tasks do.
         self._group = group_of(entry.variable for entry in self._named.values())
-        self._is_saver = all(home.is_saver for home in homes) if self._group is None else self._group.rank == 0
+        #: The processes that restore together, since each has variables of its own.
+        self._peers = current_group() if any(home.is_local for home in homes) else None
+        self._is_saver = all(home.is_saver for home in homes) if self._peers is None else self._peers.rank == 0
         if self._group is not None and not isinstance(every, int):
             raise CheckpointError(
                 f"every: expected a number of steps, at which all processes save together, got {every!r}",
                 "give it like every=100",
             )
         # A group that is started again begins at its checkpoint, whatever its tasks have.
-        is_resumed_by_tasks = self._group is None
+        is_resumed_by_tasks = self._peers is None
         on_tasks = [
             next(iter(here.values())) for home, here in homes.items() if not home.is_local and is_resumed_by_tasks
         ]
@@ -176,7 +179,7 @@ class CheckpointManager:
 
     def _first_step(self) -> int:
         """Restore the newest checkpoint, or wait until worker 0 has; return the next step."""
-        if self._group is not None and not self._is_saver:
+        if self._peers is not None and not self._is_saver:
             restored = self._restored()
             return 0 if restored is None else restored + 1
         return self._resume() if self._is_saver or self._progress is None else self._progress.wait(self._timeout_s)
@@ -203,7 +206,7 @@ class CheckpointManager:
         """Restore the newest checkpoint that can be read; return its step, or None if there is no checkpoint."""
         damaged: dict[int, str] = {}
         steps = self._folder.steps()
-        for step in reversed(steps if self._group is None else agreed_steps(self._group, self._folder.path, steps)):
+        for step in reversed(steps if self._peers is None else agreed_steps(self._peers, self._folder.path, steps)):
             if fact := self._restore(step):
                 damaged[step] = fact
                 continue
@@ -227,10 +230,11 @@ class CheckpointManager:
         """Restore a checkpoint, on all processes or on none; return why it cannot be read, empty if it is restored."""
         fact = ""
         try:
-            restore(str(self._folder.place(step)), self._variables, names=self._names)
+            # The tasks' variables are restored once.
+            restore_named(self._folder.place(step), self._named, of=lambda home: home.is_local or self._is_saver)
         except (DamagedCheckpoint, NoCheckpoint) as error:
             fact = str(error).splitlines()[0]
-        return fact if self._group is None else agreed_failure(self._group, self._folder.place(step), fact)
+        return fact if self._peers is None else agreed_failure(self._peers, self._folder.place(step), fact)
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None) -> None:
         """Capture the values, and start the thread that writes them."""

@@ -128,13 +128,23 @@ def restore(
         raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
     place = given_place(path, "restore")
     named = named_variables(variables, names, "restore")
+    return restore_named(place, named, ignore if strict else DIFFERENCES)
+
+
+def restore_named(
+    place: Place,
+    named: Mapping[str, NamedVariable],
+    ignore: Collection[str] = (),
+    of: Callable[[StateBackend], bool] = lambda backend: True,
+) -> RestoreReport:
+    """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint."""
     for _ in range(_ATTEMPTS):
         files = open_arrays(place)
         report = _compared(files, named)
-        if refused := report.refused(ignore if strict else DIFFERENCES):
+        if refused := report.refused(ignore):
             raise CheckpointError(_differs(files, report, refused))
         restored = {name: named[name].variable for name in report.restored}
-        if _restored(files, restored):
+        if _restored(files, restored, of):
             use_beside_namesakes(restored.values())
             return report
     raise CheckpointError(
@@ -352,12 +362,14 @@ def _described(type: ArrayType, impl: str) -> str:
     return f"{type} of {impl}" if impl else str(type)
 
 
-def _restored(files: SavedArrays, variables: Mapping[str, Variable]) -> bool:
+def _restored(files: SavedArrays, variables: Mapping[str, Variable], of: Callable[[StateBackend], bool]) -> bool:
     """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
         try:
             settings = [
-                stack.enter_context(backend.restoring(files, here)) for backend, here in by_backend(variables).items()
+                stack.enter_context(backend.restoring(files, here))
+                for backend, here in by_backend(variables).items()
+                if of(backend)
             ]
         except CheckpointError:
             if not files.is_replaced():

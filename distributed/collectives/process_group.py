@@ -62,6 +62,8 @@ class ProcessGroup:
         self.members = formed.members
         self.rank = formed.members.index(coordinator.task)
         self._lives = frozenset(formed.lives)
+        #: A number that no other group of the cluster has: a life is a member of one.
+        self.number = max(formed.lives)
         self._numbers: Counter[str] = Counter()
         self._is_closed = False
         #: Set when a member has left by a fault.

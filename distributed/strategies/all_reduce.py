@@ -136,16 +136,9 @@ class AllReduce(Strategy):
     def _results(
         self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
-        if not 0 <= self._first <= steps:
-            raise StrategyError(
-                f"run: first: expected a step from 0 to {steps}, got {self._first}", "give manager.next_step"
-            )
-        progress = _StepProgress(self._cluster, run, steps, self._first)
+        progress = StepProgress(self._cluster, run, steps, self._first)
         try:
-            for number in range(self._first, steps):
-                batch = batches.take(number * self._on.parts + self._on.part)
-                if not self._are_all_ready(run, number, steps, batch):
-                    break
+            for batch in self._batches(run, batches, steps):
                 with guard.step():
                     with self._on.shared_step() if self._group is not None else nullcontext():
                         outcome = step(*arguments_of(self._on.divided(batch)))
@@ -155,6 +148,18 @@ class AllReduce(Strategy):
             progress.tell()  # a metric may never be computed
             raise
         progress.report()
+
+    def _batches(self, run: str, batches: BatchSupply, steps: int) -> Iterator[Any]:
+        """Yield this worker's batch for each step, as long as all workers have one."""
+        if not 0 <= self._first <= steps:
+            raise StrategyError(
+                f"run: first: expected a step from 0 to {steps}, got {self._first}", "give manager.next_step"
+            )
+        for number in range(self._first, steps):
+            batch = batches.take(number * self._on.parts + self._on.part)
+            if not self._are_all_ready(run, number, steps, batch):
+                return
+            yield batch
 
     def _are_all_ready(self, run: str, number: int, steps: int, batch: Any) -> bool:
         """Return whether all processes have a batch for the step. Raises StrategyError if they do not fit."""
@@ -191,7 +196,7 @@ def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:
         )
 
 
-class _StepProgress:
+class StepProgress:
     """Reports this worker's steps to the coordinator, at most every `REPORT_S`."""
 
     def __init__(self, cluster: StrategyCluster, run: str, total: int, first: int) -> None:

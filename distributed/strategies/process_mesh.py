@@ -96,6 +96,27 @@ class ProcessMesh:
         if group is not None:
             compare_variables(group, store, made)
 
+    @contextmanager
+    def copies(self, group: ProcessGroup | None, store: Store) -> Iterator[None]:
+        """Compare the variables made inside, of which each process has a copy, with those of the other processes."""
+        made: list[Variable] = []
+
+        def keep(variable: Variable) -> Sharding | None:
+            if isinstance(variable.sharding, PartitionSpec):
+                raise DeviceError(
+                    f"variable {variable.name!r}: sharding: expected None, for a copy in each process, got "
+                    f"{variable.sharding}",
+                    "leave it out, or train by AllReduce",
+                    at=variable.loc,
+                )
+            made.append(variable)
+            return variable.sharding
+
+        with spreading(keep):
+            yield
+        if group is not None:
+            compare_variables(group, store, made)
+
     def sharding_of(self, variable: Variable) -> Sharding | None:
         """Return the sharding of a new variable; None on a mesh of one device. Raises DeviceError."""
         given = variable.sharding

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.distributed.strategies.applying import GivenOptimizer, applying
+from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.strategy import arguments_of
 from dflow.distributed.wire.messages.rounds import accumulator_on
 from dflow.tracing.devices.device import device_scope
@@ -113,8 +114,13 @@ class GradientTypes:
 class Gradients:
     """The applier that gives a step's gradients to the accumulators, with the number of the worker's opening."""
 
-    def __init__(self, types: GradientTypes, accumulators: Mapping[str, ConditionalAccumulator]) -> None:
-        self.types, self._accumulators = types, accumulators
+    def __init__(
+        self,
+        types: GradientTypes,
+        accumulators: Mapping[str, ConditionalAccumulator],
+        dense: DenseGradients | None = None,
+    ) -> None:
+        self.types, self._accumulators, self._dense = types, accumulators, dense
         #: The accumulator of the host.
         self.accumulator = accumulators[types.host]
         self.name = f"{self.accumulator.name} {next(_serials)}"
@@ -129,6 +135,9 @@ class Gradients:
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Add the gradients to the averages of the round, unless they are too late."""
+        if self._dense is not None and self._dense.takes(optimizer):
+            self._dense.apply(optimizer, gradients)
+            return
         leaves, number = _leaves(gradients), self._round.read()
         # Ready with the gradients, so that it travels with them, without further messages. With the smallest one,
         # since a gradient computed on another task would be sent here for this.

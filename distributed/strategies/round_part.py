@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
+from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
@@ -59,10 +60,13 @@ class RoundTasks(StrategyCluster, Protocol):
 
 
 class RoundPart:
-    """This worker's messages to the step aggregator of a run, called the host here."""
+    """This worker's messages to the step aggregator of a run, called the host here.
 
-    def __init__(self, cluster: RoundTasks, run: str, job: str) -> None:
-        self._cluster, self._run, self._job = cluster, run, job
+    dense  receives the gradients of the step for variables of this process; None if there must be none
+    """
+
+    def __init__(self, cluster: RoundTasks, run: str, job: str, dense: DenseGradients | None = None) -> None:
+        self._cluster, self._run, self._job, self._dense = cluster, run, job, dense
         place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = self._placed(place)
         #: The name of the host's accumulator, when the run was opened.
@@ -74,7 +78,9 @@ class RoundPart:
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
-        optimizer, spec = _looked_at(step, arguments_of(batch))
+        optimizer, spec, beside = _looked_at(step, arguments_of(batch), self._dense)
+        if self._dense is not None:
+            self._dense.use(beside)
         with shared_step():
             refuse_own_variables(optimizer)
         types = GradientTypes.of(optimizer, spec, self._host)
@@ -98,7 +104,7 @@ class RoundPart:
             known.create()
             return known
         accumulators = types.accumulators(agreed.accumulator, agreed.wanted, self._cluster.parameter_servers)
-        return kept.setdefault(agreed.accumulator, Gradients(types, accumulators))
+        return kept.setdefault(agreed.accumulator, Gradients(types, accumulators, self._dense))
 
     def _be_hosted(self, optimizer: GivenOptimizer, gradients: Gradients, steps: int, wanted: int) -> None:
         """Register the update that the host applies averages with; no effect if another worker has done so."""
@@ -148,11 +154,15 @@ class RoundPart:
             self._cluster.requests.ask(self._host, message)
 
 
+#: An optimizer and the types of its gradients, and those whose gradients `DenseGradients` takes.
+_Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]]]
+
+
 class _Found:
     """An applier that records a step's optimizers and types of gradients, and applies no gradient."""
 
-    def __init__(self) -> None:
-        self.name = f"looked at {next(_serials)}"
+    def __init__(self, dense: DenseGradients | None) -> None:
+        self.name, self._dense = f"looked at {next(_serials)}", dense
         self._seen: list[tuple[GivenOptimizer, Any]] = []
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
@@ -161,11 +171,16 @@ class _Found:
         note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves])
         self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
-    def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
-        """Return the step's only optimizer, and its gradients' types; raises StrategyError for none or several."""
+    def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> _Look:
+        """Return the step's only optimizer, its gradients' types, and the optimizers whose gradients `dense` takes.
+
+        Raises StrategyError for none or several, or for one that is given gradients several times.
+        """
+        beside = [one for one in self._seen if self._dense is not None and self._dense.takes(one[0])]
+        own = [one for one in self._seen if one not in beside]
         # A function that is called several times, or a loop, is traced once.
-        times = times_noted(jaxpr) if len(self._seen) == 1 else len(self._seen)
-        if times != 1:
+        times = times_noted(jaxpr) - len(beside) if len(own) == 1 else len(own)
+        if times != 1 or len({optimizer for optimizer, _ in beside}) < len(beside):
             names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
             raise StrategyError(
                 f"{getattr(step, '__name__', 'the step')} gives gradients {times} times (to {names}), and a "
@@ -173,32 +188,32 @@ class _Found:
                 "call apply of one dflow.Optimizer, once, outside of loops: add up the gradients of microbatches "
                 "before; optax.multi_transform treats variables differently",
             )
-        [(optimizer, spec)], noted = self._seen, noted_rows(jaxpr, consts)
+        [(optimizer, spec)], noted = own, noted_rows(jaxpr, consts)
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=is_row_gradient)
         # Gradients applied in a loop are noted only in the loop's body, and taken as dense.
-        rows = noted[0] if noted else [None] * len(leaves)
-        return optimizer, tree.unflatten(map(_by_rows, leaves, rows))
+        rows = noted[self._seen.index(own[0])] if len(noted) == len(self._seen) else [None] * len(leaves)
+        return optimizer, tree.unflatten(map(_by_rows, leaves, rows)), beside
 
 
 #: By step and types of its arguments: its optimizer and the types of its gradients, cached as they need a trace.
-_looks: WeakKeyDictionary[Any, dict[Any, tuple[GivenOptimizer, Any]]] = WeakKeyDictionary()
+_looks: WeakKeyDictionary[Any, dict[Any, _Look]] = WeakKeyDictionary()
 #: By optimizer and name of the accumulator: the applier that gives the gradients to the accumulator.
 _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictionary()
 
 
-def _looked_at(step: Callable[..., Any], arguments: Sequence[Any]) -> tuple[GivenOptimizer, Any]:
+def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseGradients | None) -> _Look:
     """Return the only optimizer of a step, and the types of the gradients given to it; traces at the first call."""
     leaves, tree = jax.tree_util.tree_flatten(arguments)
     # A trace depends on the shapes and dtypes of arrays, and on other leaves themselves.
-    key = tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
+    key = dense, tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
     looks = _looks.setdefault(step, {})
     if key not in looks:
         if not hasattr(step, "trace"):
             raise StrategyError(
                 f"{getattr(step, '__name__', step)} is not a function of dflow.jit", "decorate it with @dflow.jit"
             )
-        found = _Found()
+        found = _Found(dense)
         with applying(found):
             jaxpr = step.trace(*arguments).jaxpr
         looks[key] = found.only(step, *closed_parts(jaxpr))

@@ -24,6 +24,7 @@ from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.strategies.applying import shared_step
+from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import ProcessMesh
 from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.task.cluster_steps import ClusterSteps
@@ -225,16 +226,22 @@ class Cluster:
         """Wait until no state of tasks is lost. Raises TaskLost if lost state cannot be restored."""
         self.steps.await_recovery()
 
-    def take_part(self, run: str, job: str) -> RoundPart | None:
+    def take_part(self, run: str, job: str, dense: DenseGradients | None = None) -> RoundPart | None:
         """Return this worker's part in a run of synchronous training, whose gradients go to a task of `job`.
+
+        `dense` receives those for variables of this process.
 
         None in a standalone process, where each step is a round of one worker.
         """
-        return None if self.is_standalone else RoundPart(self, run, job)
+        return None if self.is_standalone else RoundPart(self, run, job, dense)
 
     def process_mesh(self, axes: Mapping[str, int], batch_axis: str, *, fully_sharded: bool) -> ProcessMesh:
         """Return the mesh over the devices of all processes that compute together, or of a standalone one."""
         return ProcessMesh(axes, batch_axis, fully_sharded=fully_sharded)
+
+    def dense_gradients(self) -> DenseGradients:
+        """Return what averages gradients for variables of this process over the processes that compute together."""
+        return DenseGradients()
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""

@@ -25,6 +25,39 @@ def part_of(strategy: Any, number: int, width: int = ROWS) -> tuple[Any, Any]:
     return x[mine], y[mine]
 
 
+class TableProgram:
+    """A table on the parameter tasks, and dense layers in the workers."""
+
+    def __init__(self, cluster: Any, strategy: Any) -> None:
+        self.strategy = strategy
+        with cluster.parameter_servers():
+            self.table = dflow.Variable(lambda: jax.random.normal(jax.random.key(1), (50, 4)), name="table")
+            self.of_table = dflow.Optimizer(optax.adagrad(0.1), [self.table], name="adagrad")
+        with strategy.variables():
+            self.w = dflow.Variable(lambda: jax.random.normal(jax.random.key(0), (4, 8)), name="dense")
+            self.optimizer = dflow.Optimizer(optax.adam(0.1), [self.w], name="of dense")
+
+        @dflow.jit
+        def step(ids: Any, y: Any) -> Any:
+            def loss() -> Any:
+                return jnp.mean((self.table[ids] @ self.w - y) ** 2)
+
+            value, (dense, table) = dflow.value_and_grad(loss, [[self.w], [self.table]])()
+            self.optimizer.apply(dense)
+            self.of_table.apply(table)
+            return value
+
+        self.step = step
+
+    def train(self) -> list[float]:
+        """Train on the first batches; return the sums of the values."""
+        parts = [part_of(self.strategy, number) for number in range(4)]
+        ids = [(np.abs(x[:, 0]) * 20).astype(np.int32) for x, _ in parts]
+        batches = [(one, y) for one, (_, y) in zip(ids, parts, strict=True)]
+        assert len(list(self.strategy.run(self.step, batches, steps=4, name="table"))) == 4
+        return [float(jnp.sum(variable.read() ** 2)) for variable in (self.table, self.w)]
+
+
 class Program:
     """A model and its training step under a strategy; `spec` is that of the kernel."""
 

@@ -16,7 +16,7 @@ from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.processes import Spawned
 from tests.distributed.strategies import all_reduce_programs
-from tests.distributed.strategies.all_reduce_programs import Program
+from tests.distributed.strategies.all_reduce_programs import Program, TableProgram
 
 PROGRAM = Path(all_reduce_programs.__file__).read_text()
 
@@ -50,6 +50,7 @@ for name, options, spec in (
     print(name, "gave", program.train())
     dflow.save(name, program.state)
 
+print("hybrid gave", TableProgram(cluster, dflow.distributed.Hybrid(cluster)).train())
 program = Program(AllReduce(cluster), "refusals")
 run, x = program.strategy.run, np.ones((2, 4), np.float32)
 step = dflow.jit(lambda x, scale=1.0: (x @ program.w).sum() * scale)
@@ -90,7 +91,7 @@ def equals_alone(name: str, steps: int, saved: Path) -> list[float]:
 
 def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PAIR)
-    words = ("-m", "dflow", "launch", "--ps", "0", "--workers", "2", "train.py")
+    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "train.py")
     with Spawned(*words, cwd=tmp_path, JAX_NUM_CPU_DEVICES="2") as launched:
         status, output = launched.finish()
     lines = [re.findall(rf"^\[worker:{index}\] (\w+) (\w+) (.*)$", output, re.M) for index in (0, 1)]
@@ -106,6 +107,11 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
         losses = equals_alone(name, 4, tmp_path / name)
         np.testing.assert_allclose(json.loads(one[name, "gave"]), losses, rtol=1e-5)
         assert found[1][name, "gave"] == one[name, "gave"]
+    standalone = dflow.connect()
+    sums = TableProgram(standalone, dflow.distributed.Hybrid(standalone)).train()
+    np.testing.assert_allclose(json.loads(one["hybrid", "gave"]), sums, rtol=1e-5)
+    assert found[1]["hybrid", "gave"] == one["hybrid", "gave"]
+    assert re.search(r"table_1 +ps:0 -> worker:\* +8 +8", output), output  # rows alone, of each step once
     for index in (0, 1):
         told = found[index]
         assert told["ends", "gave"] == "2"

@@ -1,0 +1,100 @@
+"""Training with tables on parameter tasks and dense layers in the workers, in one step function.
+
+Each worker runs the step on its own batch, with values of its own for the dense layers. The gradients of the tables go
+to their tasks as in synchronous training, so that only the rows that were looked up travel; those of the dense layers
+are averaged by a collective of the workers. Both are applied once for each step, by the mean over all workers, before
+the next step reads anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from dflow.distributed.process.termination import TerminationGuard
+from dflow.distributed.strategies.all_reduce import AllReduce, CollectiveCluster, StepProgress
+from dflow.distributed.strategies.batch_supply import BatchSupply
+from dflow.distributed.wire.messages.rounds import RoundOpen
+from dflow.tracing.errors import InternalError, TaskLost
+from dflow.tracing.near_names import suggests_keywords
+
+if TYPE_CHECKING:
+    # The command line imports this module, and has no time to import JAX.
+    from dflow.distributed.strategies.dense_gradients import DenseGradients
+    from dflow.distributed.strategies.round_part import RoundPart
+
+
+class HybridCluster(CollectiveCluster, Protocol):
+    """The part of a cluster that the strategy needs."""
+
+    def dense_gradients(self) -> DenseGradients:
+        """Return what averages the gradients for variables of this process over all processes."""
+        ...
+
+    def take_part(self, run: str, job: str, dense: DenseGradients | None = ...) -> RoundPart | None:
+        """Return this worker's part in a run of synchronous training; None if there is no other worker."""
+        ...
+
+
+class Hybrid(AllReduce):
+    """Runs a training step on every worker; dense layers are in each worker, and tables on parameter tasks.
+
+    cluster  the result of `dflow.connect(collectives=True)`
+    job      the job whose tasks have the tables
+
+    Tables are made within `cluster.parameter_servers()`, and the other variables within `variables()`, where each
+    worker has a copy on its first device. Each kind has an optimizer of its own; the step gives gradients once to that
+    of the tables, and at most once to each other one. All else is as in `AllReduce`, but the step sees the worker's own
+    part of the batch alone: the result is that of one process with all parts if the loss is a mean over the batch.
+    `run` also raises StrategyError for a step that gives no gradients to tables: train that by `AllReduce`.
+    """
+
+    run_prefix = "hybrid"
+    _cluster: HybridCluster
+
+    @suggests_keywords
+    def __init__(self, cluster: HybridCluster, *, job: str = "ps") -> None:
+        super().__init__(cluster)
+        self._job, self._dense = job, cluster.dense_gradients()
+
+    def variables(self) -> AbstractContextManager[None]:
+        return self._on.copies(self._group, self._cluster.store)
+
+    def _results(
+        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
+    ) -> Iterator[Any]:
+        # Of this group alone: after a death the next one begins with the tables of the checkpoint.
+        number_of_group = 0 if self._group is None else self._group.number
+        part = self._cluster.take_part(f"{run} of group {number_of_group}", self._job, self._dense)
+        if part is None:
+            yield from super()._results(run, step, batches, steps, guard)
+            return
+        progress, gradients, opening = StepProgress(self._cluster, run, steps, self._first), None, RoundOpen(-1, 0)
+        epoch = self._cluster.epoch
+        try:
+            for batch in self._batches(run, batches, steps):
+                with guard.step():
+                    if gradients is None:
+                        gradients = part.open(step, batch, steps - self._first, self._on.parts)
+                        opening = part.next(-1)
+                    if gradients is None:
+                        raise InternalError(f"the rounds of run {run!r} are over before its first step")
+                    outcome, _ = part.run_step(gradients, step, batch, opening.number)
+                    self._dense.apply_means()
+                    # Before the loop goes on: then the tables have this step's update.
+                    opening = part.next(opening.number)
+                    if self._cluster.epoch != epoch:
+                        raise TaskLost(
+                            f"the tables of run {run!r} have returned to a snapshot, and the dense layers have not",
+                            "start the workers again, which restore both from a checkpoint",
+                        )
+                    progress.note(outcome)
+                yield outcome
+        except BaseException:
+            progress.tell()
+            raise
+        finally:
+            if gradients is not None:
+                part.leave(opening.number)
+        progress.report()
