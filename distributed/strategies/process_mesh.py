@@ -74,7 +74,7 @@ class ProcessMesh:
         """
         variables = SharedVariables(lambda one: not self._has(one), "make it within strategy.variables()")
         why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
-        remedy = "look rows up before the step, in the batches, or train by Sync"
+        remedy = "train by Hybrid, which has tables on tasks, or by Sync"
         with shared_step(variables), refusing_steps(why, remedy):
             yield
 

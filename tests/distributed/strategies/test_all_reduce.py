@@ -8,12 +8,13 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 import dflow
 from dflow.distributed.strategies.process_mesh import _sizes
 from dflow.distributed.worker.cluster import Cluster
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import DeviceError, StrategyError
 from tests.distributed.processes import Spawned
 from tests.distributed.strategies import all_reduce_programs
 from tests.distributed.strategies.all_reduce_programs import Program, TableProgram
@@ -197,11 +198,36 @@ def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> Non
     add = dflow.jit(count.assign_add)
     add(1)
     mesh = worker.process_mesh({"data": -1}, "data", fully_sharded=False)
-    fact = r"got one with variables or queues on other tasks(.|\n)*look rows up before"
+    fact = r"got one with variables or queues on other tasks(.|\n)*train by Hybrid"
     with pytest.raises(StrategyError, match=fact), mesh.shared_step():
         add(1)
     add(1)
     assert int(count.read()) == 2
+
+
+def test_an_optimizer_has_either_tables_or_dense_layers(worker: Cluster) -> None:
+    with worker.parameter_servers():
+        table = dflow.Variable(np.zeros((4, 2), np.float32), name="table of both")
+    layer = dflow.Variable(np.zeros(2, np.float32), name="layer of both")
+    dense = worker.dense_gradients()
+    own, theirs, both = (
+        dflow.Optimizer(optax.sgd(0.1), variables, name=f"sgd {number}")
+        for number, variables in enumerate(([layer], [table], [layer, table]))
+    )
+    assert dense.takes(own)
+    assert not dense.takes(theirs)
+    fact = (
+        r"'sgd 2' has variable 'layer of both' in this process and 'table of both' on /job:ps(.|\n)*make one optimizer"
+    )
+    with pytest.raises(StrategyError, match=fact):
+        dense.takes(both)
+
+
+def test_copies_in_each_process_have_no_spec() -> None:
+    strategy = dflow.distributed.Hybrid(dflow.connect())
+    fact = r"'divided': sharding: expected None, for a copy in each process, got P"
+    with pytest.raises(DeviceError, match=fact), strategy.variables():
+        dflow.Variable(np.zeros(2, np.float32), name="divided", sharding=jax.sharding.PartitionSpec("data"))
 
 
 def test_collectives_are_not_started_after_the_first_use_of_a_device() -> None:
