@@ -122,7 +122,8 @@ class ProcessGroup:
     def _end_soon(self) -> None:
         """End the process, unless the program has ended by itself meanwhile."""
         threading.Event().wait(GRACE_S)
-        _end_now(STATUS)
+        if not self._is_closed:
+            _end_now(STATUS)
 
     def _end_of_program(self) -> None:
         """At the exit of a process that has not closed its group: close it, or end without waiting for the others.
