@@ -16,6 +16,7 @@ import dflow
 from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import memory_cluster
 from dflow.training import checkpoint_manager, shared_progress
+from dflow.training.saving import restore_named
 from dflow.training.shared_progress import SharedProgress
 from tests.dflow.training.managed_run import DEADLINE_S, held_saves, steps_in
 
@@ -90,11 +91,11 @@ def test_the_others_wait_until_the_state_is_restored(tmp_path: Path, monkeypatch
 
         def restores(*args: Any, **options: Any) -> Any:
             assert SharedProgress(second.pair[0], tmp_path).next_step() is None
-            report = dflow.restore(*args, **options)
+            report = restore_named(*args, **options)
             assert SharedProgress(second.pair[0], tmp_path).next_step() is None
             return report
 
-        monkeypatch.setattr(checkpoint_manager, "restore", restores)
+        monkeypatch.setattr(checkpoint_manager, "restore_named", restores)
         joining = pool.submit(joins)
         with first.manager(tmp_path):
             assert joining.result(DEADLINE_S) == (5, 5.0)
