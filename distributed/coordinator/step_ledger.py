@@ -49,6 +49,7 @@ class _Worker(msgspec.Struct, frozen=True):
     `done`           number of the claimed steps that the worker has reported as done
     `step_s`         duration of its steps before that claim, in s; 0 if unknown
     `is_void`        whether the runs have returned to an earlier state since that claim
+    `max_staleness`  the bound of its steps; None for none
     """
 
     task: str
@@ -60,6 +61,7 @@ class _Worker(msgspec.Struct, frozen=True):
     done: int = 0
     step_s: float = 0.0
     is_void: bool = False
+    max_staleness: int | None = None
 
     @property
     def held(self) -> range:
@@ -318,6 +320,12 @@ class _LedgerRun:
                 f"it has {self.total_steps} steps and {who} asks for {claim.total_steps}; "
                 "let all workers ask for the same number, or name another run"
             )
+        others = (self.workers[task] for task in self.sharing - {claim.task})
+        if other := next((one for one in others if one.max_staleness != claim.max_staleness), None):
+            return (
+                f"{short_task_name(other.task)} trains with max_staleness={other.max_staleness} and {who} asks for "
+                f"{claim.max_staleness}; give all workers the same, or name another run"
+            )
         worker = self.workers.get(claim.task)
         newest = worker.number if worker is not None else 0
         if claim.number < newest:
@@ -384,7 +392,8 @@ class _LedgerRun:
             replies = [SendReply(self.waiting.pop(claim.task), Failure("RemoteError", text))]
         known = self.workers.get(claim.task)
         step_s = claim.step_s or (known.step_s if known is not None else 0.0)
-        self._save(_Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more, step_s=step_s))
+        made = _Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more, step_s=step_s)
+        self._save(msgspec.structs.replace(made, max_staleness=claim.max_staleness))
         if claim.more:
             self.waiting[claim.task] = ask
         else:
@@ -443,7 +452,7 @@ class _LedgerRun:
         for task, worker in list(self.workers.items()):
             is_waiting = task in self.waiting
             void = _Worker(task, worker.number, answered=not is_waiting, takes_part=worker.takes_part, is_void=True)
-            self._save(msgspec.structs.replace(void, step_s=worker.step_s))
+            self._save(msgspec.structs.replace(void, step_s=worker.step_s, max_staleness=worker.max_staleness))
         self._save()
 
     def _save(self, worker: _Worker | None = None) -> None:

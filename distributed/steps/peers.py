@@ -70,6 +70,8 @@ class Peers:
         self._note = note
         self._on_opened = on_opened
         self._introduction: Introduce | None = None
+        #: Version of the roster with the newest death that all other tasks know this task to know of.
+        self.introduced_at = 0
         self._lock = threading.Lock()
         self._places: dict[str, _Place] = {}
         self._left: Mapping[str, str] = {}
@@ -105,6 +107,7 @@ class Peers:
         for peer in peers:
             with contextlib.suppress(TransportClosed):
                 peer.start(message, on_reply=_ignore)
+        self.introduced_at = message.roster
 
     def get(self, task: str) -> Peer:
         """Return the connection to `task`, opened if needed.

@@ -40,13 +40,17 @@ SHORT_S = 0.01
 
 @dataclass(frozen=True)
 class BegunStep:
-    """A step whose parts on other tasks have begun; `of` may have the number `LATER`."""
+    """A step whose parts on other tasks have begun; `of` may have the number `LATER`.
+
+    version  of its values, if the run's staleness is bounded; see `staleness`
+    """
 
     step: StepId
     peers: Mapping[str, Peer]
     parts: StepParts
     outcome: SimpleQueue[Outcome[Fetches]]
     of: StepOfRun
+    version: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +96,26 @@ class StepsAhead:
         self._may_begin = False
         self._paused = False
         self._ended_s = self._took_s = 0.0
+        #: Number of the run's steps that had ended when this iteration was admitted, if its staleness is bounded.
+        self._version: int | None = None
+        self._why_not = ""
+        #: The newest step that the iteration called, and the one that failed in an earlier iteration, with the other
+        #: tasks that have a part in it.
+        self._called: tuple[StepId, Mapping[str, Peer]] | None = None
+        self.failed: tuple[StepId, Mapping[str, Peer]] | None = None
+
+    @property
+    def held(self) -> int | None:
+        """The version of the values that were fetched for the next step; None if there are none, or no versions."""
+        with self._lock:
+            return self._begun[0].version if self._begun else None
+
+    def admitted(self, version: int, *, why_not: str = "") -> None:
+        """Note that the next iteration may begin, after `version` steps of the run have ended.
+
+        why_not  why no step may begin ahead in it; empty if one may
+        """
+        self._version, self._why_not = version, why_not
 
     @contextlib.contextmanager
     def iteration(self, steps: range) -> Iterator[None]:
@@ -100,7 +124,7 @@ class StepsAhead:
         steps  the number of that step in the run, and those of the next steps of this loop, as far as they are known
         """
         began_s = self._clock()
-        self._steps, self._calls = steps, 0
+        self._steps, self._calls, self._called = steps, 0, None
         self._paused = began_s - self._ended_s > max(self._took_s, SHORT_S)
         if self._paused:
             self.cancel("the loop paused")
@@ -109,6 +133,7 @@ class StepsAhead:
             yield
         except BaseException:
             self.cancel("the loop failed")
+            self.failed = self._called
             raise
         finally:
             CURRENT.reset(token)
@@ -126,7 +151,7 @@ class StepsAhead:
         """Return the step that was begun ahead for this call, if there is one; this counts as a call."""
         self._calls += 1
         is_same, self._last = called is self._last, called
-        why_not = ""
+        why_not = self._why_not
         if self._calls > 1:
             why_not = "an iteration calls several functions"
         elif called.released_at_call is None:
@@ -139,6 +164,7 @@ class StepsAhead:
         with self._lock:
             begun = self._begun.popleft() if self._begun else None
         if begun is not None:
+            self._called = begun.step, begun.peers
             is_numbered = begun.of.number != LATER
             of, released = (None, called.released_at_call or ()) if is_numbered else (self.current, begun.peers)
             try:
@@ -152,6 +178,7 @@ class StepsAhead:
 
     def begin_more(self, step: StepId, peers: Mapping[str, Peer], handles: Mapping[str, int]) -> None:
         """Begin the steps after `step`, which the loop has called; they leave with the next messages."""
+        self._called = step, peers
         if not self._may_begin:
             return
         cancels = self._cancels
@@ -162,7 +189,9 @@ class StepsAhead:
             parts = self._starter.start(
                 following, peers, handles, outcome.put, is_ahead=True, is_next=is_next, after=after, of=of
             )
-            begun = BegunStep(following, peers, parts, outcome, of)
+            # Values that are read after the update of `step` include it too.
+            version = None if self._version is None else self._version + (after != 0)
+            begun = BegunStep(following, peers, parts, outcome, of, version)
             with self._lock:
                 if cancels == self._cancels:
                     self._begun.append(begun)

@@ -38,21 +38,36 @@ class Async(Strategy):
               are fetched while the previous step computes; its gradients are then one update older
               It has no effect, with a warning, on steps that call several functions with variables on other tasks,
               or one with branches or loops there
-    raises    StrategyError for a negative `prefetch`
+    max_staleness  number of updates by other steps between a step's reads and its own update, at most; the steps of
+              this worker count too. The same for all workers of a run. A step waits until it can stay within the bound.
+              With 0, one step runs at a time. None sets no bound, and costs nothing
+    job       the job of the task that counts the steps, with `max_staleness`
+    raises    StrategyError for a negative number, and for a `prefetch` above `max_staleness`; `run` raises
+              DeadlineExceeded, naming the workers whose steps a step waits for
     """
 
     run_prefix = "run"
 
     @suggests_keywords
-    def __init__(self, cluster: StrategyCluster, *, prefetch: int = 0) -> None:
-        if prefetch < 0:
-            raise StrategyError(f"Async: prefetch: expected at least 0, got {prefetch}")
-        self._cluster, self._prefetch = cluster, prefetch
+    def __init__(
+        self, cluster: StrategyCluster, *, prefetch: int = 0, max_staleness: int | None = None, job: str = "ps"
+    ) -> None:
+        for name, count in (("prefetch", prefetch), ("max_staleness", max_staleness)):
+            if count is not None and count < 0:
+                raise StrategyError(f"Async: {name}: expected at least 0, got {count}")
+        if max_staleness is not None and prefetch > max_staleness:
+            raise StrategyError(
+                f"Async: prefetch: expected at most max_staleness={max_staleness}, got {prefetch}: each step lacks as "
+                "many updates of its worker",
+                "give a smaller prefetch or a larger max_staleness",
+            )
+        self._cluster, self._prefetch, self._max_staleness, self._job = cluster, prefetch, max_staleness, job
 
     def _results(
         self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
-        with self._cluster.shared_steps(run, self._prefetch) as shared_step:
+        bound = self._max_staleness, self._job
+        with self._cluster.shared_steps(run, self._prefetch, *bound) as shared_step:
             yield from self._claimed(run, step, batches, steps, guard, shared_step)
 
     def _claimed(
@@ -65,7 +80,7 @@ class Async(Strategy):
         shared_step: Callable[[range], AbstractContextManager[None]],
     ) -> Iterator[Any]:
         coordinator, task = self._cluster.coordinator, self._cluster.task
-        claim = ClaimSteps(run, task, steps)
+        claim = ClaimSteps(run, task, steps, max_staleness=self._max_staleness)
         claimed = coordinator.ask(claim).steps
         reported_s = time.monotonic()
         # The batch of the step that runs, and the number of failures of this step.
@@ -78,14 +93,13 @@ class Async(Strategy):
                     if (batch := batches.take(number)) is END:
                         break
                     started, pending = time.perf_counter(), [batch]
-                    with guard.step():
-                        with shared_step(range(number, claimed.stop)):
-                            try:
-                                outcome = step(*arguments_of(batch))
-                            except BaseException:
-                                # Before a pause that waits for the end of this step: it may be applied in part.
-                                coordinator.tell(StepsDone(run, task, claimed.start, done.count, has_failed=True))
-                                raise
+                    with shared_step(range(number, claimed.stop)), guard.step():
+                        try:
+                            outcome = step(*arguments_of(batch))
+                        except BaseException:
+                            # Before a pause that waits for the end of this step: it may be applied in part.
+                            coordinator.tell(StepsDone(run, task, claimed.start, done.count, has_failed=True))
+                            raise
                         done.note(time.perf_counter() - started, outcome)
                         pending, failures = [], 0
                     if time.monotonic() - reported_s > REPORT_S:

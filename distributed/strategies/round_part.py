@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -20,6 +18,7 @@ import jax.numpy as jnp
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.dense_gradients import DenseGradients
+from dflow.distributed.strategies.long_wait import waited_for
 from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
@@ -35,7 +34,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundsAgreed,
 )
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DeadlineExceeded, DflowError, StrategyError
+from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.jax_frontend import closed_parts
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.rows.keep_rows import noted_rows
@@ -44,11 +43,6 @@ from dflow.tracing.rows.rows_to_dense import note_gradients, times_noted
 
 #: Makes the names of appliers unique, so that a trace under one is never reused for another, even of an equal run name.
 _serials = itertools.count()
-
-LOGGER = logging.getLogger("dflow")
-
-#: Wait for a round after which a worker logs the missing workers; the interval then doubles each time.
-NOTICE_AFTER_S = 10.0
 
 
 class RoundTasks(StrategyCluster, Protocol):
@@ -125,19 +119,12 @@ class RoundPart:
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`; log a warning while workers are missing."""
-        began_at, timeout_s = time.monotonic(), self._cluster.steps.timeout_s
-        wait_s = min(NOTICE_AFTER_S, timeout_s)
-        while True:
+
+        def asked(wait_s: float) -> RoundOpen:
             message = NextRound(self._run, self._cluster.task, done, self._accumulator, wait_s)
-            try:
-                return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
-            except DeadlineExceeded as error:
-                waited_s = time.monotonic() - began_at
-                whole = f"{error}{self._yet_to_come()}"
-                if waited_s >= timeout_s:
-                    raise DeadlineExceeded(whole) from None
-                LOGGER.warning("%s waits, for %.0f s: %s", short_task_name(self._cluster.task), waited_s, whole)
-                wait_s = min(2 * wait_s, timeout_s - waited_s)
+            return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
+
+        return waited_for(self._cluster.task, self._cluster.steps.timeout_s, asked, self._yet_to_come)
 
     def _yet_to_come(self) -> str:
         """Return the end of a message that names the expected workers that have not joined."""

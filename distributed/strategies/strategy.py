@@ -37,7 +37,7 @@ class StrategyCluster(RecoveringState, Protocol):
     coordinator: CoordinatorClient
 
     def shared_steps(
-        self, run: str, prefetch: int
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
     ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:
         """Return the context of a loop over steps of `run`, which other workers run too.
 
@@ -45,7 +45,10 @@ class StrategyCluster(RecoveringState, Protocol):
         loop's next steps as far as they are known. State that a step changes on other tasks is changed once, however
         often the step is tried.
 
-        prefetch  number of the loop's newest updates that the values fetched for a step may lack
+        prefetch       number of the loop's newest updates that the values fetched for a step may lack
+        max_staleness  number of updates by other steps that the values used in a step may lack; None for any number. A
+                       step's context then waits until the step may begin, and raises DeadlineExceeded
+        job            the job of the task that counts the steps for that
         """
         ...
 

@@ -55,7 +55,7 @@ class MemberGate:
         self._newest: dict[str, TaskInfo] = {}
         self._version = 0
         #: The version of the roster with the newest death that this task knows of.
-        self._death_known_at = 0
+        self.death_known_at = 0
         #: Kept for closed connections too, while requests that came over them wait for a thread.
         self._introduced: weakref.WeakKeyDictionary[Peer, Introduce] = weakref.WeakKeyDictionary()
         self._held: dict[Peer, list[Arrived]] = {}
@@ -104,7 +104,7 @@ class MemberGate:
         newest = {info.task: info for info in sorted(roster.tasks, key=lambda info: info.life)}
         with self._lock:
             if not self._newest or any(map(self._has_died, newest.values())):
-                self._death_known_at = roster.version
+                self.death_known_at = roster.version
             self._newest, self._version = newest, roster.version
             for peer in [peer for peer in self.members if peer in self._introduced and not self._is_live(peer)]:
                 self.members -= {peer}
@@ -119,7 +119,7 @@ class MemberGate:
 
     def introduction(self, own: TaskInfo) -> Introduce:
         """Return the message with which this task introduces itself; `own` is its entry in the roster."""
-        return Introduce(own.life, own.incarnation, self._death_known_at)
+        return Introduce(own.life, own.incarnation, self.death_known_at)
 
     def admit(self) -> None:
         """Deliver or refuse the held messages, by the newest roster."""

@@ -36,6 +36,7 @@ from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
+from dflow.distributed.steps.staleness_bounds import StalenessBounds
 from dflow.distributed.steps.step_gate import StepGate
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
@@ -81,7 +82,14 @@ from dflow.distributed.wire.messages.plans import (
 )
 from dflow.distributed.wire.messages.resources import CallResource, CreateResource, FailQueue, ForgetFed, GetFed
 from dflow.distributed.wire.messages.roster import EdgeTraffic, Roster, TaskInfo
-from dflow.distributed.wire.messages.rounds import LeaveRounds, NextRound, OpenRounds, ProposeRounds
+from dflow.distributed.wire.messages.rounds import (
+    BeginStep,
+    EndStep,
+    LeaveRounds,
+    NextRound,
+    OpenRounds,
+    ProposeRounds,
+)
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
 from dflow.distributed.wire.messages.variables import CreateVariables, ForgetState, ReadVariables, WriteVariable
 from dflow.lowering.queues.channel import StepId
@@ -206,6 +214,8 @@ class TaskServer:
             has_left=self.channel.has_left,
             ask=lambda task, message, on_reply: self.peer(task).start(message, on_reply=on_reply),
         )
+        #: The runs of asynchronous training whose staleness it bounds.
+        self.staleness = StalenessBounds(self.channel.has_left, lambda: self._gate.death_known_at)
         self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
         self._listener = transport.listen(address, name=name, handler=self, resume_s=settings.reach_timeout_s)
 
@@ -306,6 +316,7 @@ class TaskServer:
         for step in self.channel.task_left(task, error):
             self.runs.cancel(step, error)
         self.rounds.task_left(task)
+        self.staleness.task_left(task)
         self._checkpoints.task_left(task)
 
     def close(self) -> None:
@@ -315,6 +326,7 @@ class TaskServer:
         closes = TaskLost(f"{self.name} has left the cluster: it closes")
         self.gate.open()
         self.rounds.close(closes)
+        self.staleness.close(closes)
         self.plans.compiling.close(closes)
         self.requests.close()
         self._listener.close()
@@ -473,6 +485,7 @@ REQUESTS.queued(ProposeRounds)(lambda task, message, _: task.rounds.agree(messag
 REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task.rounds.open(message, arrival.payload))
 REQUESTS.queued(NextRound)(lambda task, message, arrival: task.rounds.ask(message, arrival.responder))
 REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task.rounds.leave(message, arrival.responder))
+REQUESTS.handles(BeginStep)(lambda task, message, arrival: task.staleness.begin(message, arrival.responder))
 REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
 REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))
@@ -481,4 +494,5 @@ for _kind in (Values, PulledValues):
 NOTICES.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))
 NOTICES.handles(Pull)(lambda task, message, arrival: task.channel.pulled(message, arrival.peer))
 NOTICES.handles(Credit)(lambda task, message, arrival: task.channel.credited(message, arrival.peer))
+NOTICES.handles(EndStep)(lambda task, message, _: task.staleness.end(message))
 NOTICES.handles(ReleasePlan)(lambda task, message, _: task.plans.release(message.handle))

@@ -27,6 +27,7 @@ from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import ProcessMesh
 from dflow.distributed.strategies.round_part import RoundPart
+from dflow.distributed.strategies.staleness_bound import StalenessBound
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.joined_server import joined_server
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
@@ -190,10 +191,13 @@ class Cluster:
         return ClusterHome(self.requests, self.steps, job)
 
     @contextmanager
-    def shared_steps(self, run: str, prefetch: int) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
+    def shared_steps(
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+    ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
         """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
 
-        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its argument and `prefetch`.
+        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its argument and `prefetch`,
+        `StalenessBound` for the rest.
         """
         if self.is_standalone:
             yield lambda steps: nullcontext()
@@ -210,7 +214,11 @@ class Cluster:
                 with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps):
                     yield
 
-            yield step
+            if max_staleness is None:
+                yield step
+                return
+            with StalenessBound(self, run, max_staleness, prefetch, job, loop).taking_part() as bound:
+                yield bound.around(step)
 
     @property
     def epoch(self) -> int:

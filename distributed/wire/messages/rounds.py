@@ -1,4 +1,4 @@
-"""Steps of a training run: claims of them by workers, and synchronous steps, which are called rounds."""
+"""Steps of a training run: claims of them by workers, their staleness, and synchronous steps, called rounds."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     `metrics`    the worker's newest scalar metrics
     `more`       false when the worker leaves the run: it is answered immediately, with no steps
     `not_finite` first loss of the steps done that is not finite; run and task need not be set
+    `max_staleness`  the bound of the worker's steps, the same for all workers of the run; None for none
     """
 
     speaker = "task"
@@ -57,6 +58,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     more: bool = True
     not_finite: NotFinite | None = None
+    max_staleness: int | None = None
 
 
 class StepsDone(Notice, frozen=True):
@@ -76,6 +78,47 @@ class StepsDone(Notice, frozen=True):
     metrics: dict[str, float] = msgspec.field(default_factory=dict)
     not_finite: NotFinite | None = None
     has_failed: bool = False
+
+
+class StepAdmitted(Message, frozen=True):
+    """A step may begin; so far, `version` steps of the run have ended.
+
+    `uses_held`  whether the values that were fetched for it are new enough
+    `workers`    number of workers that take part
+    `roster`     version of the roster whose deaths the step's messages must come after
+    """
+
+    version: int
+    uses_held: bool
+    workers: int
+    roster: int
+
+
+class BeginStep(Request[StepAdmitted], frozen=True):
+    """Request that the worker's next step may begin; its earlier one has ended. See `steps.staleness`.
+
+    `limit`      `max_staleness` of the run
+    `held`       version of the values that were fetched for the step already; None if there are none
+    `timeout_s`  longest wait, after which the request is refused and keeps its place
+    """
+
+    speaker = "worker"
+
+    run: str
+    worker: str
+    limit: int
+    held: int | None
+    timeout_s: float
+
+
+class EndStep(Notice, frozen=True):
+    """The worker's step has ended, or it no longer asks for one; `is_last` if it begins no other."""
+
+    speaker = "worker"
+
+    run: str
+    worker: str
+    is_last: bool = False
 
 
 class RoundsAgreed(Message, frozen=True):

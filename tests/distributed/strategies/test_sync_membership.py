@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from dflow.distributed.strategies import round_part
+from dflow.distributed.strategies import long_wait
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.executable import Executable
@@ -146,7 +146,7 @@ def test_a_worker_that_gives_no_gradient_is_named_when_the_time_is_over(memory: 
 def test_a_worker_that_waits_says_whom_for_long_before_its_time_is_over(
     memory: MemoryCluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(round_part, "NOTICE_AFTER_S", 0.05)
+    monkeypatch.setattr(long_wait, "NOTICE_AFTER_S", 0.05)
     settings = ClusterSettings(join_timeout_s=10.0, request_timeout_s=30.0, step_timeout_s=0.5)
     with closing(memory.worker(0, settings)) as cluster:
         _, step = pair(cluster)
