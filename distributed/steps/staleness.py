@@ -9,6 +9,8 @@ step that runs.
 Invariants:
 - `begun - 1 - version` of each running step is at most `limit`;
 - a worker runs one step at a time, and steps begin in the order of the requests;
+- a worker's steps are numbered, since notices may come late or twice: the end of an earlier step than its newest one is
+  ignored;
 - each request gets one answer: the first that waits when the running steps have ended, at the latest. A step ends when
   its worker reports that, begins another one, or has left;
 - a request that has waited too long keeps its place, for the worker to ask again;
@@ -71,8 +73,8 @@ class BoundedSteps:
     #: By waiting worker, in the order in which they asked: its request, None if that has waited too long, and the
     #: version of its held values.
     waiting: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
-    #: Workers that have begun a step and not left.
-    workers: set[str] = field(default_factory=set)
+    #: By worker that takes part: the number of the newest step that it asked for.
+    workers: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.begun = self.ended = self.first
@@ -80,31 +82,41 @@ class BoundedSteps:
     @property
     def is_idle(self) -> bool:
         """Whether no worker takes part, so that the run may be forgotten."""
-        return not (self.workers or self.waiting)
+        return not self.workers
 
-    def begin(self, request: int, worker: str, held: int | None = None) -> list[StalenessCommand]:
-        """Handle a worker that asks to begin a step, after its earlier one.
+    def begin(self, request: int, worker: str, number: int, held: int | None = None) -> list[StalenessCommand]:
+        """Handle a worker that asks to begin a step, after its earlier ones.
 
-        held  version of the values that were fetched for the step already; None if there are none
+        number  of the step, greater than those of the worker's earlier ones; the same if it asks again
+        held    version of the values that were fetched for the step already; None if there are none
         """
         replaced = self._refused(
             worker, f"a later request of {short_task_name(worker)} has taken the place of this one"
         )
         self._ended(worker)
-        self.waiting[worker] = request, held
+        self.workers[worker], self.waiting[worker] = number, (request, held)
         return [*replaced, *self._admitted()]
 
-    def end(self, worker: str) -> list[StalenessCommand]:
-        """Handle the end of the worker's step, or a worker that no longer asks for one."""
+    def end(self, worker: str, number: int, *, is_last: bool = False) -> list[StalenessCommand]:
+        """Handle the end of the worker's step `number`, or a worker that no longer asks for it.
+
+        is_last  whether the worker takes part no more
+        """
+        if self.workers.get(worker, number) > number:
+            return []
+        if is_last:
+            return self.leave(worker)
         self.waiting.pop(worker, None)
         self._ended(worker)
         return self._admitted()
 
     def leave(self, worker: str) -> list[StalenessCommand]:
         """Handle a worker that has left the run or the cluster."""
-        self.workers.discard(worker)
         refused = self._refused(worker, f"{short_task_name(worker)} has left {self.name!r}", "TaskLost")
-        return [*refused, *self.end(worker)]
+        self.workers.pop(worker, None)
+        self.waiting.pop(worker, None)
+        self._ended(worker)
+        return [*refused, *self._admitted()]
 
     def timed_out(self, request: int) -> list[StalenessCommand]:
         """Refuse a request that has waited too long, unless it was answered."""
@@ -140,7 +152,6 @@ class BoundedSteps:
             if request is None:
                 break
             del self.waiting[worker]
-            self.workers.add(worker)
             uses_held = held is not None and self.begun - held + len(self.workers) - 1 <= self.limit
             self.running[worker] = held if held is not None and uses_held else self.ended
             self.begun += 1

@@ -54,7 +54,7 @@ class StalenessBounds:
                 )
             number = next(self._numbers)
             self._asks[number] = responder, None
-            answers = self._answers(run.begin(number, message.worker, message.held))
+            answers = self._answers(run.begin(number, message.worker, message.number, message.held))
             if number in self._asks:
                 wait_s = message.timeout_s if math.isfinite(message.timeout_s) else math.inf
                 self._asks[number] = responder, start_timer(wait_s, partial(self._timed_out, message.run, number))
@@ -66,7 +66,7 @@ class StalenessBounds:
             run = self._runs.get(message.run)
             if run is None:
                 return
-            answers = self._answers((run.leave if message.is_last else run.end)(message.worker))
+            answers = self._answers(run.end(message.worker, message.number, is_last=message.is_last))
             if run.is_idle:
                 del self._runs[message.run]
         _give(answers)

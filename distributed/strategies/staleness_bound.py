@@ -8,6 +8,7 @@ confirmed that it is cancelled, since they may still be applying it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -25,6 +26,9 @@ from dflow.distributed.wire.messages.status import GetHealth
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed
 
+#: Numbers of the steps of this process, over all runs.
+_numbers = itertools.count(1)
+
 SharedStep = Callable[[range], AbstractContextManager[None]]
 
 
@@ -41,6 +45,8 @@ class StalenessBound:
     def __init__(self, cluster: BoundTasks, run: str, limit: int, prefetch: int, job: str, loop: StepsAhead) -> None:
         self._cluster, self._run, self._limit, self._prefetch, self._loop = cluster, run, limit, prefetch, loop
         place = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
+        #: Number of the newest step.
+        self._number = 0
         self._host = retried(cluster, lambda: cluster.coordinator.ask(place)).task
 
     @contextmanager
@@ -72,7 +78,7 @@ class StalenessBound:
                 f"{short_task_name(unsettled)} has not confirmed the end of a step that failed, and may still apply it",
                 "see its output, or end it",
             )
-        held = self._loop.held
+        held, self._number = self._loop.held, next(_numbers)
         try:
             admitted = waited_for(self._cluster.task, self._cluster.steps.timeout_s, self._asked)
             if self._cluster.steps.server.peers.introduced_at < admitted.roster:
@@ -87,7 +93,7 @@ class StalenessBound:
         self._loop.admitted(admitted.version, why_not=self._why_not_ahead(admitted.workers))
 
     def _asked(self, wait_s: float) -> StepAdmitted:
-        message = BeginStep(self._run, self._cluster.task, self._limit, self._loop.held, wait_s)
+        message = BeginStep(self._run, self._cluster.task, self._number, self._limit, self._loop.held, wait_s)
         return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
 
     def _why_not_ahead(self, workers: int) -> str:
@@ -103,7 +109,7 @@ class StalenessBound:
         """Report that the step has ended, unless a task may still apply it. Ignores a host that is gone."""
         with contextlib.suppress(DflowError):
             if not self._unsettled():
-                message = EndStep(self._run, self._cluster.task, is_last)
+                message = EndStep(self._run, self._cluster.task, self._number, is_last)
                 self._cluster.steps.server.peer(self._host).notify(message)
 
     def _unsettled(self) -> str:

@@ -2,6 +2,8 @@
 
 By the names that a report gives them:
 - `applied once`     a process of a task applies a step at most once, whichever attempts at it there are;
+- `bounded staleness` between a step's read on a ps and its update there, at most as many updates by other steps come as
+                     the run allows;
 - `done once`        the coordinator never hands out a step that is done, or that another live worker holds;
 - `none lost`        a step counts as done only if it was applied on every ps, and all steps of the run are done at its
                      end. If there are several attempts at a step, at most one is reported; the workers of the others
@@ -51,11 +53,15 @@ def name_of(process: str) -> str:
 
 @dataclass
 class Attempt:
-    """One worker's attempt at one step of the run. `ended` says why it ended unreported; empty if it did not."""
+    """One worker's attempt at one step of the run. `ended` says why it ended unreported; empty if it did not.
+
+    read  by ps, the number of updates before the read
+    """
 
     number: int
     step: int
     worker: str
+    read: Mapping[str, int] = field(default_factory=dict)
     applied_on: list[str] = field(default_factory=list)
     reported: bool = False
     ended: str = ""
@@ -80,6 +86,7 @@ class Checks:
         self._attempts: list[Attempt] = []
         #: The attempt that each process applied, by the process and the step.
         self._applied: dict[tuple[str, int], Attempt] = {}
+        self._updates: Counter[str] = Counter()
         self._held: dict[str, range] = {}
         self._given_up: set[tuple[str, float]] = set()
         self._done: set[int] = set()
@@ -106,9 +113,21 @@ class Checks:
         self._attempts.append(attempt)
         return attempt
 
-    def applied(self, number: int, process: str) -> Attempt:
-        """A process of a ps task applies an attempt."""
+    def updates(self, process: str) -> int:
+        """Return the number of updates that a process of a ps task has applied."""
+        return self._updates[process]
+
+    def has_values(self, number: int, updates: Mapping[str, int]) -> None:
+        """A worker's attempt has the values of all ps, which were read after so many updates."""
+        self._attempts[number].read = updates
+
+    def applied(self, number: int, process: str, limit: int | None) -> Attempt:
+        """A process of a ps task applies an attempt, which may lack at most `limit` updates."""
         attempt = self._attempts[number]
+        lacks = self._updates[process] - attempt.read[process.partition("'")[0]]
+        text = f"step {attempt.step} of {attempt.worker} lacks {lacks} updates on {process}, above {limit}"
+        self.require(limit is None or lacks <= limit, "bounded staleness", text)
+        self._updates[process] += 1
         before = self._applied.setdefault((process, attempt.step), attempt)
         text = f"{process} applies step {attempt.step} of {attempt.worker} after that of {before.worker}"
         self.require(before is attempt and process not in attempt.applied_on, "applied once", text)

@@ -22,7 +22,7 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.coordinator.coordinator_store import MemoryStore
 from dflow.distributed.coordinator.durable_records import Change
 from dflow.distributed.steps import retries
-from dflow.distributed.strategies import async_, sync
+from dflow.distributed.strategies import async_, long_wait, sync
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, BarrierPassed, Elected
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.placement import Placed
@@ -221,7 +221,7 @@ class _ScheduleRun:
     def patched(self) -> Iterator[None]:
         """Have strategies and snapshots use the simulated time and disks."""
         with self._disks.used(), pytest.MonkeyPatch.context() as patch:
-            for module in (async_, sync, retries):
+            for module in (async_, long_wait, sync, retries):
                 patch.setattr(module, "time", SimulatedTime(self.events))
             yield
 
@@ -375,7 +375,8 @@ class _ScheduleRun:
                 assert isinstance(self._snapshot_checks, StepSnapshotChecks)
                 return SnapshotsWorker(member, self._tasks, self._snapshot_checks, self._steps, ps)
             case _:
-                return StepsWorker(member, self._tasks, self.checks, schedule.steps, ps)
+                limit = random.Random(f"staleness {schedule.seed}").choice((None, 0, 1, 2, 4, 8, 12))
+                return StepsWorker(member, self._tasks, self.checks, schedule.steps, ps, limit)
 
     def _roster(self, member: Member, roster: Roster) -> None:
         if member.process.host == self._first_ps:

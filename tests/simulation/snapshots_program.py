@@ -46,9 +46,11 @@ class SnapshotsWorker(StepsWorker):
     # As a cluster.
 
     @contextmanager
-    def shared_steps(self, run: str, prefetch: int) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
+    def shared_steps(
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+    ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
         """Return the context of a loop whose steps begin ahead, and are held back in pauses."""
-        with super().shared_steps(run, prefetch) as iteration:
+        with super().shared_steps(run, prefetch, max_staleness, job) as iteration:
 
             @contextmanager
             def step(steps: range) -> Iterator[None]:

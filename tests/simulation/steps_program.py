@@ -1,9 +1,10 @@
 """The schedule's program of asynchronous training: `Async` claims steps, which run over all tasks.
 
 All steps are alike: each ps sends a value to the worker, the worker sends an update to each ps, and each ps applies it.
-The update is the number of the attempt, which identifies the step. The programs of the plans only record their calls,
-as Python callbacks would.
-Steps begin ahead on the ps tasks, with a `prefetch` that is the worker's index.
+The update is the number of the attempt, which identifies the step; the value is the number of updates that the ps has
+applied. The programs of the plans only record their calls, as Python callbacks would.
+Steps begin ahead on the ps tasks, with a `prefetch` that is the worker's index. In some schedules their staleness is
+bounded.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from msgspec.structs import replace
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.strategies.staleness_bound import BoundTasks, StalenessBound
 from dflow.distributed.strategies.strategy import StrategyCluster
-from dflow.distributed.transport.base import Peer
+from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
-from dflow.distributed.wire.messages.placement import PlaceVariable, Unplace
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable, Unplace
 from dflow.distributed.wire.messages.rounds import ClaimSteps
 from dflow.distributed.wire.messages.snapshots import AwaitRecovery
 from dflow.lowering.programs.program import Program
@@ -35,6 +37,7 @@ from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched
 from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.values.outcome import Outcome
+from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost
 from tests.simulation.checks import Attempt, Checks, name_of
 from tests.simulation.tasks import Member, SimulatedTasks, programs
@@ -48,7 +51,8 @@ LOOK_S = 0.05
 #: Longest wait of a worker for the others before it begins.
 BARRIER_S = 2.0
 CLAIM_S = 3600.0
-_PARAMETER = np.zeros((), np.int32)
+#: Time that a request to a task takes beside the wait that it asks for.
+REQUEST_S = 6.0
 
 
 class TrainingWorker:
@@ -61,7 +65,7 @@ class TrainingWorker:
         self._member = member
 
     def shared_steps(
-        self, run: str, prefetch: int
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
     ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:
         """Return a context that gives the context of each step."""
         return nullcontext(lambda steps: nullcontext())
@@ -90,11 +94,47 @@ class _Starter(StepStarter):
         return StepId(self._member.name, next(self._member.numbers))
 
 
+class _BoundTasks:
+    """A worker as `BoundTasks`: its access to the coordinator and to the other tasks."""
+
+    epoch = undone = 0
+    timeout_s = STEP_S
+
+    def __init__(self, worker: StepsWorker, member: Member) -> None:
+        self.task, self.server = member.name, member.server
+        self.coordinator = self.requests = self.steps = self
+        self._worker, self._member = worker, member
+
+    def await_recovery(self) -> None:
+        """Raise TaskLost: no snapshots are made."""
+        self._worker.await_recovery()
+
+    def ask_waiting(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
+        """Ask another task, which may wait before it answers."""
+        return self._member.ask(short_task_name(task), message, timeout_s=wait_s + REQUEST_S)
+
+    def ask(self, *asked: Any) -> Any:
+        """Ask the coordinator, or, with its name before the request, another task."""
+        *tasks, message = asked
+        if tasks:
+            return self.ask_waiting(tasks[0], message, 0.0)
+        return self._worker.placed(message) if isinstance(message, PlaceVariable) else self._worker.ask(message)
+
+
 class StepsWorker(TrainingWorker):
     """A worker that takes part in the election and runs steps until the run is complete."""
 
-    def __init__(self, member: Member, tasks: SimulatedTasks, checks: Checks, steps: int, ps: Sequence[str]) -> None:
+    def __init__(
+        self,
+        member: Member,
+        tasks: SimulatedTasks,
+        checks: Checks,
+        steps: int,
+        ps: Sequence[str],
+        max_staleness: int | None = None,
+    ) -> None:
         super().__init__(member)
+        self._max_staleness = max_staleness
         self.is_complete = False
         #: The attempts at the steps of the last claim, in order.
         self.attempts: list[Attempt] = []
@@ -110,21 +150,30 @@ class StepsWorker(TrainingWorker):
         self._registered: dict[tuple[int, ...], RegisteredStep] = {}
 
     @contextmanager
-    def shared_steps(self, run: str, prefetch: int) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
+    def shared_steps(
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+    ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
         """Return the context of a loop whose steps begin ahead."""
         self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)
         try:
-            yield self._loop.iteration
+            if max_staleness is None:
+                yield self._loop.iteration
+            else:
+                tasks = cast(BoundTasks, _BoundTasks(self, self._member))
+                bound = StalenessBound(tasks, run, max_staleness, prefetch, job, self._loop)
+                with bound.taking_part():
+                    yield bound.around(self._loop.iteration)
         finally:
             self._loop.cancel("the loop ended")
 
     def own_plan(self) -> tuple[Plan, list[Program]]:
         """Return this worker's part of a step; its feed is the attempt's number."""
-        return _worker_plan(self.task, self._ps)
+        return _worker_plan(self.task, self._ps, self._computed)
 
     def plan_of(self, host: str, member: Member) -> tuple[Plan, list[Program]]:
         """Return a ps task's part of a step."""
-        return _ps_plan(host, self.task, partial(self._apply, member))
+        updates = partial(self._checks.updates, str(member.process))
+        return _ps_plan(host, self.task, lambda: (np.asarray(updates(), np.int32),), partial(self._apply, member))
 
     def run(self) -> None:
         """Run steps until the coordinator reports the run as complete."""
@@ -141,18 +190,23 @@ class StepsWorker(TrainingWorker):
         for host in self._ps:
             self._place_on(host)
         self._await_others()
-        strategy = Async(cast(StrategyCluster, self), prefetch=int(member.name.rpartition(":")[2]))
+        prefetch, most = int(member.name.rpartition(":")[2]), self._max_staleness
+        prefetch = prefetch if most is None else min(prefetch, most)
+        strategy = Async(cast(StrategyCluster, self), prefetch=prefetch, max_staleness=most)
         for _ in strategy.run(self._step, itertools.repeat(()), steps=self._steps, name=RUN):
             pass
         self.is_complete = True
 
     def _place_on(self, host: str) -> None:
-        """Place a variable on a ps task; one that was lost with an earlier process is abandoned first."""
-        name = f"variable of {host}"
+        """Place a variable on a ps task."""
+        self.placed(PlaceVariable(f"variable of {host}", "int32", (), 4, "ps", on=name_of(host)))
+
+    def placed(self, message: PlaceVariable) -> Placed:
+        """Place something on a ps task; what was lost with an earlier process is abandoned first."""
         try:
-            self._member.ask_coordinator(PlaceVariable(name, "int32", (), 4, "ps", on=name_of(host)))
+            return self._member.ask_coordinator(message)
         except TaskLost:
-            self._member.ask_coordinator(Unplace(name))
+            self._member.ask_coordinator(Unplace(message.name))
             raise
 
     def _await_others(self) -> None:
@@ -230,13 +284,19 @@ class StepsWorker(TrainingWorker):
             self._handles[member] = member.server.plans.add(*self.plan_of(host, member))
         return self._handles[member]
 
+    def _computed(self, number: Any, *values: Any) -> tuple[Any]:
+        self._checks.has_values(int(np.asarray(number)), dict(zip(self._ps, map(int, values), strict=True)))
+        return (number,)
+
     def _apply(self, member: Member, number: Any) -> tuple[()]:
-        attempt = self._checks.applied(int(np.asarray(number)), str(member.process))
+        attempt = self._checks.applied(int(np.asarray(number)), str(member.process), self._max_staleness)
         member.say(f"applies step {attempt.step} of {attempt.worker}")
         return ()
 
 
-def _ps_plan(host: str, worker: str, apply: Callable[[Any], tuple[()]]) -> tuple[Plan, list[Program]]:
+def _ps_plan(
+    host: str, worker: str, read: Callable[[], tuple[Any]], apply: Callable[[Any], tuple[()]]
+) -> tuple[Plan, list[Program]]:
     value, update = _edges(host)
     items: tuple[Item, ...] = (
         Call(0, (), (), (), (0,)),
@@ -244,10 +304,10 @@ def _ps_plan(host: str, worker: str, apply: Callable[[Any], tuple[()]]) -> tuple
         Recv(update, worker, (1,), (("i32", ()),)),
         Call(1, (), (), (1,), (), touches_anything=True),
     )
-    return Plan(name_of(host), 2, items), programs(lambda: (_PARAMETER,), apply)
+    return Plan(name_of(host), 2, items), programs(read, apply)
 
 
-def _worker_plan(worker: str, ps: Sequence[str]) -> tuple[Plan, list[Program]]:
+def _worker_plan(worker: str, ps: Sequence[str], computed: Callable[..., tuple[Any]]) -> tuple[Plan, list[Program]]:
     """Return the worker's plan over these ps tasks; its feed is the attempt's number."""
     receives = [Recv(_edges(host)[0], name_of(host), (1 + place,), (("i32", ()),)) for place, host in enumerate(ps)]
     made = 1 + len(ps)
@@ -256,7 +316,7 @@ def _worker_plan(worker: str, ps: Sequence[str]) -> tuple[Plan, list[Program]]:
         Call(0, (), (), tuple(range(made)), (made,)),
         *(Send(_edges(host)[1], name_of(host), (made,)) for host in ps),
     )
-    return Plan(worker, made + 1, items, feeds=(0,)), programs(lambda number, *values: (number,))
+    return Plan(worker, made + 1, items, feeds=(0,)), programs(computed)
 
 
 def _edges(host: str) -> tuple[str, str]:

@@ -97,6 +97,7 @@ class StepAdmitted(Message, frozen=True):
 class BeginStep(Request[StepAdmitted], frozen=True):
     """Request that the worker's next step may begin; its earlier one has ended. See `steps.staleness`.
 
+    `number`     of the step, greater than those of the worker's earlier ones; the same if it asks again
     `limit`      `max_staleness` of the run
     `held`       version of the values that were fetched for the step already; None if there are none
     `timeout_s`  longest wait, after which the request is refused and keeps its place
@@ -106,18 +107,20 @@ class BeginStep(Request[StepAdmitted], frozen=True):
 
     run: str
     worker: str
+    number: int
     limit: int
     held: int | None
     timeout_s: float
 
 
 class EndStep(Notice, frozen=True):
-    """The worker's step has ended, or it no longer asks for one; `is_last` if it begins no other."""
+    """The worker's step `number` has ended, or it no longer asks for it; `is_last` if it begins no other."""
 
     speaker = "worker"
 
     run: str
     worker: str
+    number: int
     is_last: bool = False
 
 

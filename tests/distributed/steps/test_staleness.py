@@ -34,6 +34,7 @@ class Model:
     running: dict[str, Step] = field(default_factory=dict)
     #: By worker, its fetched values: their versions, and the number of updates before the reads.
     held: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    ended: list[tuple[str, int]] = field(default_factory=list)
     largest: int = 0
 
     def follow(self, commands: list[StalenessCommand]) -> None:
@@ -59,7 +60,7 @@ class Model:
             self.end(worker)
         self.asked += 1
         held = self.held.get(worker)
-        commands = self.steps.begin(self.asked, worker, held[0][0] if held else None)
+        commands = self.steps.begin(self.asked, worker, self.asked, held[0][0] if held else None)
         if worker in self.waiting:
             [refused, *commands] = commands
             assert isinstance(refused, RefuseStep)
@@ -81,7 +82,15 @@ class Model:
         self.apply(worker)
         self.running.pop(worker, None)
         self.waiting.pop(worker, None)
-        self.follow(self.steps.end(worker))
+        number = self.steps.workers.get(worker, 0)
+        self.follow(self.steps.end(worker, number))
+        self.ended.append((worker, number))
+
+    def repeat(self, worker: str) -> None:
+        """Bring the end of some worker's step a second time."""
+        if self.ended:
+            self.follow(self.steps.end(*self.ended[0]))
+            self.ended.append(self.ended.pop(0))
 
     def die(self, worker: str) -> None:
         self.running.pop(worker, None)
@@ -97,7 +106,7 @@ class Model:
             self.follow(self.steps.timed_out(self.waiting[worker]))
 
 
-ACTIONS = ["begin", "apply", "end", "die", "pause", "lapse"]
+ACTIONS = ["begin", "apply", "end", "die", "pause", "lapse", "repeat"]
 #: Mostly steps, with few faults.
 DRAWN = st.sampled_from(["begin"] * 4 + ["apply"] * 3 + ["end"] * 3 + ACTIONS)
 
@@ -132,19 +141,19 @@ def admitted(commands: list[StalenessCommand]) -> list[int]:
 
 def test_with_0_one_step_runs_at_a_time_in_the_order_of_the_requests() -> None:
     steps = BoundedSteps("run", 0)
-    assert admitted(steps.begin(1, "a")) == [1]
-    assert admitted(steps.begin(2, "b")) == admitted(steps.begin(3, "c")) == []
-    assert admitted(steps.begin(4, "a")) == [2]
+    assert admitted(steps.begin(1, "a", 1)) == [1]
+    assert admitted(steps.begin(2, "b", 2)) == admitted(steps.begin(3, "c", 3)) == []
+    assert admitted(steps.begin(4, "a", 4)) == [2]
     assert admitted(steps.leave("b")) == [3]
-    assert admitted(steps.end("c")) == [4]
+    assert admitted(steps.end("c", 3)) == [4]
 
 
 def test_a_slow_step_holds_the_others_back_when_as_many_have_begun_as_it_may_lack() -> None:
     steps = BoundedSteps("run", 3)
-    assert admitted(steps.begin(1, "slow")) == [1]
+    assert admitted(steps.begin(1, "slow", 1)) == [1]
     for request in (2, 3, 4):
-        assert admitted(steps.begin(request, "fast")) == [request]
-    assert steps.begin(5, "fast") == []
+        assert admitted(steps.begin(request, "fast", request)) == [request]
+    assert steps.begin(5, "fast", 5) == []
     [refused] = steps.timed_out(5)
     text = "run 'run' with max_staleness=3: no step may begin before the steps of slow have ended"
     assert refused == RefuseStep(5, text, "DeadlineExceeded")
@@ -152,22 +161,22 @@ def test_a_slow_step_holds_the_others_back_when_as_many_have_begun_as_it_may_lac
 
 def test_a_request_that_waited_too_long_keeps_its_place() -> None:
     steps = BoundedSteps("run", 0)
-    steps.begin(1, "a")
-    steps.begin(2, "b")
-    steps.begin(3, "c")
+    steps.begin(1, "a", 1)
+    steps.begin(2, "b", 2)
+    steps.begin(3, "c", 3)
     steps.timed_out(2)
-    assert steps.end("a") == []
+    assert steps.end("a", 1) == []
     [refused] = steps.timed_out(3)
     assert "before b has begun its step" in refused.text  # type: ignore[union-attr]
-    assert admitted(steps.begin(4, "b")) == [4]
+    assert admitted(steps.begin(4, "b", 4)) == [4]
 
 
 @pytest.mark.parametrize(("limit", "uses_held"), [(3, False), (4, True)])
 def test_held_values_are_used_if_each_other_worker_can_still_begin_a_step(limit: int, uses_held: bool) -> None:
     steps = BoundedSteps("run", limit)
-    steps.begin(1, "a")
-    steps.begin(2, "b")
-    steps.begin(3, "b")
+    steps.begin(1, "a", 1)
+    steps.begin(2, "b", 2)
+    steps.begin(3, "b", 3)
     # The values of version 0 lack the steps of both, and the second of b runs.
-    [command] = steps.begin(4, "a", held=0)
+    [command] = steps.begin(4, "a", 4, held=0)
     assert command == AdmitStep(4, 2, uses_held, 2)
