@@ -23,7 +23,7 @@ from dflow.distributed.coordinator import (
     variable_directory,
 )
 from dflow.distributed.coordinator.coordinator_events import Disconnect, SendReply
-from dflow.distributed.steps import deadlines, plan_runs, rendezvous, steps_ahead, task_channel
+from dflow.distributed.steps import deadlines, plan_runs, rendezvous, staleness, steps_ahead, task_channel
 from dflow.distributed.strategies import async_
 from dflow.distributed.task import member_gate, rounds, task_server
 from dflow.distributed.transport import session as transport_session
@@ -191,6 +191,10 @@ def _served(original: Any) -> Any:
     return let_in
 
 
+def _ending_any(original: Any) -> Any:
+    return lambda steps, worker, number, **options: original(steps, worker, 1 << 62, **options)
+
+
 def _let_all_in(original: Any) -> Any:
     def close(queue: Any, cancel_pending: bool = False) -> Any:
         for rest, _ in queue._enqueuing.values() if cancel_pending else ():
@@ -299,6 +303,9 @@ _LINK = transport_session.Session
 _ATTEMPT = applied_steps.StepAttempt
 _RUN, _MEETING, _MEMBERS = step_ledger._LedgerRun, rendezvous.Rendezvous, membership.Membership
 
+#: Notices come late and twice.
+_TWICE = "twice=0.3,mixed=0.3"
+
 MUTATIONS = (
     Mutation("steps of a worker that left are lost", _RUN, "leave", _forget_the_claim, "none lost"),
     Mutation("done steps go back to the pool", _RUN, "settle", _settling(_give_back_what_is_done), "done once"),
@@ -348,6 +355,8 @@ MUTATIONS = (
     Mutation("waits do not expire", task_channel.TaskChannel, "_expire", doing_nothing, "waits end"),
     Mutation("what a step left is kept", task_channel.TaskChannel, "finish", doing_nothing, "nothing left"),
     Mutation("steps begun ahead are not cancelled", steps_ahead.StepsAhead, "cancel", doing_nothing, "nothing left"),
+    Mutation("steps begin above the bound", staleness.BoundedSteps, "_is_full", giving(False), "bounded staleness"),
+    Mutation("a late end ends a later step", staleness.BoundedSteps, "end", _ending_any, "bounded staleness", _TWICE),
     Mutation("a run ends without an answer", task_server, "answer_run", doing_nothing, "none lost"),
     Mutation("what was not heard is not said again", _LINK, "resume", _saying_nothing_again, "heard once", _BREAKS),
     Mutation("more is called heard than was", _LINK, "say_received", _one_more, "heard once", _BREAKS),

@@ -19,6 +19,7 @@ from dflow.distributed.steps import steps_ahead
 from dflow.distributed.steps.staleness import BoundedSteps
 from dflow.distributed.strategies import long_wait
 from dflow.distributed.strategies.async_ import Async
+from dflow.distributed.wire.messages.plans import CancelStep
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError
@@ -269,8 +270,26 @@ def test_a_wait_names_the_worker_whose_step_lasts(
 
 
 def test_a_step_that_fails_ends_when_its_tasks_have_confirmed_that(
-    memory: MemoryCluster, workers: list[Cluster]
+    memory: MemoryCluster, workers: list[Cluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    events: list[str] = []
+    server, ask = memory.tasks["ps:1"].server, workers[0].requests.ask
+
+    def run(executable: Any, step: Any, *args: Any, **options: Any) -> None:
+        if step.origin == workers[0].task:
+            until(lambda: waiting(memory) == 1)
+            raise ZeroDivisionError
+        run_part(executable, step, *args, **options)
+
+    def asked(task: str, message: Any, *args: Any) -> Any:
+        reply = ask(task, message, *args)
+        if isinstance(message, CancelStep):
+            events.append(f"cancelled on {task[-1]}")
+        return reply
+
+    run_part = server.runs.run
+    monkeypatch.setattr(server.runs, "run", run)
+    monkeypatch.setattr(workers[0].requests, "ask", asked)
     turns = Turns()
 
     def work(index: int, cluster: Cluster) -> None:
@@ -279,18 +298,18 @@ def test_a_step_that_fails_ends_when_its_tasks_have_confirmed_that(
         def step(x: Any) -> Any:
             if index == 0:
                 turns.done("0 is in a step")
-                until(lambda: waiting(memory) == 1)
-                # The second counter's update fails for its shape.
-                raise ZeroDivisionError
+            events.append(f"{index} begins")
             return counted.step(x)
 
         if index:
             turns.wait("0 is in a step")
-        run = Async(cluster, max_staleness=0).run(step, itertools.repeat(jnp.int32(1)), steps=9, name="run")
+        run = Async(cluster, max_staleness=0).run(step, itertools.repeat(jnp.int32(1)), steps=3, name="run")
         if index == 0:
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(DflowError, match="ZeroDivisionError"):
                 list(run)
         else:
-            assert [counted.staleness(outcome) for outcome in run] == [0] * 9
+            assert [counted.staleness(outcome) for outcome in run] == [0] * 3
+            assert counted.counts == [3, 3]
 
     together(workers[:2], work)
+    assert events == ["0 begins", "cancelled on 0", "cancelled on 1", *["1 begins"] * 3]
