@@ -355,6 +355,7 @@ class _ScheduleRun:
     def _program(self, member: Member) -> WorkerProgram:
         schedule, host = self._schedule, member.process.host
         ps = schedule.hosts[1 : 1 + schedule.ps]
+        limit = random.Random(f"staleness {schedule.seed}").choice((None, 0, 1, 2, 4, 8, 12))
         match schedule.program:
             case "rounds" | "round-snapshots":
                 draw = random.Random(f"rounds {schedule.seed}")
@@ -373,9 +374,8 @@ class _ScheduleRun:
                 return VariablesWorker(member, self._tasks, self._variable_checks, ops, str(schedule.seed))
             case "snapshots":
                 assert isinstance(self._snapshot_checks, StepSnapshotChecks)
-                return SnapshotsWorker(member, self._tasks, self._snapshot_checks, self._steps, ps)
+                return SnapshotsWorker(member, self._tasks, self._snapshot_checks, self._steps, ps, limit)
             case _:
-                limit = random.Random(f"staleness {schedule.seed}").choice((None, 0, 1, 2, 4, 8, 12))
                 return StepsWorker(member, self._tasks, self.checks, schedule.steps, ps, limit)
 
     def _roster(self, member: Member, roster: Roster) -> None:

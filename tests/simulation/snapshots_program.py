@@ -6,8 +6,8 @@ snapshots are run by the real code, as in `steps_program`; the changes are Pytho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.message import Notice
+from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
@@ -31,10 +32,16 @@ class SnapshotsWorker(StepsWorker):
     """A worker that runs steps until the coordinator reports the run as complete, or lost state as lost for good."""
 
     def __init__(
-        self, member: Member, tasks: SimulatedTasks, checks: StepSnapshotChecks, steps: int, ps: Sequence[str]
+        self,
+        member: Member,
+        tasks: SimulatedTasks,
+        checks: StepSnapshotChecks,
+        steps: int,
+        ps: Sequence[str],
+        max_staleness: int | None,
     ) -> None:
         self._length = steps + 1
-        super().__init__(member, tasks, checks, steps, ps)
+        super().__init__(member, tasks, checks, steps, ps, max_staleness)
         self._state_checks = checks
         self._known: dict[str, int] = {}
         self._variables = SnapshotVariables(self, member, checks, self._length, self._forget)
@@ -45,19 +52,13 @@ class SnapshotsWorker(StepsWorker):
 
     # As a cluster.
 
-    @contextmanager
-    def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
-        """Return the context of a loop whose steps begin ahead, and are held back in pauses."""
-        with super().shared_steps(run, prefetch, max_staleness, job) as iteration:
+    def unpaused(self) -> AbstractContextManager[None]:
+        """Return a context that is entered while steps are not paused."""
+        return self._variables.step()
 
-            @contextmanager
-            def step(steps: range) -> Iterator[None]:
-                with self._variables.step(), iteration(steps):
-                    yield
-
-            yield step
+    def placed(self, message: PlaceVariable) -> Placed:
+        """Place something on a ps task; what was lost comes back with a snapshot, or never."""
+        return self._variables.place(message)
 
     def await_recovery(self) -> None:
         """Wait until no state is lost. Raises TaskLost if lost state cannot be restored."""

@@ -97,7 +97,7 @@ class _Starter(StepStarter):
 class _BoundTasks:
     """A worker as `BoundTasks`: its access to the coordinator and to the other tasks."""
 
-    epoch = undone = 0
+    undone = 0
     timeout_s = STEP_S
 
     def __init__(self, worker: StepsWorker, member: Member) -> None:
@@ -105,8 +105,13 @@ class _BoundTasks:
         self.coordinator = self.requests = self.steps = self
         self._worker, self._member = worker, member
 
+    @property
+    def epoch(self) -> int:
+        """Number of times that all tasks have returned to a snapshot."""
+        return self._worker.epoch
+
     def await_recovery(self) -> None:
-        """Raise TaskLost: no snapshots are made."""
+        """Wait until no state is lost. Raises TaskLost if lost state cannot be restored."""
         self._worker.await_recovery()
 
     def ask_waiting(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
@@ -155,16 +160,26 @@ class StepsWorker(TrainingWorker):
     ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
         """Return the context of a loop whose steps begin ahead."""
         self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)
+
+        @contextmanager
+        def step(steps: range) -> Iterator[None]:
+            with self.unpaused(), self._loop.iteration(steps):
+                yield
+
         try:
             if max_staleness is None:
-                yield self._loop.iteration
+                yield step
             else:
                 tasks = cast(BoundTasks, _BoundTasks(self, self._member))
                 bound = StalenessBound(tasks, run, max_staleness, prefetch, job, self._loop)
                 with bound.taking_part():
-                    yield bound.around(self._loop.iteration)
+                    yield bound.around(step)
         finally:
             self._loop.cancel("the loop ended")
+
+    def unpaused(self) -> AbstractContextManager[None]:
+        """Return a context that is entered while steps are not paused."""
+        return nullcontext()
 
     def own_plan(self) -> tuple[Plan, list[Program]]:
         """Return this worker's part of a step; its feed is the attempt's number."""
