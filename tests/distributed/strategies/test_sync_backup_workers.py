@@ -55,6 +55,7 @@ def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any
         kept = []
         for number, seen in enumerate(strategy.run(step, batches(index), steps=6, name="run")):
             kept.append(seen)
+            assert strategy.accepted + strategy.dropped == number + 1, "each step is counted before it is yielded"
             if index < 2 and number == 2:
                 turns.done(f"{index} is through")
             if index == 2 and number == 0:
