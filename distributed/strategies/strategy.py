@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import itertools
 import operator
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.steps.retries import RecoveringState
-from dflow.distributed.strategies.batch_supply import BatchSupply
+from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -61,14 +61,45 @@ class StrategyCluster(RecoveringState, Protocol):
         ...
 
 
-class Strategy(ABC):
+@dataclass(frozen=True)
+class StrategyRun:
+    """One run of a strategy in this process; `steps` is the number given to `Strategy.run`, `name` that of the run."""
+
+    name: str
+    steps: int
+    _step: Callable[..., Any]
+    _batches: BatchSupply
+    _guard: TerminationGuard
+
+    def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
+        """Call the step with the next batch, or that of each number, and yield its results.
+
+        Ends with the numbers or with the batches. SIGTERM ends the program between two calls.
+        """
+        for number in numbers:
+            if (batch := self._batches.take(number)) is END:
+                return
+            with self._guard.step():
+                outcome = self._step(*arguments_of(batch))
+            yield outcome
+
+
+class Strategy:
     """Decides when the gradients of a worker's steps are applied; `run` is the training loop.
 
-    A subclass defines `_results`, `_cluster`, and `run_prefix`, which begins the names of unnamed runs, as in `run_0`.
+    A subclass of a program calls `Strategy.__init__` and defines `results`, the loop of one worker. `run_prefix` begins
+    the names of runs without a name, as in `run_0`.
     """
 
-    run_prefix: ClassVar[str]
+    run_prefix: ClassVar[str] = "run"
     _cluster: StrategyCluster
+
+    def __init__(self, cluster: StrategyCluster) -> None:
+        self._cluster = cluster
+
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        """Yield the result of each step that this worker does in the run, called by `run.calls`."""
+        raise StrategyError(f"{type(self).__name__}: expected a method results, got none", "define results(self, run)")
 
     def variables(self) -> AbstractContextManager[None]:
         """Return a context in which to make the variables of the program, where the strategy needs them.
@@ -118,11 +149,11 @@ class Strategy(ABC):
                 self._cluster.coordinator.leave(REASON)
                 raise
 
-    @abstractmethod
     def _results(
         self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:
-        """Yield the result of each step that this worker does in the run; each is called within `guard.step()`."""
+        """Yield `results`; dflow's own strategies define this instead, and call each step within `guard.step()`."""
+        return self.results(StrategyRun(run, steps, step, batches, guard))
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:
