@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,8 @@ ROOT = Path(__file__).parents[3]
 #: Time that a batch takes to come, in s: training is long enough for faults, and leaves processor time to recovery.
 BATCH_S = 0.01
 WEIGHTS = "weights.npz"
+#: Bound of the staleness: with three workers, one waits for the others again and again.
+MAX_STALENESS = 2
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,13 @@ class Program:
 def _counters(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
     if results != {"count 0": steps, "count 1": steps}:
         yield f"counters: expected {steps} on each task, got {results}"
+
+
+def _bounded(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    missed = {name: value for name, value in results.items() if name.startswith("missed by ")}
+    yield from _counters(steps, {name: value for name, value in results.items() if name not in missed}, folder)
+    if not missed or max(missed.values()) > MAX_STALENESS:
+        yield f"staleness: expected at most {MAX_STALENESS}, got {missed}"
 
 
 def _model(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
@@ -70,6 +79,7 @@ def _digits(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[
 COUNTERS = Program(
     ROOT / "tests/chaos/programs/counters.py", 2500, lambda steps, _: (str(steps), str(BATCH_S)), _counters
 )
+BOUNDED = replace(COUNTERS, arguments=lambda steps, _: (str(steps), str(BATCH_S), str(MAX_STALENESS)), check=_bounded)
 MODEL = Program(
     ROOT / "tests/chaos/programs/model.py",
     500,
@@ -78,4 +88,4 @@ MODEL = Program(
 )
 DIGITS = Program(ROOT / "examples/digits.py", 800, lambda steps, _: ("--steps", str(steps)), _digits)
 
-PROGRAMS = {"counters": COUNTERS, "model": MODEL, "digits": DIGITS}
+PROGRAMS = {"counters": COUNTERS, "bounded": BOUNDED, "model": MODEL, "digits": DIGITS}

@@ -1,13 +1,15 @@
 """Increment a counter on each of two parameter tasks in each step of `Async`, and report the counters.
 
-    counters.py STEPS SECONDS
+    counters.py STEPS SECONDS [MAX_STALENESS]
 
-Each batch takes SECONDS to come, as from a slow disk. At the end a worker reports the results `count 0` and `count 1`.
+Each batch takes SECONDS to come, as from a slow disk. At the end a worker reports the results `count 0` and `count 1`,
+and with MAX_STALENESS each worker the most updates that a step of its last process missed, as `missed by` and its name.
 """
 
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 import dflow
 
 steps, batch_s = int(sys.argv[1]), float(sys.argv[2])
+max_staleness = int(sys.argv[3]) if len(sys.argv) > 3 else None
 cluster = dflow.connect()
 with cluster.parameter_servers():
     counters, totals = [], []
@@ -25,11 +28,15 @@ with cluster.parameter_servers():
 
 
 @dflow.jit
-def step(x: jax.Array) -> None:
-    """Add 1 to each counter, and to each element of the totals."""
+def step(x: jax.Array) -> Any:
+    """Add 1 to each counter, and to each element of the totals; return the number of updates missed on each task."""
+    missed = []
     for counter, total in zip(counters, totals, strict=True):
-        counter.assign_add(x)
+        seen = counter.read()
+        counter.assign_add(x + 0 * seen)
         total.assign_add(jnp.full(1000, x))
+        missed.append(counter.read() - 1 - seen)
+    return missed
 
 
 def batches() -> Iterator[jax.Array]:
@@ -39,8 +46,12 @@ def batches() -> Iterator[jax.Array]:
         yield jnp.int32(1)
 
 
-for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=steps, name="train"):
-    pass
+most = 0
+strategy = dflow.distributed.Async(cluster, max_staleness=max_staleness)
+for missed in strategy.run(step, batches(), steps=steps, name="train"):
+    most = max(most, *map(int, missed))
+if max_staleness is not None:
+    cluster.report(f"missed by {cluster.task}", most)
 if cluster.elect("report"):
     for index in range(2):
         cluster.report(f"count {index}", float(counters[index].read()))
