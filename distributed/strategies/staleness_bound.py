@@ -47,6 +47,8 @@ class StalenessBound:
         place = PlaceVariable(f"{run}/staleness", "staleness", (), 0, job, kind="run", is_saved=False)
         #: Number of the newest step.
         self._number = 0
+        #: Version of a roster that this task has.
+        self._known = 0
         self._host = retried(cluster, lambda: cluster.coordinator.ask(place)).task
 
     @contextmanager
@@ -81,10 +83,7 @@ class StalenessBound:
         held, self._number = self._loop.held, next(_numbers)
         try:
             admitted = waited_for(self._cluster.task, self._cluster.steps.timeout_s, self._asked)
-            if self._cluster.steps.server.peers.introduced_at < admitted.roster:
-                # The coordinator sends a roster before later answers. Other tasks take no message of this step before
-                # they have the roster too, and refuse those of a dead worker's step then.
-                self._cluster.coordinator.ask(GetHealth(self._cluster.task))
+            self._await_roster(admitted.roster)
         except BaseException:
             self._end()
             raise
@@ -95,6 +94,17 @@ class StalenessBound:
     def _asked(self, wait_s: float) -> StepAdmitted:
         message = BeginStep(self._run, self._cluster.task, self._number, self._limit, self._loop.held, wait_s)
         return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
+
+    def _await_roster(self, version: int) -> None:
+        """Wait until this task has the roster of this version: a worker that it lists as dead may have been in a step.
+
+        Other tasks take no message of this task's step before they have the roster too, and then they refuse those of
+        the dead worker.
+        """
+        if version > max(self._known, self._cluster.steps.server.peers.introduced_at):
+            # The coordinator sends its rosters before later answers.
+            self._cluster.coordinator.ask(GetHealth(self._cluster.task), self._cluster.steps.timeout_s)
+            self._known = version
 
     def _why_not_ahead(self, workers: int) -> str:
         """Why no step may begin ahead: its values would be too old, if all workers take the same time for a step."""

@@ -51,6 +51,8 @@ LOOK_S = 0.05
 #: Longest wait of a worker for the others before it begins.
 BARRIER_S = 2.0
 CLAIM_S = 3600.0
+#: Longest wait until a step may begin where staleness is bounded: longer than it takes to notice a dead worker.
+BEGIN_S = 30.0
 #: Time that a request to a task takes beside the wait that it asks for.
 REQUEST_S = 6.0
 
@@ -98,7 +100,7 @@ class _BoundTasks:
     """A worker as `BoundTasks`: its access to the coordinator and to the other tasks."""
 
     undone = 0
-    timeout_s = STEP_S
+    timeout_s = BEGIN_S
 
     def __init__(self, worker: StepsWorker, member: Member) -> None:
         self.task, self.server = member.name, member.server
@@ -119,11 +121,14 @@ class _BoundTasks:
         return self._member.ask(short_task_name(task), message, timeout_s=wait_s + REQUEST_S)
 
     def ask(self, *asked: Any) -> Any:
-        """Ask the coordinator, or, with its name before the request, another task."""
-        *tasks, message = asked
-        if tasks:
-            return self.ask_waiting(tasks[0], message, 0.0)
-        return self._worker.placed(message) if isinstance(message, PlaceVariable) else self._worker.ask(message)
+        """Ask another task, whose name comes first, or the coordinator."""
+        match asked:
+            case str() as task, message:
+                return self.ask_waiting(task, message, 0.0)
+            case PlaceVariable() as message, *_:
+                return self._worker.placed(message)
+            case message, *_:
+                return self._worker.ask(message)
 
 
 class StepsWorker(TrainingWorker):

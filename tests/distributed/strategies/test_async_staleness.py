@@ -20,6 +20,7 @@ from dflow.distributed.steps.staleness import BoundedSteps
 from dflow.distributed.strategies import long_wait
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.wire.messages.plans import CancelStep
+from dflow.distributed.wire.messages.status import GetHealth
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, StrategyError
@@ -313,3 +314,33 @@ def test_a_step_that_fails_ends_when_its_tasks_have_confirmed_that(
 
     together(workers[:2], work)
     assert events == ["0 begins", "cancelled on 0", "cancelled on 1", *["1 begins"] * 3]
+
+
+def test_a_step_begins_after_its_worker_knows_of_the_deaths_that_the_host_knows_of(
+    memory: MemoryCluster, worker: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    ask = worker.coordinator.ask
+
+    def asked(message: Any, *timeout_s: float) -> Any:
+        if isinstance(message, GetHealth):
+            events.append("has the roster")
+        return ask(message, *timeout_s)
+
+    monkeypatch.setattr(worker.coordinator, "ask", asked)
+    counted = Counted(worker)
+
+    def step(x: Any) -> Any:
+        events.append("begins")
+        return counted.step(x)
+
+    def train(name: str) -> None:
+        list(Async(worker, max_staleness=0).run(step, [jnp.int32(1)] * 3, steps=3, name=name))
+
+    train("first")
+    assert events == ["begins"] * 3
+    events.clear()
+    for task in memory.tasks.values():
+        monkeypatch.setattr(task.server._gate, "death_known_at", worker.server.peers.introduced_at + 1)
+    train("second")
+    assert events == ["has the roster", *["begins"] * 3]
