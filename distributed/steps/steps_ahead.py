@@ -99,8 +99,8 @@ class StepsAhead:
         #: Number of the run's steps that had ended when this iteration was admitted, if its staleness is bounded.
         self._version: int | None = None
         self._why_not = ""
-        #: The newest step that the iteration called, and the one that failed in an earlier iteration, with the other
-        #: tasks that have a part in it.
+        #: The newest step that the iteration called, and the newest one that failed, with the other tasks that have a
+        #: part in it.
         self._called: tuple[StepId, Mapping[str, Peer]] | None = None
         self.failed: tuple[StepId, Mapping[str, Peer]] | None = None
 
@@ -109,6 +109,10 @@ class StepsAhead:
         """The version of the values that were fetched for the next step; None if there are none, or no versions."""
         with self._lock:
             return self._begun[0].version if self._begun else None
+
+    def call_failed(self) -> None:
+        """Note that the newest call has failed, so that tasks may still be applying it."""
+        self.failed = self._called
 
     def admitted(self, version: int, *, why_not: str = "") -> None:
         """Note that the next iteration may begin, after `version` steps of the run have ended.
@@ -133,7 +137,7 @@ class StepsAhead:
             yield
         except BaseException:
             self.cancel("the loop failed")
-            self.failed = self._called
+            self.call_failed()
             raise
         finally:
             CURRENT.reset(token)

@@ -34,16 +34,16 @@ class Async(Strategy):
     of the network, where the same function called in a plain loop costs two. A function of batches is given the number
     of the step, from 0 to `steps` - 1: each is used once, by the worker that does this step.
 
-    prefetch  number of the worker's own newest updates that a step may lack, at least 0. With 1, the values for a step
-              are fetched while the previous step computes; its gradients are then one update older
-              It has no effect, with a warning, on steps that call several functions with variables on other tasks,
-              or one with branches or loops there
-    max_staleness  number of updates by other steps between a step's reads and its own update, at most; the steps of
-              this worker count too. The same for all workers of a run. A step waits until it can stay within the bound.
-              With 0, one step runs at a time. None sets no bound, and costs nothing
-    job       the job of the task that counts the steps, with `max_staleness`
-    raises    StrategyError for a negative number, and for a `prefetch` above `max_staleness`; `run` raises
-              DeadlineExceeded, naming the workers whose steps a step waits for
+    prefetch       number of the worker's own newest updates that a step may lack, at least 0. With 1, the values for a
+                   step are fetched while the previous step computes; its gradients are then one update older.
+                   It has no effect, with a warning, on steps that call several functions with variables on other
+                   tasks, or one with branches or loops there, and where `max_staleness` is too small for it
+    max_staleness  largest number of updates by other steps, also by those of this worker, between a step's reads and
+                   its own update; the same for all workers of a run. A step waits until it can stay within the bound:
+                   with 0, one step runs at a time. None sets no bound, and costs nothing
+    job            the job of the task that counts the steps, with `max_staleness`
+    raises         StrategyError for a negative number, and for a `prefetch` above `max_staleness`; `run` raises
+                   DeadlineExceeded, naming the workers whose steps a step waits for
     """
 
     run_prefix = "run"

@@ -203,6 +203,8 @@ class ClusterSteps:
         except BaseException as error:
             if begun is not None:  # an interrupt may have come before `_run`, which cancels too
                 self.server.starter.cancel(step, begun.peers.values(), error)
+            if loop is not None:  # also if the program handles the error
+                loop.call_failed()
             self._ended(step, began_ns, error)
             raise
         finally:
