@@ -1,16 +1,17 @@
-"""The examples as a user starts them, with few steps."""
+"""The examples with few steps: as a user starts them, or, to save the start of a process, in this one."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.processes import Spawned
+from tests.examples.loading import ROOT, load
 
-ROOT = Path(__file__).resolve().parents[2]
 ACCURACY = re.compile(r"test accuracy (\d\.\d{4}) on 359 held-out images")
+PERPLEXITY = re.compile(r"perplexity (.*) on \d+ held-out words; by the frequency of words (.*)\n")
 
 
 def accuracy(output: str) -> float:
@@ -70,3 +71,73 @@ def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> 
     assert re.search(r"tpu fused_cross_entropy: interpreted, values differ by .*, gradients differ by ", output)
     first, last = re.findall(r"loss (\d\.\d{4}), after 12 steps (\d\.\d{4})", output)[0]
     assert float(last) < 0.6 * float(first)
+
+
+def printed(name: str, *words: str, patch: pytest.MonkeyPatch, output: Any) -> str:
+    """Run an example's `main` in this process, with these arguments; return what it has printed."""
+    example = load(name)
+    patch.setattr("sys.argv", [f"{name}.py", *words])
+    example.main()
+    shown: str = output.readouterr().out
+    return shown
+
+
+def numbers(pattern: str | re.Pattern[str], output: str) -> list[float]:
+    """Return the numbers that the groups of `pattern` have in the output."""
+    found = re.search(pattern, output)
+    assert found is not None, output
+    return [float(number) for number in found.groups()]
+
+
+@pytest.mark.once
+def test_a_factorisation_fills_in_hidden_pixels(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    output = printed("factorisation", "--steps", "400", patch=monkeypatch, output=capsys)
+    error, of_means = numbers(r"error (.*) on 11500 hidden pixels; of the mean of each pixel (.*)\n", output)
+    assert error < 0.9 * of_means
+
+
+@pytest.mark.once
+def test_a_generator_makes_pictures_like_digits(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    output = printed("generator", "--steps", "500", patch=monkeypatch, output=capsys)
+    before, now, real = numbers(r"digit: (.*) at first, (.*) now, (.*) of real digits\n", output)
+    assert real < now < 0.7 * before
+
+
+@pytest.mark.once
+def test_restored_layers_help_to_learn_from_few_pictures(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Any
+) -> None:
+    output = printed("fine_tune", "--steps", "100", "--folder", str(tmp_path), patch=monkeypatch, output=capsys)
+    assert "restored first/body/dense1/bias first/body/dense1/kernel first/body/dense2/bias" in output
+    assert "head" not in output
+    assert numbers(r"which digit: accuracy (.*)\n", output)[0] > 0.9
+    restored, random = numbers(r"accuracy (.*) with the restored layers, (.*) with random ones\n", output)
+    assert restored > random + 0.03
+
+
+@pytest.mark.once
+def test_actors_and_a_learner_balance_poles(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    output = printed("cartpole", "--updates", "100", patch=monkeypatch, output=capsys)
+    [steps] = numbers(r"100 updates; a pole stays up for (.*) steps\n", output)
+    assert steps > 60  # by chance 20
+
+
+@pytest.mark.once
+def test_a_language_model_trains_by_the_full_softmax(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    words = ("--steps", "60", "--vocabulary", "200")
+    output = printed("language_model", *words, patch=monkeypatch, output=capsys)
+    perplexity, by_frequency = numbers(PERPLEXITY, output)
+    assert perplexity < 0.9 * by_frequency
+
+
+@pytest.mark.once
+def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
+    words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "1", "examples/language_model.py")
+    options = ("--steps", "100", "--vocabulary", "200", "--softmax", "sampled")
+    with Spawned(*words, *options, cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    perplexity, by_frequency = numbers(PERPLEXITY, output)
+    assert perplexity < 0.9 * by_frequency
+    assert re.search(r"\n softmax/[01] +f32\[100,64\] ", output), output
+    assert numbers(r"100 steps done here, loss .*, (\d+) words/s", output)[0] > 0
