@@ -1,8 +1,9 @@
 """Repeat nodes made of literals alone on each task that uses them, instead of sending their results.
 
 Zeros with the shape of a table cost a task almost nothing to make, but as much to send as the table. Equal nodes were
-merged before, so the zeros of several updates are one node, which may be on none of their tasks. Only ops without
-arithmetic are repeated, which give the same bits on every device. Inputs of branches and loops are still sent.
+merged before, so the zeros of several updates are one node, which may be on none of their tasks. Only ops that give the
+same bits on every device are repeated: those without arithmetic, and `square`, which rounds once. (optax's norm of
+gradients squares the imaginary part of each, which is zeros.) Inputs of branches and loops are still sent.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dflow.tracing.ir.ops import CONTROL_OPS
 from dflow.tracing.primitives.first_rows import first_rows_p
 from dflow.tracing.primitives.state_primitives import wire_p
 
-_CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape"])
+_CHEAP = frozenset(f"jax.{name}" for name in ["broadcast_in_dim", "convert_element_type", "iota", "reshape", "square"])
 
 
 @dataclass(frozen=True)

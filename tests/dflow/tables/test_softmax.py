@@ -56,12 +56,14 @@ def test_the_full_softmax_is_the_dense_one(by: str) -> None:
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_no_logits_leave_their_task() -> None:
+def test_no_logits_and_no_array_of_the_size_of_the_weights_travels() -> None:
     classes = 4000
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
         with worker.parameter_servers():
             weights = dflow.ShardedVariable(lambda: jnp.ones((classes, DIM)), name="many")
-            optimizer = dflow.Optimizer(optax.sgd(0.1), [weights], name="opt")
+            # The norm of the gradients has squares of zeros for the imaginary parts.
+            clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+            optimizer = dflow.Optimizer(clipped, [weights], name="opt")
 
         @dflow.jit
         def step(hidden: Any) -> Any:
@@ -73,8 +75,11 @@ def test_no_logits_leave_their_task() -> None:
             return value
 
         np.testing.assert_allclose(step(HIDDEN), np.log(classes), rtol=1e-5)
-        # Of each example three numbers and the gradient of the hidden values, aligned, from each task.
-        assert sum(worker.server.channel.taken_in().values()) <= 2 * (3 * 64 + 4 * EXAMPLES * DIM + 64)
+        # Of each example three numbers and the gradient of the hidden values, and a norm, aligned, from each task.
+        assert sum(worker.server.channel.taken_in().values()) <= 2 * (4 * 64 + 4 * EXAMPLES * DIM + 64)
+        # To each task the hidden values, four numbers of each example, and the norm with whether it is too large.
+        sent = sum(edge.size_bytes for edge in worker.server.channel.traffic())
+        assert sent <= 2 * (4 * EXAMPLES * DIM + 64 + 4 * 64 + 2 * 64)
 
 
 def test_the_sampled_softmax_approaches_the_full_one() -> None:
