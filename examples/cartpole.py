@@ -26,8 +26,6 @@ CARTS, STEPS = 8, 32  #: carts of an actor, and the steps of each in an element 
 DISCOUNT, SCALE = 0.98, 10.0  #: of rewards; of the network's estimate of the discounted reward
 
 cluster = dflow.connect()
-
-
 normal = jax.nn.initializers.lecun_normal()
 of_steps = {
     "observation": jax.ShapeDtypeStruct((STEPS, CARTS, 4), jnp.float32),
@@ -63,6 +61,12 @@ def network(weights, observation):
     return out[..., :2], SCALE * out[..., 2]
 
 
+@dflow.jit
+def fetch():
+    """Return the values of the policy: compiled, they come in one message."""
+    return dflow.read(policy)
+
+
 @jax.jit
 def choose(weights, observation, seed):
     """Return an action i32[n] for each observation, drawn by the policy's probabilities."""
@@ -77,7 +81,7 @@ def act(number):
     void = np.zeros(CARTS, bool)
     with contextlib.suppress(dflow.QueueClosed):
         while True:
-            weights, steps = dflow.read(policy), []
+            weights, steps = fetch(), []
             for _ in range(STEPS):
                 action = np.asarray(choose(weights, observation, seeds.integers(2**31)))
                 after, reward, terminated, truncated, _ = carts.step(action)
