@@ -5,8 +5,8 @@
 
 The text is that of Python's `help()`. Sentences of similar length are padded to one of two lengths, and a thread puts
 such batches into a queue, from which the training loop takes them. The full softmax is computed on the tasks that hold
-its weights; the sampled one looks up the rows of the next words and of a few others. The perplexity of the held-out
-sentences is always that of the full softmax.
+its weights; the sampled one looks up the rows of the next words and of a few others. The printed perplexity, of whole
+batches of held-out sentences, is always that of the full softmax.
 """
 
 import argparse
@@ -28,7 +28,7 @@ END, UNKNOWN = 0, 1  #: words before the first and after the last of a sentence,
 
 
 def read_sentences(vocabulary):
-    """Return the sentences as lists of word numbers, by decreasing frequency; training and held out, every tenth."""
+    """Return sentences as lists of word numbers, by decreasing frequency: for training, and every tenth, held out."""
     found = (
         re.findall(r"\w+|[^\w\s]", text) for topic in topics.values() for text in re.split(r"\n\n|(?<=\.)\s", topic)
     )
