@@ -43,6 +43,7 @@ from dflow.tracing.errors import (
     QueueTypeError,
     StrategyError,
     TaskLost,
+    TrainingError,
     VariableError,
     VariableShapeError,
 )
@@ -58,6 +59,7 @@ from dflow.tracing.state.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, 
 from dflow.tracing.state.resources import Variable, is_variable, name, read
 from dflow.tracing.state.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.state.wire import wire
+from dflow.trainer.evaluation import evaluate
 from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.generator import Generator
 from dflow.training.optimizer import Optimizer
@@ -116,6 +118,7 @@ __all__ = [
     "ShardedVariable",
     "StrategyError",
     "TaskLost",
+    "TrainingError",
     "UnreadVariableWarning",
     "Variable",
     "VariableError",
@@ -131,6 +134,7 @@ __all__ = [
     "device",
     "distributed",
     "eager",
+    "evaluate",
     "explain_placement",
     "export",
     "grad",

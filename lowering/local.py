@@ -162,6 +162,9 @@ class LocalHome:
         values = self.store.snapshot(variable.key for variable in variables)
         return [values[variable.key] for variable in variables]
 
+    def at_one_moment(self, variables: Sequence[Variable]) -> AbstractContextManager[list[jax.Array]]:
+        return nullcontext(self.snapshot(variables))
+
     @contextmanager
     def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
         values = dict(zip(variables, self.snapshot([*variables.values()]), strict=True))

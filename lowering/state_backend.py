@@ -78,6 +78,10 @@ class StateBackend(Home, Protocol):
         """Return the values at one moment. They stay valid; the caller must not donate them."""
         ...
 
+    def at_one_moment(self, variables: Sequence[Variable]) -> AbstractContextManager[list[jax.Array]]:
+        """Return the values as `snapshot` does, but also on a cluster at one moment of all its tasks."""
+        ...
+
     def capturing(self, variables: Mapping[str, Variable]) -> AbstractContextManager[WriteCaptured]:
         """Take the values at one moment, on entry; the context gives a function that writes them into a folder.
 

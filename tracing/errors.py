@@ -106,6 +106,10 @@ class StrategyError(DflowError, ValueError):
     """A strategy cannot run this training step, or cannot use these settings; the message says what it needs."""
 
 
+class TrainingError(DflowError, ValueError):
+    """A trainer or an evaluation cannot use this step, these batches or these settings; the message says which."""
+
+
 class StepCancelled(DflowError, RuntimeError):
     """A step was cancelled before it ended; the message has the cause."""
 

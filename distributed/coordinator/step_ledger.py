@@ -11,6 +11,7 @@ Invariants, of each run:
 - a request is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
 - a repeated claim, by its number, gets the same steps and counts nothing twice; steps given to a claim whose answer
   the worker never saw return to the pool with its next claim;
+- the sums that claims report with their steps, such as those of an evaluation, have each step once;
 - an answer without steps means that all steps are done, unless the claim had `more` false.
 """
 
@@ -76,6 +77,8 @@ class _RunRecord(msgspec.Struct, frozen=True):
     done: int
     pool: tuple[tuple[int, int], ...]
     left_over: tuple[tuple[int, int], ...] = ()
+    sums: dict[str, float] = {}
+    is_training: bool = True
 
 
 class _WorkerRecord(msgspec.Struct, frozen=True):
@@ -95,7 +98,7 @@ class LedgerCopy(msgspec.Struct, frozen=True):
     @property
     def steps_done(self) -> int:
         """Number of steps and rounds done in these runs."""
-        return sum(run.done for run in self.runs.values()) + sum(done for done, _ in self.rounds.values())
+        return _done(self.runs.values()) + sum(done for done, _ in self.rounds.values())
 
 
 def copied_runs(copy: LedgerCopy) -> Iterator[tuple[str, msgspec.Struct]]:
@@ -118,6 +121,8 @@ class StepLedger:
                 known.done,
                 _index_set(known.pool),
                 left_over=_index_set(known.left_over),
+                sums=known.sums,
+                is_training=known.is_training,
             )
             for name, known in records.load(_RUN, _RunRecord)
         }
@@ -150,7 +155,7 @@ class StepLedger:
         for name, run in self._runs.items():
             was_done = run.done == run.total_steps
             run.return_to(copy.runs.get(name, _RunRecord(run.total_steps, 0, ((0, run.total_steps),))))
-            if was_done and run.done < run.total_steps:
+            if run.is_training and was_done and run.done < run.total_steps:
                 self._news.append(
                     f"run {name!r} was complete, and has {run.done} of {run.total_steps} steps done now: run it again"
                 )
@@ -180,12 +185,12 @@ class StepLedger:
     @property
     def steps_done(self) -> int:
         """Number of steps done in all runs."""
-        return sum(run.done for run in self._runs.values()) + sum(done for done, _ in self._rounds.values())
+        return _done(self._runs.values()) + sum(done for done, _ in self._rounds.values())
 
     @property
     def steps_total(self) -> int:
         """Number of steps of all runs, done or not."""
-        totals = [run.total_steps for run in self._runs.values()]
+        totals = [run.total_steps for run in self._runs.values() if run.is_training]
         return sum(totals) + sum(total for _, total in self._rounds.values())
 
     def holds(self, task: str) -> bool:
@@ -208,7 +213,7 @@ class StepLedger:
         run = self._runs.get(claim.run)
         if run is None:
             pool = IndexSet([range(max(claim.total_steps, 0))])
-            run = _LedgerRun(claim.run, self._records, claim.total_steps, 0, pool)
+            run = _LedgerRun(claim.run, self._records, claim.total_steps, 0, pool, is_training=claim.is_training)
         refusal = run.refusal(claim)
         if refusal:
             return [SendReply(ask, Failure("RemoteError", f"run {claim.run!r}: {refusal}"))]
@@ -216,8 +221,10 @@ class StepLedger:
         self._runs[claim.run] = run
         if run.is_repeated(claim):
             return run.repeat(claim.task, ask, self.is_held)
-        self._note_progress(claim, steps=run.settle(claim))
-        self._records.put(_PROGRESS + claim.task, self._progress[claim.task])
+        done = run.settle(claim)
+        if run.is_training:
+            self._note_progress(claim, steps=done)
+            self._records.put(_PROGRESS + claim.task, self._progress[claim.task])
         replies = [*run.ask(claim, ask), *([] if self.is_held else run.answer_waiting())]
         self._announce_end(run)
         return replies
@@ -233,7 +240,7 @@ class StepLedger:
         return [] if self.is_held else run.answer_waiting()
 
     def _announce_end(self, run: _LedgerRun) -> None:
-        if run.is_abandoned and self._announced.get(run.name) != run.done:
+        if run.is_training and run.is_abandoned and self._announced.get(run.name) != run.done:
             self._announced[run.name] = run.done
             self._news.append(
                 f"run {run.name!r} has {run.done} of {run.total_steps} steps done, and no worker takes part in it any "
@@ -287,6 +294,9 @@ class _LedgerRun:
     #: Steps that workers left unreported, or that failed, and that are not done yet: perhaps they are applied on some
     #: tasks only.
     left_over: IndexSet = field(default_factory=IndexSet)
+    #: Sums by name over the steps done, as their workers reported them.
+    sums: dict[str, float] = field(default_factory=dict)
+    is_training: bool = True
 
     def note(self, worker: _Worker) -> None:
         """Replace the state of a worker."""
@@ -346,7 +356,7 @@ class _LedgerRun:
         """Answer as the first time, if not held back; a waiting request of the same claim is refused and replaced."""
         worker = self.workers[task]
         if worker.answered:
-            return [SendReply(ask, Claimed(worker.first, worker.count))]
+            return [SendReply(ask, Claimed(worker.first, worker.count, self.sums))]
         replies = self._refused(task, "RemoteError", f"{short_task_name(task)} has sent this claim again")
         self.waiting[task] = ask
         return replies if is_held else replies + self.answer_waiting()
@@ -361,6 +371,8 @@ class _LedgerRun:
             return 0
         done = max(0, claim.done - worker.done) if claim.last == worker.number else 0
         self.done += done
+        if done:
+            self.sums = self.sums | {name: self.sums.get(name, 0.0) + value for name, value in claim.sums.items()}
         self.left_over.discard(worker.held[:done])
         self.pool.add(worker.held[done:])
         if claim.last == worker.number:  # otherwise the worker has begun none
@@ -397,7 +409,7 @@ class _LedgerRun:
         if claim.more:
             self.waiting[claim.task] = ask
         else:
-            replies.append(SendReply(ask, Claimed(0, 0)))
+            replies.append(SendReply(ask, Claimed(0, 0, self.sums)))
         return replies
 
     def _refused(self, task: str, kind: str, text: str) -> list[SendReply]:
@@ -428,7 +440,7 @@ class _LedgerRun:
             steps = self._take(self.workers[task].step_s)
             del self.waiting[task]
             self._save(msgspec.structs.replace(self.workers[task], first=steps.start, count=len(steps), answered=True))
-            replies.append(SendReply(ask, Claimed(steps.start, len(steps))))
+            replies.append(SendReply(ask, Claimed(steps.start, len(steps), self.sums)))
         return replies
 
     def _take(self, step_s: float) -> range:
@@ -442,13 +454,17 @@ class _LedgerRun:
     def record(self, *, is_copy: bool = False) -> _RunRecord:
         """Return the run without its workers; with `is_copy`, the steps that they hold are in the pool."""
         if not is_copy:
-            return _RunRecord(self.total_steps, self.done, _pairs(self.pool), _pairs(self.left_over))
-        held = (self.workers[task].held for task in self.holding)
-        return _RunRecord(self.total_steps, self.done, _pairs(IndexSet([*self.pool.ranges(), *held])))
+            pool, left_over = self.pool, self.left_over
+        else:
+            held = (self.workers[task].held for task in self.holding)
+            pool, left_over = IndexSet([*self.pool.ranges(), *held]), IndexSet()
+        return _RunRecord(
+            self.total_steps, self.done, _pairs(pool), _pairs(left_over), sums=self.sums, is_training=self.is_training
+        )
 
     def return_to(self, copy: _RunRecord) -> None:
         """Return to a copy of the run."""
-        self.done, self.pool, self.left_over = copy.done, _index_set(copy.pool), IndexSet()
+        self.done, self.pool, self.left_over, self.sums = copy.done, _index_set(copy.pool), IndexSet(), copy.sums
         for task, worker in list(self.workers.items()):
             is_waiting = task in self.waiting
             void = _Worker(task, worker.number, answered=not is_waiting, takes_part=worker.takes_part, is_void=True)
@@ -463,6 +479,10 @@ class _LedgerRun:
 
     def _key(self, task: str) -> str:
         return f"{_WORKER}{task}\n{self.name}"
+
+
+def _done(runs: Iterable[_RunRecord | _LedgerRun]) -> int:
+    return sum(run.done for run in runs if run.is_training)
 
 
 def _pairs(numbers: IndexSet) -> tuple[tuple[int, int], ...]:

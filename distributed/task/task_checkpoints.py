@@ -1,24 +1,32 @@
-"""What a task does when the variables that it holds are saved or restored.
+"""What a task does when the variables that it holds are saved, restored or evaluated.
 
 Each task writes and reads its own variables, in storage that all of the cluster share. A save has three requests: the
 task captures its values while no step runs, writes them later, and frees them. A restore has two: the task reads
-and checks all values, and sets them when every other task has read its own too. Invariant: a task writes only into the
-folder of a save that is under way.
+and checks all values, and sets them when every other task has read its own too. For an evaluation by several workers, a
+capture is shared under a name. Invariants: a task writes only into the folder of a save that is under way; a capture is
+kept as long as a live task uses it.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 
+from dflow.distributed.task.arrivals import Handled
+from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.checkpoints import (
+    CapturedArrays,
     CaptureVariables,
     EndCapture,
     EndRestore,
+    EndShare,
+    ReadCapture,
     ReadCheckpoint,
     SaveVariables,
+    ShareCapture,
 )
 from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Request
@@ -40,10 +48,21 @@ CHECKPOINT_REQUESTS: tuple[type[Request[Ok]], ...] = (
     EndCapture,
     ReadCheckpoint,
     EndRestore,
+    ShareCapture,
+    EndShare,
 )
 
 #: The task that saves or restores, and its number for the save or restore.
 _Number = tuple[str, int]
+
+
+@dataclass
+class _SharedCapture:
+    """A capture that several tasks use, with these tasks."""
+
+    capture: _Number
+    values: dict[str, jax.Array]
+    users: set[str]
 
 
 class TaskCheckpoints:
@@ -59,6 +78,8 @@ class TaskCheckpoints:
         self._captured: dict[_Number, dict[str, jax.Array]] = {}
         #: The values of each restore by key; None while they are read.
         self._read: dict[_Number, dict[str, jax.Array] | None] = {}
+        #: The captures that tasks share, by name.
+        self._shared: dict[str, _SharedCapture] = {}
 
     def handle(self, message: Request[Ok]) -> None:
         """Handle a request of `CHECKPOINT_REQUESTS`."""
@@ -73,6 +94,11 @@ class TaskCheckpoints:
                 self.read(message)
             case EndRestore():
                 self.end(message)
+            case ShareCapture():
+                self.share(message)
+            case EndShare():
+                with self._lock:
+                    self._unuse(message.name, message.reader)
             case _:
                 raise InternalError(f"{self._name} has no part in {type(message).__name__}")
 
@@ -87,6 +113,35 @@ class TaskCheckpoints:
         """Free the values of a capture."""
         with self._lock:
             self._captured.pop((message.origin, message.number), None)
+
+    def share(self, message: ShareCapture) -> None:
+        """Let other tasks read a capture by name. Raises TaskLost if there is none, as after its task has left."""
+        capture = message.origin, message.number
+        with self._lock:
+            values = self._captured.pop(capture, None)
+            if values is not None:
+                self._shared[message.name] = _SharedCapture(capture, values, {message.origin})
+        if values is None:
+            raise TaskLost(f"{self._name} has not captured what {short_task_name(message.origin)} shares")
+
+    def read_shared(self, message: ReadCapture) -> Handled:
+        """Return the values of a shared capture, or `CapturedArrays()`; the reader then uses the capture."""
+        with self._lock:
+            shared = self._shared.get(message.name)
+            if shared is None:
+                return CapturedArrays(), b""
+            if not self._has_left(message.reader):  # a task that leaves from now on ends its use
+                shared.users.add(message.reader)
+        infos, data = encode_arrays([shared.values[key] for key in message.keys])
+        return CapturedArrays(*shared.capture, infos), data
+
+    def _unuse(self, name: str, task: str) -> None:
+        """End a task's use of a shared capture; the last one frees it."""
+        shared = self._shared.get(name)
+        if shared is not None:
+            shared.users.discard(task)
+            if not shared.users:
+                del self._shared[name]
 
     def save(self, message: SaveVariables) -> None:
         """Write captured values into the folder of a save; they are on the disk when it returns.
@@ -155,3 +210,5 @@ class TaskCheckpoints:
         with self._lock:
             self._captured = {number: values for number, values in self._captured.items() if number[0] != task}
             self._read = {number: values for number, values in self._read.items() if number[0] != task}
+            for name in list(self._shared):
+                self._unuse(name, task)

@@ -59,6 +59,7 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.checkpoints import ReadCapture
 from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
@@ -478,6 +479,7 @@ REQUESTS.queued(CreateVariables)(
 )
 for _request in CHECKPOINT_REQUESTS:
     REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
+REQUESTS.queued(ReadCapture)(lambda task, message, _: task._checkpoints.read_shared(message))
 REQUESTS.queued(GetFed)(lambda task, message, _: task.resources.fed(message))
 REQUESTS.queued(ForgetFed)(lambda task, message, _: task.resources.forget_fed(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))

@@ -41,13 +41,15 @@ from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.snapshots import StateRestored
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.distributed.worker.cluster_home import ClusterHome
+from dflow.distributed.worker.shared_evaluation import SharedEvaluation
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DflowError, TrainingError
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import caller
 from dflow.tracing.state.context import home
 
 #: The job of a process that is in no cluster.
@@ -114,6 +116,8 @@ class Cluster:
         self.group: ProcessGroup | None = None
         self._runtime: JaxRuntime | None = None
         self._endpoints: list[MetricsEndpoint] = []
+        #: The names of this process's evaluations.
+        self._evaluated: set[str] = set()
         self.coordinator = CoordinatorClient(
             transport, coordinator, name=self.task, timeout_s=settings.join_timeout_s, clock=clock
         )
@@ -250,6 +254,20 @@ class Cluster:
     def dense_gradients(self) -> DenseGradients:
         """Return what averages gradients for variables of this process over the processes that compute together."""
         return DenseGradients()
+
+    def evaluation(self, name: str, count: int) -> SharedEvaluation | None:
+        """Return this task's part in an evaluation of `count` batches; None in a standalone process.
+
+        Raises TrainingError for the name of an earlier one of this process.
+        """
+        if name in self._evaluated:
+            raise TrainingError(
+                f"evaluation {name!r}: expected a new name for each evaluation, got one for the second time",
+                "put the number of the step into it",
+                at=caller(),
+            )
+        self._evaluated.add(name)
+        return None if self.is_standalone else SharedEvaluation(self.requests, self.steps, name, count)
 
     def colleagues(self) -> tuple[tuple[str, ...], int]:
         """Return the live and expected tasks of this task's job, and their number including tasks that left."""

@@ -8,7 +8,6 @@ variables that they hold themselves.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -33,6 +32,7 @@ from dflow.distributed.wire.messages.checkpoints import (
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
 from dflow.distributed.worker.cluster_resources import ClusterResources, refuse_unnamed, task_in_scope, task_of_resource
+from dflow.distributed.worker.shared_evaluation import CAPTURE_NUMBERS, SharedValues
 from dflow.distributed.worker.variable_batch import (
     HostArray,
     PendingVariable,
@@ -47,7 +47,7 @@ from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.state_backend import Runner, WriteCaptured
 from dflow.tracing.devices.task_name import split_task_name
-from dflow.tracing.errors import DflowError, VariableError
+from dflow.tracing.errors import DflowError, TaskLost, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jaxprs.trace import Traced, trace
@@ -58,8 +58,6 @@ from dflow.tracing.state.resources import Variable
 
 #: Longest wait for a snapshot with restored values, in s.
 RESTORE_WAIT_S = 60.0
-#: Numbers that identify this process's saves and restores on the tasks.
-_numbers = itertools.count()
 
 
 class ClusterHome(ClusterResources):
@@ -127,9 +125,22 @@ class ClusterHome(ClusterResources):
         return [values[variable.key] for variable in variables]
 
     @contextmanager
+    def at_one_moment(self, variables: Sequence[Variable]) -> Iterator[list[jax.Array]]:
+        """Return the values at one moment of all tasks. Steps wait for the capture, and not for the transfer."""
+        shared = SharedValues(self._requests, self.steps, variables)
+        try:
+            shared.capture()
+            found = shared.read()
+            if found is None:
+                raise TaskLost("a task has lost the values that it captured", "try it again", at=caller())
+            yield found[1]
+        finally:
+            shared.end()
+
+    @contextmanager
     def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
         """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
-        capture, by_task = (self._requests.task, next(_numbers)), _by_task(variables)
+        capture, by_task = (self._requests.task, next(CAPTURE_NUMBERS)), _by_task(variables)
 
         def write(folder: Place, places: Mapping[str, str]) -> None:
             messages = {}
@@ -152,7 +163,7 @@ class ClusterHome(ClusterResources):
     @contextmanager
     def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
-        restore, messages = (self._requests.task, next(_numbers)), {}
+        restore, messages = (self._requests.task, next(CAPTURE_NUMBERS)), {}
         for task, held in _by_task(variables).items():
             keys = {name: variable.key for name, variable in held.items()}
             messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)

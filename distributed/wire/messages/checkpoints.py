@@ -1,11 +1,11 @@
-"""Saves and restores of the variables that a task holds."""
+"""Saves, restores and evaluations of the variables that a task holds."""
 
 from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.connection import Ok
-from dflow.distributed.wire.messages.message import Request
+from dflow.distributed.wire.messages.connection import ArrayInfo, Ok
+from dflow.distributed.wire.messages.message import Message, Request
 
 
 class SavedVariable(msgspec.Struct, frozen=True):
@@ -47,6 +47,47 @@ class EndCapture(Request[Ok], frozen=True):
 
     origin: str
     number: int
+
+
+class ShareCapture(Request[Ok], frozen=True):
+    """Let other tasks read captured values by `name`, in place of an earlier capture of that name.
+
+    The values are kept until the task that captured them and all tasks that have read them have ended their use or left
+    the cluster.
+    """
+
+    speaker = "origin"
+
+    origin: str
+    number: int
+    name: str
+
+
+class CapturedArrays(Message, frozen=True):
+    """The values of a shared capture, and which one it is; without `origin`, there is none of that name."""
+
+    origin: str = ""
+    number: int = 0
+    arrays: tuple[ArrayInfo, ...] = ()
+
+
+class ReadCapture(Request[CapturedArrays], frozen=True):
+    """Read the values of `keys` from the capture shared under `name`."""
+
+    speaker = "reader"
+
+    reader: str
+    name: str
+    keys: tuple[str, ...]
+
+
+class EndShare(Request[Ok], frozen=True):
+    """The task needs the capture shared under `name` no longer."""
+
+    speaker = "reader"
+
+    reader: str
+    name: str
 
 
 class ReadCheckpoint(Request[Ok], frozen=True):

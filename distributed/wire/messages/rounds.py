@@ -20,10 +20,14 @@ class NotFinite(msgspec.Struct, frozen=True):
 
 
 class Claimed(Marked, frozen=True):
-    """Steps `first` to `first + count - 1`; a count of 0: all steps are done, or the claim had `more` false."""
+    """Steps `first` to `first + count - 1`; a count of 0: all steps are done, or the claim had `more` false.
+
+    `sums`  sums by name over all steps of the run that are done, as claims reported them
+    """
 
     first: int
     count: int
+    sums: dict[str, float] = msgspec.field(default_factory=dict)
 
     @property
     def steps(self) -> range:
@@ -44,6 +48,9 @@ class ClaimSteps(Request[Claimed], frozen=True):
     `more`       false when the worker leaves the run: it is answered immediately, with no steps
     `not_finite` first loss of the steps done that is not finite; run and task need not be set
     `max_staleness`  the bound of the worker's steps, the same for all workers of the run; None for none
+    `sums`       sums by name over the steps that are `done`, added to those of the run when these steps are counted;
+                 only for a run whose workers send no `StepsDone`
+    `is_training` whether the run's steps are counted in the status of the cluster; the first claim fixes it
     """
 
     speaker = "task"
@@ -59,6 +66,8 @@ class ClaimSteps(Request[Claimed], frozen=True):
     more: bool = True
     not_finite: NotFinite | None = None
     max_staleness: int | None = None
+    sums: dict[str, float] = msgspec.field(default_factory=dict)
+    is_training: bool = True
 
 
 class StepsDone(Notice, frozen=True):

@@ -387,3 +387,48 @@ def test_workers_in_turn_do_every_step_once(total: int, workers: int) -> None:
                 claims[reply.ask] = range(reply.message.first, reply.message.first + reply.message.count)
         active = {index for index in active if claims.get(index)}
     assert sorted(done) == list(range(total))
+
+
+def sums_of(replies: list[SendReply]) -> dict[str, float]:
+    [reply] = replies
+    assert isinstance(reply.message, Claimed)
+    return reply.message.sums
+
+
+def test_the_sums_of_a_run_have_each_step_once() -> None:
+    records = DurableRecords()
+    ledger, one = StepLedger(records), {"loss": 1.5, "examples": 1.0}
+
+    def claim(task: str, number: int, done: int = 0, last: int | None = None) -> list[SendReply]:
+        last = number - 1 if last is None else last
+        sums = {name: value * done for name, value in one.items()}
+        return ledger.claim(number, ClaimSteps("run", task, 4, number, last, done, sums=sums))
+
+    assert sums_of(claim(A, 1)) == sums_of(claim(B, 1)) == {}
+    assert sums_of(claim(A, 2, done=1)) == one
+    assert sums_of(claim(A, 2, done=1)) == one  # sent again
+    assert sums_of(claim(A, 3, done=1, last=1)) == one  # the answer to claim 2 was lost
+    before = ledger.copy()
+    ledger.leave({B: "killed"})
+    assert sums_of(claim(B, 1, done=1, last=0)) == one  # of a claim that was given to others
+    claim(A, 4, done=1)
+    rows = {key: row for key, row in records.changed.items() if row is not None}
+    ledger = StepLedger(DurableRecords(rows))  # started again
+    assert claim(A, 5, done=1) == []  # waits for B
+    for reply in claim(B, 2, done=1):
+        assert sums_of([reply]) == {"loss": 6.0, "examples": 4.0}
+    ledger.return_to(before)
+    assert sums_of(claim(A, 6, done=1)) == one  # of a claim from before the return
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_only_runs_of_training_are_in_the_status(is_training: bool) -> None:
+    ledger = StepLedger(DurableRecords())
+    before = ledger.copy()
+    ledger.claim(1, ClaimSteps("run", A, 1, 1, is_training=is_training))
+    ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1, metrics={"loss": 1.0}, is_training=is_training))
+    assert (ledger.steps_done, ledger.steps_total, ledger.copy().steps_done) == (is_training,) * 3
+    assert [worker.task for worker in ledger.workers()] == [A] * is_training
+    ledger.return_to(before)
+    ledger.claim(3, ClaimSteps("run", A, 1, 3, 2, more=False, is_training=is_training))
+    assert len(ledger.take_news()) == 2 * is_training  # of the return, and of the end of its only worker

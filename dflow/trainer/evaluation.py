@@ -1,0 +1,294 @@
+"""`dflow.evaluate`: means of metrics over batches, from the variables' values of one moment, while training goes on.
+
+The step is traced once for each type of batch, and its variables become arguments. It gets their captured values, so
+what training writes meanwhile is in none of the results. Metrics are weighted by examples, and added up as 64-bit
+floats.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import jax
+import numpy as np
+from jax import jit as jax_jit
+
+from dflow.distributed.strategies.strategy import arguments_of
+from dflow.distributed.worker.cluster import Cluster
+from dflow.state_backends import by_backend
+from dflow.tracing.derivatives.discharge import State
+from dflow.tracing.derivatives.discharge import evaluate as discharged
+from dflow.tracing.derivatives.one_device import on_one_device
+from dflow.tracing.errors import TrainingError
+from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.jax_frontend import accesses, host_resources, make_jaxpr
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import caller
+from dflow.tracing.state.resources import Variable
+
+#: The name of the number of examples, in the results of a step and of an evaluation.
+EXAMPLES = "examples"
+
+#: By step (for a method: by its object, then its function), the programs by the types of their arguments.
+_programs: MutableMapping[Any, dict[Any, dict[Any, _EvaluationProgram]]] = WeakKeyDictionary()
+
+
+class NumberedBatches(Protocol):
+    """Batches by number, such as a list, or `dflow.data.batches` of arrays."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+
+@suggests_keywords
+def evaluate(
+    step: Callable[..., Any],
+    batches: Iterable[Any] | NumberedBatches,
+    *,
+    cluster: Cluster | None = None,
+    name: str | None = None,
+) -> dict[str, float]:
+    """Return the means of what `step(*batch)` returns, over all examples of all batches, and `examples`, their number.
+
+    step     a function that reads variables and writes none. It returns metrics by name, or one, which is then `loss`:
+             each a float scalar, the mean over the batch's examples, or an array with one value per example. It may
+             also return `examples`, the number of examples that its means are over, for instance of those not masked;
+             by default the length of the first axis of the batch's arrays
+    batches  tuples of arguments (any other value is passed as the only argument)
+    cluster  the result of `dflow.connect()`: then all tasks of the cluster that evaluate under the same name share the
+             batches, which they take by number, and all get the same result. Each batch is counted once, also if tasks
+             die. By default this process evaluates all batches
+    name     of a shared evaluation, the same on every task and new for each evaluation: a task that comes after its
+             end, for instance because it was restarted, gets the same result
+
+    The variables have the values of one moment between two steps, that of the first batch, on all tasks. Training waits
+    for that moment and not for the evaluation: the values are then in the memory of each process that evaluates, which
+    runs the step on its own devices.
+
+    Raises TrainingError for a step that writes variables or uses queues, for other results, for batches whose number of
+    examples is unclear, for no batches, and, if `cluster` is given, for batches without a number, variables elsewhere,
+    or a name that this process has used before.
+    """
+    evaluation = _Evaluation(step)
+    if (cluster is None) != (name is None):
+        raise TrainingError(
+            f"evaluate: expected cluster= and name= together, got {'name' if cluster is None else 'cluster'}= alone",
+            'give both, for instance name=f"step {number}", or none of them',
+            at=caller(),
+        )
+    by_number: Any = batches
+    variables = () if cluster is None else evaluation.variables(_count_of(batches) and by_number[0])
+    shared = cluster.evaluation(name, len(by_number)) if cluster is not None and name is not None else None
+    if cluster is not None and shared is not None and variables:
+        _check_shared(variables, cluster)
+
+        def sums(numbers: range, values: Sequence[jax.Array]) -> dict[str, float]:
+            evaluation.use(variables, values)
+            return evaluation.sums(by_number[number] for number in numbers)
+
+        found = shared.run(variables, sums)
+    else:
+        found = evaluation.sums(_iterated(batches))
+    count = found.pop(EXAMPLES, 0.0)
+    if not count:
+        raise TrainingError("evaluate: expected at least one example, got none", "give it batches", at=caller())
+    return {name: total / count for name, total in found.items()} | {EXAMPLES: count}
+
+
+def is_on_tasks(step: Callable[..., Any], batches: NumberedBatches) -> bool:
+    """Return whether all variables that the step reads are on tasks; traces it, for the first batch."""
+    variables = _Evaluation(step).variables(batches[0]) if _count_of(batches) else ()
+    return bool(variables) and all(variable.home.shares_names for variable in variables)
+
+
+@dataclass(frozen=True)
+class _EvaluationProgram:
+    """The step for one type of batch, as a function of variables' values; `examples` is None if the step returns it."""
+
+    variables: Sequence[Variable]
+    names: frozenset[str]
+    examples: int | None
+    run: Callable[[Sequence[jax.Array], Sequence[Any]], dict[str, Any]]
+
+    def sums(self, outputs: Mapping[str, Any]) -> dict[str, float]:
+        """Return the sums over the examples of a batch; waits until they are computed."""
+        found = {name: np.asarray(value, np.float64) for name, value in outputs.items()}
+        count = float(found.pop(EXAMPLES).sum()) if self.examples is None else float(self.examples)
+        sums = {name: float(value.sum() if value.ndim else value * count) for name, value in found.items()}
+        return sums | {EXAMPLES: count}
+
+
+class _Evaluation:
+    """One evaluation by this process: the names of its metrics, and the values of the variables that it uses."""
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        self._step, self._programs = step, _programs_of(step)
+        self._names: frozenset[str] | None = None
+        self._values: dict[Variable, jax.Array] | None = None
+
+    def variables(self, batch: Any) -> Sequence[Variable]:
+        """Return the variables that the step uses for a batch."""
+        return self._program(*_flat(batch)).variables
+
+    def use(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
+        """Use these values of the variables."""
+        self._values = dict(zip(variables, on_one_device(values), strict=True))
+
+    def sums(self, batches: Iterable[Any]) -> dict[str, float]:
+        """Return the sums over the examples of these batches; captures the variables' values unless they are given."""
+        totals: defaultdict[str, float] = defaultdict(float)
+        before: tuple[_EvaluationProgram, Mapping[str, Any]] | None = None
+        with ExitStack() as captures:
+            for batch in batches:
+                leaves, tree = _flat(batch)
+                program = self._program(leaves, tree)
+                if self._values is None:
+                    self.use(program.variables, _captured(program.variables, captures))
+                outputs = program.run(self._values_for(program), leaves)
+                # The device computes this batch while the process waits for the one before.
+                _add(totals, before)
+                before = program, outputs
+            _add(totals, before)
+        return dict(totals)
+
+    def _program(self, leaves: Sequence[Any], tree: Any) -> _EvaluationProgram:
+        """Return the program for arguments of these types, which is traced if it is new."""
+        key = tree, tuple(map(array_type_of, leaves))
+        if key not in self._programs:
+            self._programs[key] = _traced(self._step, leaves, tree)
+        return self._programs[key]
+
+    def _values_for(self, program: _EvaluationProgram) -> list[jax.Array]:
+        values = self._values or {}
+        self._names = self._names or program.names
+        if program.names != self._names or not all(variable in values for variable in program.variables):
+            before = f"{sorted(self._names)} of {[variable.name for variable in values]}"
+            now = f"{sorted(program.names)} of {[variable.name for variable in program.variables]}"
+            raise TrainingError(
+                f"evaluate: expected the same metrics and variables for all batches, got {before} for the first and "
+                f"{now} for another",
+                "write the step so that it depends on the types of its arguments in neither",
+                at=caller(),
+            )
+        return [values[variable] for variable in program.variables]
+
+
+def _flat(batch: Any) -> tuple[list[Any], Any]:
+    return jax.tree_util.tree_flatten(tuple(arguments_of(batch)))
+
+
+def _captured(variables: Sequence[Variable], captures: ExitStack) -> list[jax.Array]:
+    """Return the values of one moment on each backend, which `captures` releases."""
+    values: dict[Variable, jax.Array] = {}
+    for backend, here in by_backend({variable.key: variable for variable in variables}).items():
+        values.update(zip(here.values(), captures.enter_context(backend.at_one_moment([*here.values()])), strict=True))
+    return [values[variable] for variable in variables]
+
+
+def _add(totals: MutableMapping[str, float], done: tuple[_EvaluationProgram, Mapping[str, Any]] | None) -> None:
+    if done is not None:
+        for name, value in done[0].sums(done[1]).items():
+            totals[name] += value
+
+
+def _programs_of(step: Callable[..., Any]) -> dict[Any, _EvaluationProgram]:
+    """Return the programs of a step, kept as long as the step; for an object that cannot be looked up, new ones."""
+    owner, part = (step.__self__, step.__func__) if isinstance(step, MethodType) else (step, None)
+    try:
+        return _programs.setdefault(owner, {}).setdefault(part, {})
+    except TypeError:
+        return {}
+
+
+def _traced(step: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> _EvaluationProgram:
+    """Trace the step for these types of arguments. Raises TrainingError."""
+
+    def flat(*leaves: Any) -> dict[str, Any]:
+        result = step(*jax.tree_util.tree_unflatten(tree, leaves))
+        named = result if isinstance(result, Mapping) else {"loss": result}
+        return {str(name): value for name, value in named.items()}
+
+    jaxpr, consts, types = make_jaxpr(flat, *leaves)
+    reads, writes = accesses(jaxpr.effects)
+    if touched := [*writes, *host_resources(jaxpr.effects)]:
+        raise TrainingError(
+            f"evaluate: expected a step that only reads variables, got one that changes {touched[0].name!r}",
+            "give a function without updates, as of a model in its evaluation mode, and return what it computes",
+            at=caller(),
+        )
+    names, variables = sorted(types), reads
+
+    def run(values: Sequence[Any], consts: Sequence[Any], leaves: Sequence[Any]) -> dict[str, Any]:
+        results = discharged(jaxpr, consts, leaves, State(zip(variables, values, strict=True)))
+        return dict(zip(names, results, strict=True))
+
+    jitted = jax_jit(run)
+    return _EvaluationProgram(
+        variables,
+        frozenset(names),
+        _checked_examples(leaves, types),
+        lambda values, leaves: dict(jitted(values, consts, leaves)),
+    )
+
+
+def _checked_examples(leaves: Sequence[Any], types: Mapping[str, Any]) -> int | None:
+    """Return the number of examples of a batch, None if the step returns it. Raises TrainingError for other results."""
+    lengths = {np.shape(leaf)[0] for leaf in leaves if np.shape(leaf)}
+    count = None if EXAMPLES in types else next(iter(lengths), None)
+    if EXAMPLES not in types and len(lengths) != 1:
+        raise TrainingError(
+            f"evaluate: expected a batch whose arrays have one length, its number of examples, got {sorted(lengths)}",
+            'have the step return {..., "examples": number} too',
+            at=caller(),
+        )
+    for name, type in types.items():
+        kind = getattr(type.dtype, "kind", "")
+        is_real = isinstance(type.dtype, np.dtype) and np.can_cast(type.dtype, np.float64, "same_kind")
+        is_count = kind in "iub" and type.shape == () and name != EXAMPLES
+        is_sized = type.shape == () or (name != EXAMPLES and len(type.shape) == 1 and count in (None, type.shape[0]))
+        if not is_real or is_count or not is_sized:
+            raise TrainingError(
+                f"evaluate: {name}: expected a float scalar, the mean over the batch's examples, or an array with one "
+                f"value for each of them, got {array_type_of(type)}",
+                "return jnp.mean(...) of the values, or the values themselves",
+                at=caller(),
+            )
+    return count
+
+
+def _iterated(batches: Any) -> Iterable[Any]:
+    if hasattr(batches, "__iter__"):
+        return batches  # type: ignore[no-any-return]
+    return (batches[number] for number in range(_count_of(batches)))
+
+
+def _count_of(batches: Any) -> int:
+    """Return the number of batches. Raises TrainingError unless they are taken by number."""
+    try:
+        if not hasattr(batches, "__getitem__"):
+            raise TypeError(f"a {type(batches).__name__}")
+        return len(batches)
+    except TypeError as error:
+        raise TrainingError(
+            f"evaluate: expected batches with a length that are taken by number, got {error}",
+            "give a list, or dflow.data.batches of arrays",
+            at=caller(),
+        ) from None
+
+
+def _check_shared(variables: Sequence[Variable], cluster: Cluster) -> None:
+    for variable in variables:
+        if variable.home != cluster.home():
+            raise TrainingError(
+                f"evaluate: expected variables on tasks of the cluster, got {variable.name!r} of this process, which "
+                f"other tasks do not see",
+                "make it within cluster.parameter_servers(), or evaluate without cluster=",
+                at=variable.loc,
+            )
