@@ -59,7 +59,9 @@ from dflow.tracing.state.queues import FIFOQueue, PaddedSpec, PaddingFIFOQueue, 
 from dflow.tracing.state.resources import Variable, is_variable, name, read
 from dflow.tracing.state.variable_trees import assign, trainable_variables, variables
 from dflow.tracing.state.wire import wire
+from dflow.trainer.callbacks import Callback, EarlyStopping
 from dflow.trainer.evaluation import evaluate
+from dflow.trainer.trainer import Trainer, TrainingResult
 from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.generator import Generator
 from dflow.training.optimizer import Optimizer
@@ -69,6 +71,7 @@ from dflow.training.sharded_updates import ShardedUpdateWarning
 
 __all__ = [
     "AccumulatorError",
+    "Callback",
     "CheckpointError",
     "CheckpointExists",
     "CheckpointManager",
@@ -82,6 +85,7 @@ __all__ = [
     "DeviceError",
     "DflowError",
     "DuplicateNameWarning",
+    "EarlyStopping",
     "Embedding",
     "ExportError",
     "Exported",
@@ -118,7 +122,9 @@ __all__ = [
     "ShardedVariable",
     "StrategyError",
     "TaskLost",
+    "Trainer",
     "TrainingError",
+    "TrainingResult",
     "UnreadVariableWarning",
     "Variable",
     "VariableError",

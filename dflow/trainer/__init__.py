@@ -1,1 +1,1 @@
-"""Evaluation beside training."""
+"""Evaluation beside training, and the training loop with a schedule."""

@@ -17,9 +17,10 @@ import math
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -45,6 +46,7 @@ class _Saved(msgspec.Struct, frozen=True):
     time_s: float
     metrics: dict[str, float]
     ran_s: float = 0.0
+    extra: dict[str, float] = {}
 
 
 class CheckpointFolder:
@@ -87,7 +89,7 @@ class CheckpointFolder:
         except msgspec.ValidationError:  # `dflow.save` wrote it
             time_s = os.stat(path / MANIFEST).st_mtime if isinstance(path, Path) else math.nan
             return Checkpoint(step, path, time_s, {}, is_managed=False)
-        return Checkpoint(step, path, about.time_s, about.metrics, about.ran_s)
+        return Checkpoint(step, path, about.time_s, about.metrics, about.ran_s, extra=about.extra)
 
     def lock(self) -> None:
         """Lock the folder, made if needed, and remove what a process that ended has left.
@@ -162,6 +164,8 @@ def this_process() -> str:
     return f"process {os.getpid()} on {platform.node() or 'an unnamed host'}"
 
 
-def metadata_of(time_s: float, metrics: dict[str, float], ran_s: float) -> dict[str, Any]:
+def metadata_of(
+    time_s: float, metrics: dict[str, float], ran_s: float, extra: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Any]:
     """Return the metadata of a checkpoint, as in `Checkpoint`."""
-    return {"manager": {"time_s": time_s, "metrics": metrics, "ran_s": ran_s}}
+    return {"manager": {"time_s": time_s, "metrics": metrics, "ran_s": ran_s, "extra": {**extra}}}

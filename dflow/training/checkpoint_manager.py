@@ -72,7 +72,8 @@ class CheckpointManager:
         timeout_s: float = 1800.0,
     ) -> None:
         self._folder = CheckpointFolder(given_place(folder, "CheckpointManager"))
-        self._timeout_s = timeout_s
+        #: Longest time of a save, in s.
+        self.timeout_s = timeout_s
         self._named = named_variables(variables, names, "CheckpointManager")
         period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
         self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
@@ -112,6 +113,27 @@ class CheckpointManager:
         return self.next_step - 1 if self.next_step else None
 
     @property
+    def every(self) -> int | timedelta | str:
+        """When `step` saves, as given."""
+        return self._schedule.every
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric of `best=`, if given."""
+        return self._retention.best.metric if self._retention.best else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step whose save was begun, on a cluster by worker 0; -1 without any. Other workers ask a task."""
+        shared = None if self._is_saver or self._progress is None else self._progress.next_step()
+        return self._last if shared is None else shared - 1
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether worker 0 saves for the other workers, on which `save` does nothing."""
+        return self._progress is not None
+
+    @property
     def interval_s(self) -> float | None:
         """Time between two saves by `step`, in s; None for a number of steps, and before "auto" has measured a save."""
         return self._schedule.interval_s(self._record)
@@ -143,17 +165,20 @@ class CheckpointManager:
             self._begin(step, metrics)
         return is_due
 
-    def save(self, step: int, metrics: Mapping[str, Any] | None = None) -> None:
+    def save(
+        self, step: int, metrics: Mapping[str, Any] | None = None, *, extra: Mapping[str, float] | None = None
+    ) -> None:
         """Save the values of this moment as the checkpoint of `step`, beside training.
 
         metrics  numbers by name, stored with the checkpoint, for `best`
+        extra    further numbers by name, stored with the checkpoint
 
         Waits until an earlier save ends. Raises CheckpointError if that has failed, or for a step that is not after the
         last one.
         """
         self.wait()
         if self._is_saver or self._group is not None:
-            self._begin(step, metrics)
+            self._begin(step, metrics, extra)
 
     def wait(self) -> None:
         """Wait until the running save, if any, is on the disk. Raises CheckpointError if it fails."""
@@ -182,7 +207,7 @@ class CheckpointManager:
         if self._peers is not None and not self._is_saver:
             restored = self._restored()
             return 0 if restored is None else restored + 1
-        return self._resume() if self._is_saver or self._progress is None else self._progress.wait(self._timeout_s)
+        return self._resume() if self._is_saver or self._progress is None else self._progress.wait(self.timeout_s)
 
     def _resume(self) -> int:
         """Restore the newest checkpoint, and return the next step."""
@@ -236,21 +261,21 @@ class CheckpointManager:
             fact = str(error).splitlines()[0]
         return fact if self._peers is None else agreed_failure(self._peers, self._folder.place(step), fact)
 
-    def _begin(self, step: int, metrics: Mapping[str, Any] | None) -> None:
+    def _begin(self, step: int, metrics: Mapping[str, Any] | None, extra: Mapping[str, float] | None = None) -> None:
         """Capture the values, and start the thread that writes them."""
         number = self._checked_step(step)
         began_s = time.monotonic()
         ran_s = self._ran_s + began_s - self._started_s
-        metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s)
+        metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s, extra or {})
         with ExitStack() as stack:
             channel = f"the saves in {self._folder.path}"
-            write = stack.enter_context(captured(self._named, channel=channel, timeout_s=self._timeout_s))
+            write = stack.enter_context(captured(self._named, channel=channel, timeout_s=self.timeout_s))
             if self._progress is not None:
                 self._progress.set(number + 1)
             self._last, self._saved_s = number, began_s
             capture = stack.pop_all()
         self._save = BackgroundSave(
-            self._folder.place(number), lambda: self._write(number, capture, write, metadata, began_s), self._timeout_s
+            self._folder.place(number), lambda: self._write(number, capture, write, metadata, began_s), self.timeout_s
         )
 
     def _write(

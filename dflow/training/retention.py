@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ class Checkpoint:
     metrics     the metrics given with it
     ran_s       time that the runs of its folder took until then, in s
     is_managed  whether a manager wrote it; only such a checkpoint may be deleted
+    extra       the further numbers given with it
     """
 
     step: int
@@ -33,6 +34,7 @@ class Checkpoint:
     metrics: Mapping[str, float]
     ran_s: float = 0.0
     is_managed: bool = True
+    extra: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,10 @@ class AllReduce(Strategy):
         """Index of this process's part of each batch, and the number of parts."""
         return self._on.part, self._on.parts
 
+    @property
+    def batches_per_step(self) -> int:
+        return self._on.parts
+
     def variables(self) -> AbstractContextManager[None]:
         """Return a context whose variables are spread over the mesh; `sharding` may be a `PartitionSpec` over its axes.
 

@@ -108,6 +108,16 @@ class Strategy:
         """
         return self._cluster.parameter_servers()
 
+    @property
+    def cluster(self) -> StrategyCluster:
+        """The cluster whose workers train."""
+        return self._cluster
+
+    @property
+    def batches_per_step(self) -> int:
+        """Number of batches of a function of batches that a step uses, in the order of the steps."""
+        return 1
+
     @suggests_keywords
     def run(
         self,

@@ -77,6 +77,10 @@ class Sync(Strategy):
     def variables(self) -> AbstractContextManager[None]:
         return self._cluster.parameter_servers(self._job)
 
+    @property
+    def batches_per_step(self) -> int:
+        return self._cluster.colleagues()[1]
+
     def _results(
         self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
     ) -> Iterator[Any]:

@@ -62,6 +62,7 @@ class Program:
     """A model and its training step under a strategy; `spec` is that of the kernel."""
 
     def __init__(self, strategy: Any, name: str, spec: Any = None) -> None:
+        assert strategy.batches_per_step == strategy.part[1]
         self.strategy, self.name = strategy, name
         with strategy.variables():
             # The last dimension is the larger one.

@@ -1,0 +1,97 @@
+"""The protocol of what a program adds to the loop of a `Trainer`, and early stopping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dflow.tracing.errors import TrainingError
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import caller
+
+
+class Callback:
+    """Called by a `Trainer` on each worker, in the thread of the loop. Override the methods that you need.
+
+    `steps` is the number of steps of the run that are done, by all workers. A method that returns a text ends the run
+    for this worker, with the text as its reason; so methods must decide the same on all workers, or it ends on some.
+    """
+
+    def on_step(self, steps: int, outcome: Any) -> str | None:
+        """A step of this worker has returned `outcome`, which may not be computed yet; reading it waits."""
+
+    def on_metrics(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        """About once a second: the means of what this worker returned in its newest steps, at most 100 of them."""
+
+    def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        """An evaluation has ended; `metrics` are the result of `dflow.evaluate`, the same on all workers."""
+
+    def on_end(self, steps: int, reason: str) -> None:
+        """The run has ended without an error; `reason` is empty if all steps are done."""
+
+    def state(self) -> Mapping[str, float]:
+        """Return numbers by name that are kept in each checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set the state from the checkpoint that the run goes on from."""
+
+
+class EarlyStopping(Callback):
+    """Ends the run when a metric of the evaluations has not become better for `patience` of them.
+
+    metric     a name in the results of the evaluation
+    patience   number of evaluations in a row without a better value that end the run
+    mode       "min" or "max": whether a better value is smaller or larger
+    min_delta  least change that counts as better
+    raises     TrainingError for other settings, and in the run for an evaluation without the metric
+    """
+
+    @suggests_keywords
+    def __init__(self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max"):
+            raise TrainingError(
+                f"EarlyStopping: mode: expected 'min' or 'max', got {mode!r}", "give mode='min' for a loss", at=caller()
+            )
+        if patience < 1 or not min_delta >= 0:
+            raise TrainingError(
+                f"EarlyStopping: expected patience of at least 1 and min_delta of at least 0, got {patience} and "
+                f"{min_delta}",
+                "give patience=3",
+                at=caller(),
+            )
+        self._metric, self._patience, self._min_delta = metric, patience, min_delta
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._loc = caller()
+        #: The best value, None before the first evaluation, and the number of evaluations since then.
+        self.best: float | None = None
+        self.since = 0
+
+    def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        """Return why the run ends, if the metric has not become better for long enough."""
+        if self._metric not in metrics:
+            raise TrainingError(
+                f"EarlyStopping: expected {self._metric!r} among the metrics of the evaluation, got {sorted(metrics)}",
+                "return it from the evaluation's step, or give another metric",
+                at=self._loc,
+            )
+        value = metrics[self._metric]
+        best = math.inf if self.best is None else self._sign * self.best
+        # Not a number is never better.
+        if self._sign * value < best - self._min_delta:
+            self.best, self.since = value, 0
+        else:
+            self.since += 1
+        if self.since < self._patience:
+            return None
+        return f"{self._metric} has not become better than {self.best} for {self.since} evaluations"
+
+    def state(self) -> Mapping[str, float]:
+        """Return the best value and the number of evaluations since then."""
+        return {} if self.best is None else {"best": self.best, "since": self.since}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set the best value and the number of evaluations since then."""
+        if state:
+            self.best, self.since = state["best"], int(state["since"])

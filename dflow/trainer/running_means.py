@@ -1,0 +1,39 @@
+"""Means of what steps return, without waiting for the devices: only values that are computed are read."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from dflow.distributed.strategies.step_report import scalars
+
+#: Most results that a mean is over, so that a step costs no more than keeping its result.
+MOST_RESULTS = 100
+
+
+class RunningMeans:
+    """The real scalars of steps' results; a result that is one scalar is named `loss`."""
+
+    def __init__(self) -> None:
+        self._results: deque[dict[str, Any]] = deque(maxlen=MOST_RESULTS)
+
+    def add(self, outcome: Any) -> None:
+        """Add the result of a step, which may not be computed yet. Larger arrays in it are not kept."""
+        named = outcome if isinstance(outcome, Mapping) else {"loss": outcome}
+        self._results.append({name: value for name, value in named.items() if not getattr(value, "shape", ())})
+
+    def take(self, *, waits: bool = False) -> dict[str, float]:
+        """Return the means over the newest results since the last call, at most `MOST_RESULTS`.
+
+        Unless it `waits`, only over those before the first that is not computed; the others are for the next call.
+        """
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        while self._results and (waits or all(map(_is_computed, self._results[0].values()))):
+            for name, value in scalars(self._results.popleft()):
+                values[name].append(float(value))
+        return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def _is_computed(value: Any) -> bool:
+    return not hasattr(value, "is_ready") or bool(value.is_ready())

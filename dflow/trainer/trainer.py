@@ -1,0 +1,339 @@
+"""`dflow.Trainer`: the loop of a strategy with evaluations, checkpoints, early stopping and resumption.
+
+The steps are done in segments, from one evaluation or checkpoint to the next. Each segment is a run of the strategy, of
+its own name. A run ends on all workers when all its steps are done. So an evaluation or a checkpoint on a cluster is of
+exactly the steps before it, and a program that is started again goes on with the step and the batch after it.
+
+Invariants: the end of a segment is handled once on each worker, in the order of the segments; all workers decide the
+same there, since they have the same results of the evaluation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.worker.cluster import Cluster
+from dflow.tracing.devices.task_name import split_task_name, task_name
+from dflow.tracing.errors import DeadlineExceeded, TrainingError
+from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import caller
+from dflow.trainer.callbacks import Callback, EarlyStopping
+from dflow.trainer.evaluation import evaluate, is_on_tasks
+from dflow.trainer.progress_bar import ProgressBar
+from dflow.trainer.running_means import RunningMeans
+from dflow.training.checkpoint_manager import CheckpointManager
+
+LOGGER = logging.getLogger("dflow")
+#: Least time between two looks at the values that steps returned, in s.
+LOOK_S = 1.0
+#: Time between two looks for the checkpoint that worker 0 makes, in s.
+_WAIT_S = 0.05
+#: Numbers of the runs that the program does not name.
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """The result of `Trainer.run`.
+
+    steps       number of steps of the run that are done, by all workers and earlier programs
+    metrics     the newest means of what this worker's steps returned; see `Callback.on_metrics`
+    evaluation  the result of the newest evaluation
+    reason      the text of the callback that ended the run; empty if all steps are done
+    """
+
+    steps: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+class Trainer:
+    """Runs training steps with a schedule of evaluations and checkpoints, in one process or on a cluster.
+
+    step            as for the `run` of a strategy
+    strategy        for instance `dflow.distributed.Async(cluster)`, with `cluster = dflow.connect()`
+    evaluation      step and batches for `dflow.evaluate`, whose batches the workers of a cluster share
+    evaluate_every  number of steps between evaluations; there is one at the end too
+    checkpoints     a manager, which has restored the newest checkpoint already. With `every` a number of steps, the
+                    state is saved after each multiple of it, by a time as soon as that has passed; and at the end
+    callbacks       `Callback`s, called in this order
+    progress        whether to show a progress bar on standard error; None: if that is a terminal
+
+    On a cluster every worker makes the same trainer. Values that steps return are read about once a second, and only if
+    they are computed already, so that reading them never makes the next step wait.
+
+    Raises TrainingError for arguments that do not fit together.
+    """
+
+    @suggests_keywords
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        strategy: Strategy,
+        *,
+        evaluation: tuple[Callable[..., Any], Any] | None = None,
+        evaluate_every: int | None = None,
+        checkpoints: CheckpointManager | None = None,
+        callbacks: Sequence[Callback] = (),
+        progress: bool | None = None,
+    ) -> None:
+        self._step, self._strategy, self._progress = step, _checked_strategy(strategy), progress
+        self._cluster = cast(Cluster, strategy.cluster)
+        self._evaluation, self._evaluate_every = evaluation, evaluate_every
+        self._checkpoints, self._callbacks = checkpoints, tuple(callbacks)
+        self._check()
+
+    @suggests_keywords
+    def run(self, batches: Callable[[int], Any] | Any, *, steps: int, name: str | None = None) -> TrainingResult:
+        """Do the steps up to number `steps`, after those of the restored checkpoint; return what came of them.
+
+        batches  a function of a number, as for the `run` of the strategy, or what is indexed by it, such as
+                 `dflow.data.batches` of arrays. The numbers go on after those of the checkpoint
+        steps    number of steps of the whole run, as the strategy counts them
+        name     of the run, the same on every worker; by default, runs are numbered in the order of the program
+
+        Raises TrainingError for other batches, and a negative number of steps; and what the strategy, the evaluation,
+        the checkpoints and the callbacks raise.
+        """
+        total = operator.index(steps)
+        if total < 0:
+            raise TrainingError(f"Trainer: steps: expected at least 0, got {total}", "give 0 or more", at=caller())
+        first = self._checkpoints.next_step if self._checkpoints else 0
+        run = _TrainingRun(self, _by_number(batches), name or f"trainer_{next(_numbers)}", first, total)
+        with ProgressBar(run.name, total, first, self._progress) as bar:
+            result = run.result(bar)
+        if self._checkpoints:
+            self._checkpoints.wait()
+        for callback in self._callbacks:
+            callback.on_end(result.steps, result.reason)
+        return result
+
+    def _check(self) -> None:
+        evaluation: Any = self._evaluation
+        if (evaluation is None) != (self._evaluate_every is None):
+            raise _refusal(
+                "expected evaluation= and evaluate_every= together, got one of them",
+                "give evaluation=(step, batches), evaluate_every=1000",
+            )
+        if evaluation is not None and not (isinstance(evaluation, tuple) and len(evaluation) == 2):
+            raise _refusal(f"evaluation: expected a step and batches, got {evaluation!r}", "give (step, batches)")
+        if self._evaluate_every is not None and self._evaluate_every < 1:
+            raise _refusal(f"evaluate_every: expected at least 1, got {self._evaluate_every}", "give a number of steps")
+        for callback in self._callbacks:
+            if not isinstance(callback, Callback):
+                raise _refusal(f"callbacks: expected dflow.Callback, got {callback!r}", "derive its class from it")
+            if isinstance(callback, EarlyStopping) and evaluation is None:
+                raise _refusal("expected an evaluation for EarlyStopping, got none", "give evaluation=(step, batches)")
+        if self._checkpoints is not None:
+            self._check_checkpoints(self._checkpoints)
+
+    def _check_checkpoints(self, manager: CheckpointManager) -> None:
+        if not isinstance(manager.every, int) and not self._cluster.is_standalone:
+            raise _refusal(
+                f"checkpoints: expected every= a number of steps on a cluster, got {manager.every!r}",
+                "give CheckpointManager(..., every=1000), after which all workers save the same steps",
+            )
+        is_met = isinstance(manager.every, int) and self._evaluate_every and manager.every % self._evaluate_every == 0
+        if manager.best_metric is not None and not is_met:
+            raise _refusal(
+                f"checkpoints: expected an evaluation at each checkpoint, for best=({manager.best_metric!r}, ...), got "
+                f"every={manager.every!r} and evaluate_every={self._evaluate_every!r}",
+                "give evaluate_every= that divides every=, or leave best= out",
+            )
+
+
+class _TrainingRun:
+    """One call of `Trainer.run`."""
+
+    def __init__(self, trainer: Trainer, by_number: Callable[[int], Any], name: str, first: int, total: int) -> None:
+        self._step, self._strategy, self._cluster = trainer._step, trainer._strategy, trainer._cluster
+        self._evaluation, self._evaluate_every = trainer._evaluation, trainer._evaluate_every
+        self._checkpoints, self._callbacks = trainer._checkpoints, trainer._callbacks
+        self._on_step = [one for one in self._callbacks if type(one).on_step is not Callback.on_step]
+        self._by_number, self.name = by_number, name
+        self._first, self._total = first, total
+        self._means = RunningMeans()
+        self._done, self._reason = first, ""
+        self._metrics: dict[str, float] = {}
+        self._found: dict[str, float] = {}
+        self._restore_callbacks()
+
+    def result(self, bar: ProgressBar) -> TrainingResult:
+        """Do the steps, and what is due between them."""
+        begun: list[tuple[int, int]] = []
+        self._undone = self._cluster.undone
+        for segment in self._segments():
+            begun.append(segment)
+            self._steps(*segment, bar)
+            self._repeat(begun, bar)
+            self._look(bar, waits=True)
+            if self._has_reason():  # other workers go on; alone, this is the end of the run
+                if self._cluster.is_standalone:
+                    self._save(self._done, {})
+                break
+            self._done = segment[1]
+            self._end_segment(self._done)
+            self._repeat(begun, bar)
+            if self._has_reason():
+                break
+        return TrainingResult(self._done, self._metrics, self._found, self._reason)
+
+    def _repeat(self, begun: list[tuple[int, int]], bar: ProgressBar) -> None:
+        """Do steps again that a return of the tasks to a snapshot has undone, in the last segment and before it."""
+        while not self._reason and self._cluster.undone != self._undone:
+            self._undone = self._cluster.undone
+            for segment in begun:
+                self._steps(*segment, bar)
+
+    def _segments(self) -> Iterator[tuple[int, int]]:
+        """Yield the first and one after the last step of each segment."""
+        every = self._checkpoints.every if self._checkpoints else None
+        periods = [period for period in (self._evaluate_every, every) if isinstance(period, int)]
+        start = self._first
+        while start < self._total:
+            stop = min([self._total, *((start // period + 1) * period for period in periods)])
+            yield start, stop
+            start = stop
+
+    def _steps(self, start: int, stop: int, bar: ProgressBar) -> None:
+        """Do this worker's part of the steps from `start` to `stop` - 1."""
+        each, taken = self._strategy.batches_per_step, 0
+
+        def numbered(number: int) -> Any:
+            nonlocal taken
+            taken = number
+            return self._by_number(number + start * each)
+
+        look_s = time.monotonic() + LOOK_S
+        run = self._strategy.run(self._step, numbered, steps=stop - start, name=f"{self.name} {start}-{stop}")
+        with closing(cast(Any, run)):
+            for outcome in run:
+                self._means.add(outcome)
+                self._done = start + taken // each + 1
+                for callback in self._on_step:
+                    self._note(callback.on_step(self._done, outcome))
+                if time.monotonic() >= look_s:
+                    self._look(bar)
+                    self._save_by_time()
+                    look_s = time.monotonic() + LOOK_S
+                if self._reason:
+                    return
+
+    def _look(self, bar: ProgressBar, *, waits: bool = False) -> None:
+        """Read the values that steps returned, without waiting for them unless told to."""
+        metrics = self._means.take(waits=waits)
+        bar.show(self._done, metrics)
+        if metrics:
+            self._metrics = metrics
+            for callback in self._callbacks:
+                self._note(callback.on_metrics(self._done, metrics))
+
+    def _save_by_time(self) -> None:
+        manager = self._checkpoints
+        if manager is not None and not isinstance(manager.every, int) and manager.should_save(self._done - 1):
+            self._save(self._done, {})
+
+    def _end_segment(self, stop: int) -> None:
+        """Evaluate and save, as far as that is due after `stop` steps."""
+        is_last, found = stop == self._total, dict[str, float]()
+        if self._evaluate_every is not None and (is_last or stop % self._evaluate_every == 0):
+            found = self._found = self._evaluated(stop)
+            LOGGER.info("%s: after %d steps: %s", self.name, stop, found)
+            for callback in self._callbacks:
+                self._note(callback.on_evaluation(stop, found))
+        every = self._checkpoints.every if self._checkpoints else None
+        if is_last or self._reason or (isinstance(every, int) and stop % every == 0):
+            self._save(stop, found)
+
+    def _evaluated(self, stop: int) -> dict[str, float]:
+        assert self._evaluation is not None
+        step, batches = self._evaluation
+        # Variables of the workers' own processes are the same in all of them: each evaluates all batches.
+        if self._cluster.is_standalone or not is_on_tasks(step, batches):
+            return evaluate(step, batches)
+        return evaluate(step, batches, cluster=self._cluster, name=f"{self.name} {stop}")
+
+    def _save(self, stop: int, metrics: Mapping[str, float]) -> None:
+        """Save the state after `stop` steps, if there is a manager, and it has not saved them yet."""
+        manager = self._checkpoints
+        if manager is None or manager.last_step >= stop - 1:
+            return
+        if not manager.is_shared:
+            manager.save(stop - 1, metrics, extra=self._callback_state())
+            return
+        # The other workers begin no step until worker 0 has captured the state, or one of them was elected to go on
+        # without a checkpoint, because it has left.
+        saver, election = task_name(split_task_name(self._cluster.task)[0], 0), f"{self.name} saves {stop}"
+        if self._cluster.task == saver:
+            if self._cluster.elect(election):
+                manager.save(stop - 1, metrics, extra=self._callback_state())
+            return
+        until = time.monotonic() + manager.timeout_s
+        while manager.last_step < stop - 1 and self._cluster.undone == self._undone:
+            if saver not in self._cluster.tasks and self._cluster.elect(election):
+                LOGGER.warning("%s: no checkpoint after %d steps: %s has left", self.name, stop, saver)
+                return
+            if time.monotonic() > until:
+                raise DeadlineExceeded(
+                    f"Trainer: expected worker 0 to save step {stop - 1}, waited {manager.timeout_s:g} s for that",
+                    "see its output, and give the same Trainer on all workers",
+                )
+            time.sleep(_WAIT_S)
+
+    def _has_reason(self) -> bool:
+        """Whether a callback has ended the run."""
+        return bool(self._reason)
+
+    def _note(self, reason: str | None) -> None:
+        self._reason = self._reason or reason or ""
+
+    def _callback_state(self) -> dict[str, float]:
+        return {
+            f"{number}/{type(callback).__name__}/{key}": value
+            for number, callback in enumerate(self._callbacks)
+            for key, value in callback.state().items()
+        }
+
+    def _restore_callbacks(self) -> None:
+        manager = self._checkpoints
+        if manager is None or not self._first:
+            return
+        saved = next((one.extra for one in manager.checkpoints if one.step == self._first - 1), {})
+        for number, callback in enumerate(self._callbacks):
+            prefix = f"{number}/{type(callback).__name__}/"
+            state = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
+            callback.restore(state)
+
+
+def _checked_strategy(strategy: Any) -> Strategy:
+    if not isinstance(strategy, Strategy):
+        raise _refusal(
+            f"strategy: expected a strategy, got {strategy!r}", "give dflow.distributed.Async(dflow.connect())"
+        )
+    return strategy
+
+
+def _refusal(fact: str, remedy: str) -> TrainingError:
+    return TrainingError(f"Trainer: {fact}", remedy, at=caller())
+
+
+def _by_number(batches: Any) -> Callable[[int], Any]:
+    """Return a function of the number of a batch. Raises TrainingError for batches without a number."""
+    if callable(batches):
+        return cast(Callable[[int], Any], batches)
+    if not hasattr(batches, "__getitem__"):
+        raise _refusal(
+            f"batches: expected a function of a number, or batches by number, got a {type(batches).__name__}, whose "
+            "place is lost when the program ends",
+            "give dflow.data.batches of arrays, or a function such as lambda number: data[number]",
+        )
+    return cast(Callable[[int], Any], batches.__getitem__)

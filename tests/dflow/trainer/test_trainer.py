@@ -1,0 +1,266 @@
+"""`dflow.Trainer` in one process: its schedule, callbacks, checkpoints, resumption, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed import Async, Sync
+from dflow.trainer import trainer as trainer_module
+from dflow.trainer.running_means import RunningMeans
+
+ROWS = np.random.default_rng(0).normal(size=(60, 3)).astype(np.float32)
+DATA = dflow.data.batches((ROWS, ROWS @ np.array([1.0, -2.0, 0.5], np.float32)), 8, shuffle=True, epochs=None)
+HELD_OUT = dflow.data.batches(DATA.data, 25)
+
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+
+
+class Program:
+    """A model of three weights, whose steps record the numbers of their batches."""
+
+    def __init__(self) -> None:
+        self.w = w = dflow.Variable(jnp.zeros(3), name="w")
+        self.optimizer = dflow.Optimizer(optax.adam(0.1), [w], name="adam")
+        self.numbers: list[int] = []
+
+        @dflow.jit
+        def step(x: Any, y: Any) -> Any:
+            loss, gradients = dflow.value_and_grad(lambda: jnp.mean((x @ w - y) ** 2), [w])()
+            self.optimizer.apply(gradients)
+            return {"loss": loss, "rows": x}
+
+        self.step = step
+        self.errors = dflow.jit(lambda x, y: jnp.mean((x @ w - y) ** 2))
+
+    def batch(self, number: int) -> Any:
+        self.numbers.append(number)
+        return DATA[number]
+
+    def manager(self, folder: Path, **options: Any) -> dflow.CheckpointManager:
+        return dflow.CheckpointManager(folder, {"w": self.w, "adam": self.optimizer}, **options)
+
+    def trainer(self, **options: Any) -> dflow.Trainer:
+        return dflow.Trainer(self.step, Async(dflow.connect()), **options)
+
+
+def plainly(steps: int) -> np.ndarray[Any, Any]:
+    """The weights after a plain loop."""
+    program = Program()
+    for number in range(steps):
+        program.step(*DATA[number])
+    return np.asarray(program.w.read())
+
+
+class Recorder(dflow.Callback):
+    """Records its calls; may end the run."""
+
+    def __init__(self, ends: Callable[[str, int], str | None] = lambda what, steps: None) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self._ends = ends
+
+    def _called(self, what: str, steps: int) -> str | None:
+        self.calls.append((what, steps))
+        return self._ends(what, steps)
+
+    def on_step(self, steps: int, outcome: Any) -> str | None:
+        assert outcome["loss"].shape == ()
+        return self._called("step", steps)
+
+    def on_metrics(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        assert metrics.keys() == {"loss"}
+        return self._called("metrics", steps)
+
+    def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        assert metrics["examples"] == 60
+        return self._called("evaluation", steps)
+
+    def on_end(self, steps: int, reason: str) -> None:
+        self.calls.append((f"end {reason}", steps))
+
+
+@pytest.mark.parametrize("strategy", [Async, Sync])
+def test_a_run_is_the_plain_loop_with_a_schedule(strategy: Any) -> None:
+    program, recorder = Program(), Recorder()
+    trainer = dflow.Trainer(
+        program.step,
+        strategy(dflow.connect()),
+        evaluation=(program.errors, HELD_OUT),
+        evaluate_every=3,
+        callbacks=[recorder],
+    )
+    result = trainer.run(DATA, steps=7)
+    assert np.allclose(program.w.read(), plainly(7), rtol=1e-5)
+    assert (result.steps, result.reason, {*result.metrics}) == (7, "", {"loss"})
+    assert result.evaluation == dflow.evaluate(program.errors, HELD_OUT)
+    assert [call for call in recorder.calls if call[0] != "metrics"] == [
+        *(("step", steps) for steps in (1, 2, 3)),
+        ("evaluation", 3),
+        *(("step", steps) for steps in (4, 5, 6)),
+        ("evaluation", 6),
+        ("step", 7),
+        ("evaluation", 7),
+        ("end ", 7),
+    ]
+
+
+def test_a_run_that_was_killed_goes_on_with_the_right_step_and_batch(tmp_path: Path) -> None:
+    def until(program: Program, steps: int, fails_at: int = 0) -> tuple[dflow.EarlyStopping, dflow.TrainingResult]:
+        def fail(what: str, step: int) -> None:
+            if step == fails_at:
+                raise ZeroDivisionError
+
+        stopping = dflow.EarlyStopping(patience=10, mode="max")  # never better than at first
+        with program.manager(tmp_path, every=4) as manager:
+            trainer = program.trainer(
+                evaluation=(program.errors, HELD_OUT),
+                evaluate_every=2,
+                checkpoints=manager,
+                callbacks=[Recorder(fail), stopping],
+            )
+            return stopping, trainer.run(program.batch, steps=steps)
+
+    with pytest.raises(ZeroDivisionError):
+        until(Program(), 12, fails_at=7)
+    second = Program()
+    stopping, result = until(second, 11)
+    assert second.numbers == [4, 5, 6, 7, 8, 9, 10]
+    assert np.allclose(second.w.read(), plainly(11), rtol=1e-5)
+    assert result.steps == 11
+    assert stopping.since == 5  # at 4, 6, 8, 10 and 11 steps; the first value was that at 2
+    third = Program()
+    _, result = until(third, 11)
+    assert (third.numbers, result.steps, result.evaluation) == ([], 11, {})
+    _, result = until(third, 13)
+    assert third.numbers == [11, 12]
+
+
+def test_checkpoints_have_the_metrics_of_their_step(tmp_path: Path) -> None:
+    program = Program()
+    with program.manager(tmp_path, every=4, best=("loss", 1, "min")) as manager:
+        trainer = program.trainer(evaluation=(program.errors, HELD_OUT), evaluate_every=2, checkpoints=manager)
+        result = trainer.run(program.batch, steps=10)
+        assert [checkpoint.step for checkpoint in manager.checkpoints] == [3, 7, 9]
+        assert manager.checkpoints[-1].metrics == result.evaluation
+        assert manager.best == manager.checkpoints[-1]
+
+
+def test_checkpoints_by_time_are_made_between_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_module, "LOOK_S", 0.0)
+    program = Program()
+    with program.manager(tmp_path, every=timedelta(microseconds=1), keep=100) as manager:
+
+        class Waits(dflow.Callback):
+            def on_step(self, steps: int, outcome: Any) -> None:
+                manager.wait()
+
+        program.trainer(checkpoints=manager, callbacks=[Waits()]).run(DATA, steps=5)
+        assert [checkpoint.step for checkpoint in manager.checkpoints] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("what", ["step", "metrics", "evaluation"])
+def test_a_callback_ends_the_run(tmp_path: Path, what: str) -> None:
+    program = Program()
+    ends = Recorder(lambda called, steps: "enough" if called == what and steps >= 4 else None)
+    with program.manager(tmp_path, every=100) as manager:
+        trainer = program.trainer(
+            evaluation=(program.errors, HELD_OUT), evaluate_every=2, checkpoints=manager, callbacks=[ends]
+        )
+        result = trainer.run(DATA, steps=10)
+        assert (result.steps, result.reason) == (4, "enough")
+        assert ends.calls[-1] == ("end enough", 4)
+        assert [checkpoint.step for checkpoint in manager.checkpoints] == [3]
+
+
+def test_early_stopping_ends_after_evaluations_that_are_not_better() -> None:
+    def stopped(values: list[float], **options: Any) -> int | None:
+        stopping = dflow.EarlyStopping("value", patience=2, **options)
+        reasons = [stopping.on_evaluation(number, {"value": value}) for number, value in enumerate(values)]
+        return next((number for number, reason in enumerate(reasons) if reason), None)
+
+    assert stopped([3, 2, 2.5, 1, 1, 1]) == 5
+    assert stopped([3, 2, 1]) is None
+    assert stopped([3, 2, 1], mode="max") == 2
+    assert stopped([3, 2.9, 2.8, 2.7], min_delta=0.15) is None
+    assert stopped([3, 2.95, 2.9], min_delta=0.15) == 2
+    assert stopped([np.nan, np.nan]) == 1
+    assert dflow.EarlyStopping().state() == {}
+
+
+def test_values_that_are_not_computed_are_not_waited_for() -> None:
+    class Value:
+        shape, dtype = (), np.dtype(np.float32)
+
+        def __init__(self, value: float) -> None:
+            self._value, self.is_computed = value, False
+
+        def is_ready(self) -> bool:
+            return self.is_computed
+
+        def __float__(self) -> float:
+            return self._value
+
+    means, values = RunningMeans(), [Value(number) for number in (1.0, 3.0, 8.0)]
+    for value in values:
+        means.add({"loss": value, "lr": 2, "rows": ROWS})
+    assert means.take() == {}
+    values[0].is_computed = values[1].is_computed = True
+    assert means.take() == {"loss": 2.0, "lr": 2.0}
+    assert means.take() == {}
+    assert means.take(waits=True) == {"loss": 8.0, "lr": 2.0}
+    for number in range(150):
+        means.add(number)
+    assert means.take() == {"loss": sum(range(50, 150)) / 100}  # the newest hundred
+
+
+def test_the_progress_bar_is_shown_on_request(capsys: pytest.CaptureFixture[str]) -> None:
+    program = Program()
+    program.trainer().run(DATA, steps=2, name="hidden")
+    program.trainer(progress=True).run(DATA, steps=3, name="fit")
+    shown = capsys.readouterr()
+    assert "fit" in shown.err
+    assert "3/3" in shown.err
+    assert "loss" in shown.err
+    assert "hidden" not in shown.err
+    assert shown.out == ""
+
+
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    program = Program()
+
+    def refused(text: str, **options: Any) -> None:
+        with pytest.raises(dflow.TrainingError, match=rf"(?s)^Trainer: {text}.*test_trainer.py:\d+\n  \w"):
+            program.trainer(**options)
+
+    evaluation = {"evaluation": (program.errors, HELD_OUT)}
+    refused("expected evaluation= and evaluate_every= together", **evaluation)
+    refused("evaluation: expected a step and batches, got <", evaluation=program.errors, evaluate_every=1)
+    refused("evaluate_every: expected at least 1, got 0", **evaluation, evaluate_every=0)
+    refused("callbacks: expected dflow.Callback, got 3", callbacks=[3])
+    refused("expected an evaluation for EarlyStopping, got none", callbacks=[dflow.EarlyStopping()])
+    with program.manager(tmp_path, every=5, best=("loss", 1, "min")) as manager:
+        best = r"checkpoints: expected an evaluation at each checkpoint, for best=\('loss', ...\), got every=5"
+        refused(f"{best} and evaluate_every=None", checkpoints=manager)
+        refused(f"{best} and evaluate_every=2", **evaluation, evaluate_every=2, checkpoints=manager)
+    with pytest.raises(dflow.TrainingError, match=r"(?s)strategy: expected a strategy, got <dflow.*give dflow.distrib"):
+        dflow.Trainer(program.step, dflow.connect())  # type: ignore[arg-type]
+    with pytest.raises(dflow.TrainingError, match=r"(?s)by number, got a list_iterator, whose place.*give dflow.data"):
+        program.trainer().run(iter([1]), steps=1)
+    with pytest.raises(dflow.TrainingError, match="steps: expected at least 0, got -1"):
+        program.trainer().run(DATA, steps=-1)
+    with pytest.raises(dflow.TrainingError, match="mode: expected 'min' or 'max', got 'least'"):
+        dflow.EarlyStopping(mode="least")
+    with pytest.raises(dflow.TrainingError, match=r"patience of at least 1 and min_delta of at least 0, got 0 and 0.0"):
+        dflow.EarlyStopping(patience=0)
+    with pytest.raises(
+        dflow.TrainingError, match=r"expected 'accuracy' among the metrics.* got \['examples', 'loss'\]"
+    ):
+        program.trainer(**evaluation, evaluate_every=1, callbacks=[dflow.EarlyStopping("accuracy")]).run(DATA, steps=1)
