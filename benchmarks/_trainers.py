@@ -88,11 +88,16 @@ class Way:
 
     def round(self, steps: int) -> Round:
         """Run a round; its times are those of the first training process."""
+        found, each_s = self.measured(steps)
+        return Round(median(found[0]["times"]), each_s, found[0]["loss"])
+
+    def measured(self, steps: int) -> tuple[list[dict[str, Any]], float]:
+        """Run a round; return the figures of each training process, and the processor time of all per step in s."""
         before = self._processor_s()
         for trainer in self._trainers:
             trainer.start_round(steps)
         found = [trainer.measured() for trainer in self._trainers]
-        return Round(median(found[0]["times"]), (self._processor_s() - before) / steps, found[0]["loss"])
+        return found, (self._processor_s() - before) / steps
 
     def _processor_s(self) -> float:
         parents = [trainer.process.pid for trainer in self._trainers]
