@@ -25,7 +25,6 @@ v1 = tf.compat.v1
 def main() -> None:
     began = time.perf_counter()
     options = _clicks.parser()
-    options.add_argument("--unique", type=int, default=1, help="0: send a row for each id, however often it is there")
     options.add_argument("--job", choices=("ps", "worker"), required=True)
     options.add_argument("--index", type=int, required=True)
     options.add_argument("--ps", nargs="+", required=True, metavar="ADDRESS")
@@ -70,11 +69,8 @@ def graph(
             for layer, (kernel, bias) in enumerate(_clicks.initial_layers())
         ]
         flat = tf.reshape(ids, [-1])
-        if given.unique:
-            once, places = tf.unique(flat)
-            rows = tf.gather(tf.nn.embedding_lookup(table, once), places)
-        else:
-            rows = tf.nn.embedding_lookup(table, flat)
+        once, places = tf.unique(flat)
+        rows = tf.gather(tf.nn.embedding_lookup(table, once), places)
         x = tf.concat([tf.reshape(rows, [ids.shape[0], -1]), numbers], 1)
         *hidden, (last, shift) = layers
         for kernel, bias in hidden:

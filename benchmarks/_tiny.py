@@ -67,6 +67,10 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),
     "packing": ({"SIZES": to((2,))}, ONE_ROUND),
     "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
+    "peers_training": (
+        {"PS": to(1), "ROWS": to(1000), "CLICKS_BATCH": to(32), "NEAR": to(1.0)},
+        (*ONE_ROUND, "--model", "clicks", "--steps", "2"),
+    ),
     "placement": (
         {"FAMILIES": first, "FUNCTIONS": first, "CLOCKS": first},
         (*ONE_ROUND, "--seeds", "1", "--small", "1"),

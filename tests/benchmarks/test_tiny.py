@@ -30,6 +30,7 @@ ALONE = (
     "memory",
     "network",
     "null_step",
+    "peers_training",
     "recovery",
     "replicas",
     "soak",

@@ -141,3 +141,14 @@ def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
     assert perplexity < 0.9 * by_frequency
     assert re.search(r"\n softmax/[01] +f32\[100,64\] ", output), output
     assert numbers(r"100 steps done here, loss .*, (\d+) words/s", output)[0] > 0
+
+
+@pytest.mark.once
+def test_click_through_in_one_process() -> None:
+    with Spawned("examples/click_through.py", "--steps", "300", cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    [(found, best, logloss)] = re.findall(r"AUC (\d\.\d+) \(best possible (\d\.\d+)\), logloss (\d\.\d+)", output)
+    # The clicks alone, without features, have an AUC of 0.5 and a logloss of 0.63.
+    assert 0.7 < float(found) < float(best)
+    assert float(logloss) < 0.6
