@@ -7,7 +7,7 @@ processes exchange and Adagrad's update.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -28,12 +28,7 @@ def main() -> None:
     )
     batches = [tuple(map(torch.from_numpy, batch)) for batch in _clicks.batches(given, given.index, given.workers)]
     model = DistributedDataParallel(Model(given.rows))
-    optimizer = torch.optim.Adagrad(
-        model.parameters(),
-        lr=_clicks.LEARNING_RATE,
-        initial_accumulator_value=_clicks.ACCUMULATOR,
-        eps=_clicks.EPSILON,
-    )
+    optimizer = adagrad(model.parameters())
 
     def losses() -> Iterator[torch.Tensor]:
         for ids, numbers, clicks in batches:
@@ -54,18 +49,30 @@ class Model(torch.nn.Module):
         self.table = torch.nn.Embedding.from_pretrained(
             torch.from_numpy(_clicks.initial_table(rows)), freeze=False, sparse=True
         )
-        layers: list[torch.nn.Module] = []
-        for kernel, bias in _clicks.initial_layers():
-            layer = torch.nn.Linear(*kernel.shape)
-            layer.weight.data = torch.from_numpy(kernel.T.copy())
-            layer.bias.data = torch.from_numpy(bias)
-            layers += [layer, torch.nn.ReLU()]
-        self.layers = torch.nn.Sequential(*layers[:-1])
+        self.layers = layers()
 
     def forward(self, ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         rows = self.table(ids).flatten(1)
         odds: torch.Tensor = self.layers(torch.cat([rows, numbers], 1))[:, 0]
         return odds
+
+
+def layers() -> torch.nn.Sequential:
+    """The layers, with their initial values."""
+    made: list[torch.nn.Module] = []
+    for kernel, bias in _clicks.initial_layers():
+        layer = torch.nn.Linear(*kernel.shape)
+        layer.weight.data = torch.from_numpy(kernel.T.copy())
+        layer.bias.data = torch.from_numpy(bias)
+        made += [layer, torch.nn.ReLU()]
+    return torch.nn.Sequential(*made[:-1])
+
+
+def adagrad(parameters: Iterable[torch.Tensor]) -> torch.optim.Adagrad:
+    """The rule."""
+    return torch.optim.Adagrad(
+        parameters, lr=_clicks.LEARNING_RATE, initial_accumulator_value=_clicks.ACCUMULATOR, eps=_clicks.EPSILON
+    )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 columns, 13 numbers, layers of 64, 32 and 1, Adagrad for all of them, and batches of 512 on each of 2 workers. dflow
 trains it on 2 ps tasks, by `Async` and by `Sync`. `--beside PYTHON` names an environment with TensorFlow and PyTorch:
 *TensorFlow* is asynchronous, in graph mode, with as many tasks; *PyTorch* is DistributedDataParallel over gloo with
-sparse gradients, whose 2 processes have the whole table each.
+sparse gradients, whose 2 processes have the whole table each. `--torchrec PYTHON` names one with TorchRec
+(`torchrec fbgemm-gpu-cpu`), whose 2 processes have half of the rows each.
 
 Initial values, batches and rule are the same. `examples/s` counts the examples of both workers in a round, until the
 slower one has ended. A way's `loss` is the mean over all examples of the last round, before their update. In each round
@@ -24,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
@@ -48,7 +50,9 @@ Start = Callable[..., Way]
 
 
 def main() -> None:
-    given = options(__doc__, model=("both", "clicks", "dense"), rounds=10, steps=100, turns=1, beside=None)
+    given = options(
+        __doc__, model=("both", "clicks", "dense"), rounds=10, steps=100, turns=1, beside=None, torchrec=None
+    )
     if given.model != "dense":
         publish("peers_training_clicks", clicks(given), as_json=given.json)
     if given.model != "clicks":
@@ -57,21 +61,25 @@ def main() -> None:
 
 def clicks(given: Any) -> list[dict[str, Any]]:
     """Return the rows of the click-through model; every way is started again for each of `--turns`."""
-    starts = {"dflow Async": clicks_dflow, "dflow Sync": clicks_dflow_synchronous}
+    starts: dict[str, Start] = {
+        "dflow Async": clicks_dflow,
+        "dflow Sync": partial(clicks_dflow, words=["--synchronous"]),
+    }
     if given.beside:
-        starts |= {"TensorFlow": clicks_tensorflow, "PyTorch DDP": clicks_torch}
+        starts["TensorFlow"] = partial(clicks_tensorflow, python=given.beside)
+        starts["PyTorch DDP"] = partial(clicks_torch, python=given.beside)
+    if given.torchrec:
+        starts["TorchRec"] = partial(clicks_torch, python=given.torchrec, script="torchrec")
     model = ["--rows", str(ROWS), "--batch", str(CLICKS_BATCH)]
     # A first step, a round that is not measured, the others, and a batch that a loop takes ahead.
     model += ["--batches", str(2 + given.steps * (1 + given.rounds))]
     found: dict[str, list[Round]] = {name: [] for name in starts}
     for _ in range(given.turns):
         with contextlib.ExitStack() as stack:
-            ways = {name: start(stack, model, given.beside) for name, start in starts.items()}
+            ways = {name: start(stack, model) for name, start in starts.items()}
             for way in ways.values():
                 clicks_round(way, given.steps)
-            turn = in_turn(
-                {name: lambda way=way: clicks_round(way, given.steps) for name, way in ways.items()}, given.rounds
-            )
+            turn = in_turn({name: partial(clicks_round, way, given.steps) for name, way in ways.items()}, given.rounds)
         refuse_other_curves({name: [each.loss for each in rounds] for name, rounds in turn.items()})
         for name, rounds in turn.items():
             found[name] += rounds
@@ -100,18 +108,14 @@ def refuse_other_curves(losses: Mapping[str, Sequence[float]]) -> None:
 
 def is_synchronous(way: str) -> bool:
     """Whether an update averages a gradient of each worker."""
-    return way in ("dflow Sync", "PyTorch DDP")
+    return way in ("dflow Sync", "PyTorch DDP", "TorchRec")
 
 
-def clicks_dflow(stack: contextlib.ExitStack, model: list[str], _: Any, *words: str) -> Way:
+def clicks_dflow(stack: contextlib.ExitStack, model: list[str], words: Sequence[str] = ()) -> Way:
     tasks = stack.enter_context(running_tasks(PS, WORKERS, **ONE_THREAD))
     command = [sys.executable, "-m", "benchmarks._clicks_dflow", *model, "--workers", str(WORKERS), *words]
     trainers = [started(stack, command, tasks.worker(index)) for index in range(WORKERS)]
     return Way(trainers, [*tasks.ps, tasks.coordinator_pid])
-
-
-def clicks_dflow_synchronous(stack: contextlib.ExitStack, model: list[str], beside: Any) -> Way:
-    return clicks_dflow(stack, model, beside, "--synchronous")
 
 
 def clicks_tensorflow(stack: contextlib.ExitStack, model: list[str], python: str) -> Way:
@@ -121,8 +125,17 @@ def clicks_tensorflow(stack: contextlib.ExitStack, model: list[str], python: str
     return Way([started(stack, each, standalone()) for each in words], tasks)
 
 
-def clicks_torch(stack: contextlib.ExitStack, model: list[str], python: str) -> Way:
-    command = [python, "-m", "benchmarks._clicks_torch", *model, "--workers", str(WORKERS), "--port", str(free_port())]
+def clicks_torch(stack: contextlib.ExitStack, model: list[str], python: str, script: str = "torch") -> Way:
+    command = [
+        python,
+        "-m",
+        f"benchmarks._clicks_{script}",
+        *model,
+        "--workers",
+        str(WORKERS),
+        "--port",
+        str(free_port()),
+    ]
     return Way([started(stack, [*command, "--index", str(index)], standalone()) for index in range(WORKERS)])
 
 
