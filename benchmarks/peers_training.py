@@ -162,7 +162,7 @@ def lines(found: Mapping[str, Sequence[Round]], examples: int) -> list[dict[str,
     for way, rounds in found.items():
         row = {"way": way, "examples/s": examples / median(times[way]), "ms": 1e3 * median(times[way])}
         row |= {"cpu ms": 1e3 * mean(each.processor_s for each in rounds), "loss": rounds[-1].loss}
-        for other in times.keys() - {way}:
+        for other in [name for name in times if name != way]:
             row[f"/ {other}"] = "{:.2f} ({:.2f} to {:.2f})".format(*median_ratio(times[other], times[way]))
         rows.append(row)
     return rows
