@@ -38,7 +38,7 @@ def null_step(cluster: Any, ps: int) -> Callable[[], Any]:
 def training_step(cluster: Any, given: argparse.Namespace) -> Callable[[], Any]:
     """A training step of dense layers with Adam, as in `benchmarks.many_variables`."""
     model = MODELS["dense"](given.layers, given.width)
-    step = make_step(cluster, model, LOSSES["dense"])
+    step = make_step(cluster.parameter_servers, model, LOSSES["dense"])
     return lambda: float(step(*model.batch))
 
 

@@ -1,4 +1,4 @@
-"""A worker of `benchmarks.peers_training` by dflow: the click-through model of `_clicks`, by `Async` or `Sync`."""
+"""A worker of `benchmarks.peers_training` by dflow: the click-through model of `_clicks`, by any of its strategies."""
 
 from __future__ import annotations
 
@@ -21,23 +21,29 @@ def main() -> None:
     began = time.perf_counter()
     options = _clicks.parser()
     options.add_argument("--workers", type=int, required=True)
-    options.add_argument("--synchronous", action="store_true")
+    options.add_argument("--strategy", choices=("Async", "Sync", "Hybrid"), required=True)
     given = options.parse_args()
-    cluster = dflow.connect()
-    step = make_step(cluster, given.rows)
+    cluster = dflow.connect(collectives=given.strategy == "Hybrid")
+    strategy = getattr(dflow.distributed, given.strategy)(cluster)
+    step = make_step(cluster, given.rows, strategy.variables if given.strategy == "Hybrid" else None)
     batches = _clicks.batches(given, cluster.index, given.workers)
-    strategy = dflow.distributed.Sync(cluster) if given.synchronous else dflow.distributed.Async(cluster)
     _clicks.train(strategy.run(step, batches, steps=STEPS), began)
     cluster.close()
 
 
-def make_step(cluster: Any, rows: int) -> Callable[..., Any]:
-    """Return a training step, compiled; it takes a batch and returns the loss."""
+def make_step(cluster: Any, rows: int, dense_place: Callable[[], Any] | None) -> Callable[..., Any]:
+    """Return a training step, compiled; it takes a batch and returns the loss.
+
+    dense_place  returns the context of the layers, which then have an optimizer of their own; None for the ps tasks
+    """
+    rule = optax.adagrad(_clicks.LEARNING_RATE, _clicks.ACCUMULATOR, _clicks.EPSILON)
     with cluster.parameter_servers():
         table = dflow.Embedding(rows, _clicks.COLUMNS, initializer=initial_table, name="table")
+        if dense_place is not None:
+            table_rule = dflow.Optimizer(rule, [table], name="adagrad of table")
+    with cluster.parameter_servers() if dense_place is None else dense_place():
         layers = dflow.variables(_clicks.initial_layers())
-        rule = optax.adagrad(_clicks.LEARNING_RATE, _clicks.ACCUMULATOR, _clicks.EPSILON)
-        optimizer = dflow.Optimizer(rule, [table, layers], name="adagrad")
+        optimizer = dflow.Optimizer(rule, [table, layers] if dense_place is None else [layers], name="adagrad")
 
     @dflow.jit
     def step(ids: Any, numbers: Any, clicks: Any) -> Any:
@@ -49,7 +55,11 @@ def make_step(cluster: Any, rows: int) -> Callable[..., Any]:
             return optax.sigmoid_binary_cross_entropy((x @ last + bias)[:, 0], clicks).mean()
 
         value, gradients = dflow.value_and_grad(loss, [table, layers])()
-        optimizer.apply(gradients)
+        if dense_place is None:
+            optimizer.apply(gradients)
+        else:
+            table_rule.apply(gradients[:1])
+            optimizer.apply(gradients[1:])
         return value
 
     return step

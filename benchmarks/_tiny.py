@@ -68,7 +68,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "packing": ({"SIZES": to((2,))}, ONE_ROUND),
     "passes": ({"SIZES": to((100, 200))}, ONE_ROUND),
     "peers_training": (
-        {"PS": to(1), "ROWS": to(1000), "CLICKS_BATCH": to(32), "NEAR": to(1.0)},
+        {"PS": to(1), "ROWS": to(1000), "CLICKS_BATCH": to(32), "NEAR": to(1.0), "STRATEGIES": to(("Async", "Hybrid"))},
         (*ONE_ROUND, "--model", "clicks", "--steps", "2"),
     ),
     "placement": (

@@ -2,18 +2,18 @@
 
 *clicks* is a click-through model (`_clicks`): 26 categorical fields hashed into one table of 1,000,000 rows with 16
 columns, 13 numbers, layers of 64, 32 and 1, Adagrad for all of them, and batches of 512 on each of 2 workers. dflow
-trains it on 2 ps tasks, by `Async` and by `Sync`. `--beside PYTHON` names an environment with TensorFlow and PyTorch:
-*TensorFlow* is asynchronous, in graph mode, with as many tasks; *PyTorch* is DistributedDataParallel over gloo with
-sparse gradients, whose 2 processes have the whole table each. `--torchrec PYTHON` names one with TorchRec
+trains it on 2 ps tasks, by `Async`, `Sync` and `Hybrid`. `--beside PYTHON` names an environment with TensorFlow and
+PyTorch: *TensorFlow* is asynchronous, in graph mode, with as many tasks; *PyTorch* is DistributedDataParallel over gloo
+with sparse gradients, whose 2 processes have the whole table each. `--torchrec PYTHON` names one with TorchRec
 (`torchrec fbgemm-gpu-cpu`), whose 2 processes have half of the rows each.
 
 Initial values, batches and rule are the same. `examples/s` counts the examples of both workers in a round, until the
 slower one has ended. A way's `loss` is the mean over all examples of the last round, before their update. In each round
-the losses of the two asynchronous ways, and of the two synchronous ones, must differ by less than `SAME`, and those of
+the losses of the asynchronous ways, and of the synchronous ones, must differ by less than `SAME`, and those of
 all ways by less than `NEAR`: an update of the latter averages two gradients, so they make half as many.
 
-*dense* is a model of 2 million parameters with Adam and batches of 32, trained by `Sync` and by DDP; the losses must be
-those of `_trainers`.
+*dense* is a model of 2 million parameters with Adam and batches of 32, trained by `AllReduce`, `Sync` and DDP; the
+losses must agree as `_trainers` says.
 
 All ways live at the same time and alternate, a round of steps each; the idle ones wait for their input. Each process
 computes in one thread. `cpu ms` is the processor time of all processes of a way for a batch of each worker.
@@ -41,6 +41,8 @@ from benchmarks.sync_steps import by_dflow, by_torch, started
 PS, WORKERS = 2, 2
 #: Rows of the table, and examples of a batch of one worker.
 ROWS, CLICKS_BATCH = 1_000_000, 512
+#: Those of dflow that train the click-through model.
+STRATEGIES = ("Async", "Sync", "Hybrid")
 #: Layers of the dense model and their width.
 LAYERS, WIDTH = 8, 512
 #: Largest difference of the losses of a round, as a fraction: of ways with the same updates, and of any two.
@@ -61,10 +63,7 @@ def main() -> None:
 
 def clicks(given: Any) -> list[dict[str, Any]]:
     """Return the rows of the click-through model; every way is started again for each of `--turns`."""
-    starts: dict[str, Start] = {
-        "dflow Async": clicks_dflow,
-        "dflow Sync": partial(clicks_dflow, words=["--synchronous"]),
-    }
+    starts: dict[str, Start] = {f"dflow {each}": partial(clicks_dflow, strategy=each) for each in STRATEGIES}
     if given.beside:
         starts["TensorFlow"] = partial(clicks_tensorflow, python=given.beside)
         starts["PyTorch DDP"] = partial(clicks_torch, python=given.beside)
@@ -108,12 +107,21 @@ def refuse_other_curves(losses: Mapping[str, Sequence[float]]) -> None:
 
 def is_synchronous(way: str) -> bool:
     """Whether an update averages a gradient of each worker."""
-    return way in ("dflow Sync", "PyTorch DDP", "TorchRec")
+    return way not in ("dflow Async", "TensorFlow")
 
 
-def clicks_dflow(stack: contextlib.ExitStack, model: list[str], words: Sequence[str] = ()) -> Way:
+def clicks_dflow(stack: contextlib.ExitStack, model: list[str], strategy: str) -> Way:
     tasks = stack.enter_context(running_tasks(PS, WORKERS, **ONE_THREAD))
-    command = [sys.executable, "-m", "benchmarks._clicks_dflow", *model, "--workers", str(WORKERS), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks._clicks_dflow",
+        *model,
+        "--workers",
+        str(WORKERS),
+        "--strategy",
+        strategy,
+    ]
     trainers = [started(stack, command, tasks.worker(index)) for index in range(WORKERS)]
     return Way(trainers, [*tasks.ps, tasks.coordinator_pid])
 
@@ -141,8 +149,7 @@ def clicks_torch(stack: contextlib.ExitStack, model: list[str], python: str, scr
 
 def dense(given: Any) -> list[dict[str, Any]]:
     """Return the rows of the dense model."""
-    # Another strategy of dense gradients is one more entry.
-    starts: dict[str, Start] = {"dflow Sync": by_dflow}
+    starts: dict[str, Start] = {"dflow AllReduce": dense_all_reduce, "dflow Sync": by_dflow}
     if given.beside:
         starts["PyTorch DDP"] = by_torch
     model = ["--layers", str(LAYERS), "--width", str(WIDTH)]
@@ -153,6 +160,12 @@ def dense(given: Any) -> list[dict[str, Any]]:
             for name, rounds in rounds_of(ways, given.rounds, given.steps).items():
                 found[name] += rounds
     return lines(found, WORKERS * BATCH)
+
+
+def dense_all_reduce(stack: contextlib.ExitStack, model: list[str], workers: int, _: Any) -> Way:
+    tasks = stack.enter_context(running_tasks(0, workers))
+    command = [sys.executable, "-m", "benchmarks._training_dflow", "--all-reduce", *model]
+    return Way([started(stack, command, tasks.worker(index)) for index in range(workers)], [tasks.coordinator_pid])
 
 
 def lines(found: Mapping[str, Sequence[Round]], examples: int) -> list[dict[str, Any]]:
