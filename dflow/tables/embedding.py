@@ -46,6 +46,8 @@ class Embedding(ShardedVariable):
         dtype: Any = jnp.float32,
         trainable: bool = True,
     ) -> None:
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise VariableError(f"an embedding: expected a floating dtype, got {jnp.dtype(dtype).name}")
         if rows < 1 or dim < 1:
             raise VariableError(f"an embedding: expected 1 or more rows and dimensions, got {rows} and {dim}")
         draw = jax.nn.initializers.normal(dim**-0.5) if initializer is None else initializer
@@ -63,10 +65,12 @@ class Embedding(ShardedVariable):
         """The rows of `ids`, integers of any shape: an array of shape `ids.shape + (dim,)`.
 
         Raises InputError, while the step runs and before it changes the table, for an id that is not from 0 to
-        `rows` - 1, which it names; VariableShapeError for ids that are no integers.
+        `rows` - 1, which it names; VariableShapeError for ids that are no integers. In an exported function, which runs
+        without this check, the row of such an id is NaN.
         """
-        given = self._indices("lookup", ids)
-        return self.rows(checked_ids(given, size=self.shape[0], table=self.name))
+        given = checked_ids(self._indices("lookup", ids), size=self.shape[0], table=self.name)
+        is_row = (given >= 0) & (given < self.shape[0])
+        return jnp.where(is_row[..., None], self.rows(jnp.where(is_row, given, 0)), jnp.nan)
 
     def bag(
         self,

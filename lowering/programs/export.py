@@ -35,6 +35,7 @@ from dflow.tracing.jax_frontend import (
     strange_types,
 )
 from dflow.tracing.primitives.host_primitives import host_p
+from dflow.tracing.primitives.id_checks import without_id_checks
 from dflow.tracing.rows.lookups import CALLS
 from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
@@ -112,9 +113,10 @@ def exported(
     """
     args, kwargs = program.structs
     try:
-        made = export.export(program.jitted(), platforms=tuple(platforms), disabled_checks=disabled_checks)(
-            *args, **kwargs
-        )
+        with without_id_checks():
+            made = export.export(program.jitted(), platforms=tuple(platforms), disabled_checks=disabled_checks)(
+                *args, **kwargs
+            )
     except DflowError:
         raise
     except Exception as error:

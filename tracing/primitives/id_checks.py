@@ -1,11 +1,15 @@
 """Checks of row numbers while a program runs: a number that no row has is an error that names it.
 
 The check is an op of the host, before the program that takes the numbers: an error within a compiled program would cost
-a copy of the state that the program changes. Inside a loop that XLA runs it is a callback.
+a copy of the state that the program changes. Inside a loop that XLA runs it is a callback. An exported program, which
+runs without Python, has no checks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -41,7 +45,23 @@ def _checked_now(ids: Any, *, size: int, table: str) -> Any:
     return ids
 
 
+@contextmanager
+def without_id_checks() -> Iterator[None]:
+    """Return a context in which programs are lowered without the checks."""
+    token = _are_checked.set(False)
+    try:
+        yield
+    finally:
+        _are_checked.reset(token)
+
+
+_are_checked: ContextVar[bool] = ContextVar("dflow_id_checks", default=True)
+
+
 def _in_xla(ids: Any, *, size: int, table: str) -> Any:
+    if not _are_checked.get():
+        return ids
+
     def check(ids: Any) -> Any:
         check_ids(ids, size, table)
         return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -95,3 +96,11 @@ def test_mistakes_about_bags(table: dflow.Embedding, options: Any, message: str)
 
 def test_an_empty_lookup(table: dflow.Embedding) -> None:
     assert table(jnp.zeros((0, 3), jnp.int32)).shape == (0, 3, 4)
+
+
+def test_an_exported_lookup_has_no_check(table: dflow.Embedding, tmp_path: Path) -> None:
+    dflow.export(dflow.jit(lambda ids: table(ids) * 2), jnp.zeros(3, jnp.int32)).save(tmp_path / "served")
+    served = dflow.load(tmp_path / "served", prefix="served/")
+    rows = served.call(jnp.array([1, 99, 100]))
+    np.testing.assert_array_equal(rows[:2], 2 * table.read()[jnp.array([1, 99])])
+    assert np.isnan(rows[2]).all()
