@@ -115,7 +115,10 @@ class Strategy:
 
     @property
     def batches_per_step(self) -> int:
-        """Number of batches of a function of batches that a step uses, in the order of the steps."""
+        """Number of batches that one of the `steps` of a run uses: step `s` has those from `s` times this number on.
+
+        A trainer counts on by it, so override it in a strategy that numbers its batches otherwise.
+        """
         return 1
 
     @suggests_keywords
