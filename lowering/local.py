@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from dflow.lowering.files.array_files import write_parts
+from dflow.lowering.files.array_files import divided, write_parts
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer, run_passes
@@ -24,7 +24,7 @@ from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queue_producer import HeldQueueProducer
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.lowering.state.store import Store
-from dflow.lowering.state_backend import Runner, WriteCaptured
+from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
 from dflow.lowering.steps.local_step import LocalStep, single_call
 from dflow.lowering.steps.lowered import literals, make_plans
 from dflow.lowering.steps.spread_variables import refuse_spread
@@ -166,17 +166,25 @@ class LocalHome:
         return nullcontext(self.snapshot(variables))
 
     @contextmanager
-    def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
-        values = dict(zip(variables, self.snapshot([*variables.values()]), strict=True))
+    def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
+        values = self.store.snapshot(one.key for each in variables.values() for one in each)
+
+        def array(held: Sequence[Variable]) -> Any:
+            first, parts = held[0], [values[variable.key] for variable in held]
+            if len(parts) == 1 or first.part is None:
+                return parts[0]
+            return divided(replace(first.type.strong, shape=first.part.whole), [*map(indices_of, held)], parts)
 
         def write(folder: Place, places: Mapping[str, str]) -> None:
-            write_parts(folder, values, places)
+            write_parts(folder, {name: array(held) for name, held in variables.items()}, places)
 
         yield write
 
     @contextmanager
-    def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
-        values = self.store.read_saved(files, _keys(variables))
+    def restoring(self, files: SavedArrays, variables: SavedVariables) -> Iterator[Callable[[], None]]:
+        keys = {name: held[0].key for name, held in variables.items() if len(held) == 1}
+        divided = [(name, one) for name, held in variables.items() if len(held) > 1 for one in held]
+        values = self.store.read_saved(files, keys, {one.key: (name, indices_of(one)) for name, one in divided})
         yield lambda: self.store.replace(values)
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
@@ -214,10 +222,6 @@ class LocalHome:
             raise InternalError(f"a local function was placed on {sorted(by_task)}")
         lowered, kept = by_task[ALONE], replace(traced, graph=Graph((), (), ()), variables=())
         return LocalStep(kept, lowered, literals(graph), self.store, single_call(lowered, traced.variables))
-
-
-def _keys(variables: Mapping[str, Variable]) -> dict[str, str]:
-    return {name: variable.key for name, variable in variables.items()}
 
 
 def _for_eager_ops(value: jax.Array) -> jax.Array:

@@ -15,7 +15,9 @@ from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.queues.queue_producer import QueueProducer
+from dflow.tracing.errors import InternalError
 from dflow.tracing.jaxprs.trace import Traced
+from dflow.tracing.rows.slices import AxisSlice
 from dflow.tracing.state.context import Home
 from dflow.tracing.state.queues import Queue
 from dflow.tracing.state.resources import Variable
@@ -25,6 +27,17 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 
 #: Writes captured values into a folder prepared by `make_places`, which returned the second argument.
 WriteCaptured = Callable[[Place, Mapping[str, str]], None]
+
+
+#: The variables of saved arrays, by array name: one, or those that divide the array, in the order of their indices.
+SavedVariables = Mapping[str, Sequence[Variable]]
+
+
+def indices_of(variable: Variable) -> AxisSlice:
+    """Return the indices of the part that a variable has of an array."""
+    if variable.part is None:
+        raise InternalError(f"variable {variable.name!r} has no part of an array")
+    return variable.part.indices
 
 
 class LoweredStep(NamedTuple):
@@ -82,18 +95,16 @@ class StateBackend(Home, Protocol):
         """Return the values as `snapshot` does, but also on a cluster at one moment of all its tasks."""
         ...
 
-    def capturing(self, variables: Mapping[str, Variable]) -> AbstractContextManager[WriteCaptured]:
+    def capturing(self, variables: SavedVariables) -> AbstractContextManager[WriteCaptured]:
         """Take the values at one moment, on entry; the context gives a function that writes them into a folder.
 
-        `variables` are by array name. Steps may run meanwhile, and the function and the exit may be on another thread.
+        Steps may run meanwhile, and the function and the exit may be on another thread.
         The function raises CheckpointError for an array that cannot be written.
         """
         ...
 
-    def restoring(
-        self, files: SavedArrays, variables: Mapping[str, Variable]
-    ) -> AbstractContextManager[Callable[[], None]]:
-        """Read and check the arrays of the variables, by array name; the context gives a function that sets them all.
+    def restoring(self, files: SavedArrays, variables: SavedVariables) -> AbstractContextManager[Callable[[], None]]:
+        """Read and check the arrays of the variables; the context gives a function that sets them all.
 
         Unless that function is called, the variables keep their values. Raises CheckpointError on entry for an array
         that is missing or damaged.

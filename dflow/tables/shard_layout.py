@@ -13,7 +13,7 @@ import numpy as np
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.near_names import did_you_mean
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.slices import AxisSlice, have_each_once
 
 #: The divisions: `rows` gives each shard neighbouring rows, `modulo` gives row r to shard r % shards, `columns` gives
 #: each shard neighbouring columns of all rows.
@@ -89,19 +89,9 @@ class ShardLayout:
 
 def check_cover(layout: ShardLayout) -> None:
     """Raise VariableError unless each row (column) is in exactly one shard."""
-    parts = sorted((layout.part(shard) for shard in range(layout.shards)), key=lambda part: part.start)
-    step = parts[0].step
-    counted = sum(part.size for part in parts)
-    # Of parts with one step the starts tell whether two of them share a row.
-    apart = [part.start for part in parts] == list(range(len(parts))) if step > 1 else _are_neighbours(parts)
-    ends = max((part.start + (part.size - 1) * part.step for part in parts if part.size), default=-1)
-    if counted != layout.size or not apart or ends != layout.size - 1:
+    parts = [layout.part(shard) for shard in range(layout.shards)]
+    if not have_each_once(parts, layout.size):
         raise VariableError(f"the shards {parts} do not have each of {layout.size} {layout.by} once")
-
-
-def _are_neighbours(parts: Sequence[AxisSlice]) -> bool:
-    ends = [0, *(part.start + part.size for part in parts)]
-    return all(part.start == end for part, end in zip(parts, ends, strict=False))
 
 
 def shards_for(shape: Sequence[int], dtype: Any, by: str, most_bytes: int) -> int:

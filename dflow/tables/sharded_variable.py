@@ -27,7 +27,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.row_gradient import RowGradient
-from dflow.tracing.rows.slices import AxisSlice
+from dflow.tracing.rows.slices import ArrayPart, AxisSlice
 from dflow.tracing.source import as_code
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.initial_value import initial_type
@@ -102,6 +102,8 @@ class ShardedVariable:
                 Variable(make(part, one), name=one, dtype=dtype, near=other, trainable=trainable)
                 for part, one, other in zip(parts, named, beside, strict=True)
             )
+        for shard, part in zip(self.shards, parts, strict=True):
+            shard.part = ArrayPart(type.shape, part)
         self.name = self.shards[0].name.removesuffix("/0") if name is not None else f"sharded_{self.shards[0].name}"
 
     @property

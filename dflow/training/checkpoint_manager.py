@@ -78,9 +78,9 @@ class CheckpointManager:
         period = None if keep_one_per is None else _period("keep_one_per", keep_one_per)
         self._retention = Retention(_positive("keep", keep), Best.parsed(best), period)
         self._schedule = SaveSchedule(every, _period("mtbf", mtbf))
-        homes = by_backend({name: entry.variable for name, entry in self._named.items()})
+        homes = by_backend({name: entry.variables[0] for name, entry in self._named.items()})
         #: The processes that save together, each its own parts; None if this process has all variables, or tasks do.
-        self._group = group_of(entry.variable for entry in self._named.values())
+        self._group = group_of(one for entry in self._named.values() for one in entry.variables)
         #: The processes that restore together, since each has variables of its own.
         self._peers = current_group() if any(home.is_local for home in homes) else None
         self._is_saver = all(home.is_saver for home in homes) if self._peers is None else self._peers.rank == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -275,6 +276,7 @@ class Optimizer:
             ]
         for slot, owner in zip(slots, owners, strict=True):
             slot.is_named = self.is_named and (owner is None or owner.is_named)
+        _divide([path[:-1] for path, _ in flat], slots, owners)
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(state), slots)
 
     def _slot_name(self, path: _Path, owner: Variable | None) -> str:
@@ -350,6 +352,21 @@ def _parameter_marks(transformation: Any, state: Any) -> list[bool] | None:
         return None
     marks: list[bool] = jax.tree_util.tree_leaves(marked)
     return marks
+
+
+def _divide(tables: Sequence[_Path], slots: Sequence[Variable], owners: Sequence[Variable | None]) -> None:
+    """Have the slots of a sharded variable divide an array as the shards do, if all have the shapes of their shards.
+
+    tables  for each slot, the path in the state that leads to those of all shards
+    """
+    found: dict[_Path, list[tuple[Variable, Variable]]] = defaultdict(list)
+    for table, slot, owner in zip(tables, slots, owners, strict=True):
+        if owner is not None and owner.part is not None:
+            found[table].append((slot, owner))
+    for pairs in found.values():
+        if all(slot.shape == owner.shape for slot, owner in pairs):
+            for slot, owner in pairs:
+                slot.part = owner.part
 
 
 def _touched_rows(variable: Variable, gradient: Any) -> Any:

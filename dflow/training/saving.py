@@ -7,15 +7,17 @@ at one moment, between two steps; a restore changes all of a process's variables
 from __future__ import annotations
 
 import difflib
+import itertools
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import msgspec
+import numpy as np
 
 from dflow.lowering.files.array_files import make_places, write_manifest
 from dflow.lowering.files.array_manifest import damaged
@@ -26,13 +28,14 @@ from dflow.lowering.files.owned_folder import whole_place
 from dflow.lowering.files.places import place_of
 from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
 from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
-from dflow.lowering.state_backend import StateBackend
+from dflow.lowering.state_backend import SavedVariables, StateBackend, indices_of
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.rows.slices import have_each_once
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import resources_in
 from dflow.tracing.state.host_resource import HostResource
@@ -87,14 +90,14 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     place = given_place(path, "save")
     named = named_variables(variables, names, "save")
     if isinstance(place, Path) and place.name.endswith(SUFFIX):
-        refuse_parts(entry.variable for entry in named.values())
-        group = group_of(entry.variable for entry in named.values())
+        refuse_parts(_variables_of(named))
+        group = group_of(_variables_of(named))
         if group is None or group.rank == 0:
             write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
         return
     is_tree = place.name.endswith(ORBAX_SUFFIX)
     if is_tree:
-        check_types({name: entry.variable.type for name, entry in named.items()})
+        check_types({name: entry.type for name, entry in named.items()})
     with captured(named, is_tree=is_tree) as write:
         write(whole_place(place, overwrite=overwrite), {})
 
@@ -133,7 +136,7 @@ def restore(
 
 def restore_named(
     place: Place,
-    named: Mapping[str, NamedVariable],
+    named: Mapping[str, NamedArray],
     ignore: Collection[str] = (),
     of: Callable[[StateBackend], bool] = lambda backend: True,
 ) -> RestoreReport:
@@ -143,9 +146,9 @@ def restore_named(
         report = _compared(files, named)
         if refused := report.refused(ignore):
             raise CheckpointError(_differs(files, report, refused))
-        restored = {name: named[name].variable for name in report.restored}
+        restored = {name: named[name] for name in report.restored}
         if _restored(files, restored, of):
-            use_beside_namesakes(restored.values())
+            use_beside_namesakes(_variables_of(restored))
             return report
     raise CheckpointError(
         f"{place} was replaced {_ATTEMPTS} times while it was read",
@@ -154,17 +157,26 @@ def restore_named(
 
 
 @dataclass(frozen=True)
-class NamedVariable:
-    """A variable to save or restore, under its default array name; `impl` is a generator's algorithm, or empty."""
+class NamedArray:
+    """An array to save or restore under its default name; `impl` is a generator's algorithm, or empty.
 
-    variable: Variable
+    `variables`  the variable, or those that divide the array, in the order of their indices
+    """
+
+    variables: tuple[Variable, ...]
     name: str
     impl: str = ""
+
+    @property
+    def type(self) -> ArrayType:
+        """The type of the array."""
+        first = self.variables[0]
+        return first.type if first.part is None else replace(first.type, shape=first.part.whole)
 
 
 @contextmanager
 def captured(
-    named: Mapping[str, NamedVariable],
+    named: Mapping[str, NamedArray],
     *,
     is_tree: bool = False,
     channel: str = "program",
@@ -175,8 +187,8 @@ def captured(
     Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
     `is_tree` is as for `make_places`. `channel` and `timeout_s` are as for `save_together`.
     """
-    types = {name: entry.variable.type.strong for name, entry in named.items()}
-    group = group_of(entry.variable for entry in named.values())
+    types = {name: entry.type.strong for name, entry in named.items()}
+    group = group_of(_variables_of(named))
     # What this process has alone, or tasks have, is as rank 0 has it.
     mine = named if group is None or group.rank == 0 else _of_group(named)
     with ExitStack() as stack:
@@ -204,51 +216,90 @@ def captured(
         yield write
 
 
-def _of_group(named: Mapping[str, NamedVariable]) -> dict[str, NamedVariable]:
-    return {name: entry for name, entry in named.items() if is_of_group(entry.variable)}
+def _of_group(named: Mapping[str, NamedArray]) -> dict[str, NamedArray]:
+    return {name: entry for name, entry in named.items() if any(map(is_of_group, entry.variables))}
 
 
-def _values(named: Mapping[str, NamedVariable]) -> dict[str, jax.Array]:
+def _variables_of(named: Mapping[str, NamedArray]) -> Iterator[Variable]:
+    return (variable for entry in named.values() for variable in entry.variables)
+
+
+def _values(named: Mapping[str, NamedArray]) -> dict[str, Any]:
     """Return the values at one moment (on a cluster: one moment per task), brought to this process."""
-    found: dict[str, jax.Array] = {}
+    found: dict[str, Any] = {}
     for backend, here in _by_backend(named).items():
-        found.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+        values = iter(backend.snapshot([one for held in here.values() for one in held]))
+        for name, held in here.items():
+            parts = list(itertools.islice(values, len(held)))
+            found[name] = parts[0] if len(parts) == 1 else _joined(named[name].type, held, parts)
     return found
 
 
-def _by_backend(named: Mapping[str, NamedVariable]) -> dict[StateBackend, dict[str, Variable]]:
-    return by_backend({name: entry.variable for name, entry in named.items()})
+def _joined(type: ArrayType, held: Sequence[Variable], parts: Sequence[jax.Array]) -> Any:
+    whole = np.empty(type.shape, type.dtype)
+    for variable, part in zip(held, parts, strict=True):
+        whole[indices_of(variable).slices] = part
+    return whole
 
 
-def _generators(named: Mapping[str, NamedVariable]) -> dict[str, dict[str, str]]:
+def _by_backend(named: Mapping[str, NamedArray]) -> dict[StateBackend, SavedVariables]:
+    # The variables of one array have one home.
+    homes = by_backend({name: entry.variables[0] for name, entry in named.items()})
+    return {home: {name: named[name].variables for name in here} for home, here in homes.items()}
+
+
+def _generators(named: Mapping[str, NamedArray]) -> dict[str, dict[str, str]]:
     """Return the metadata with the algorithm of each generator."""
     return {"generators": {name: entry.impl for name, entry in named.items() if entry.impl}}
 
 
-def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, NamedVariable]:
-    """Return the entries of all variables in `tree`, by array name."""
+def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, NamedArray]:
+    """Return the arrays that the variables in `tree` are saved as, by array name."""
     if is_tracing():
         raise CheckpointError(
             f"{task} is called inside traced code, which runs once, not once a step",
             "call it between steps, or in another thread",
         )
-    named: dict[str, NamedVariable] = {}
+    named: dict[str, NamedArray] = {}
     called: dict[Variable, str] = {}
     for entry in _entries(tree, task):
-        variable = entry.variable
+        [variable] = entry.variables
         name = called.setdefault(variable, _array_name(entry.name, names))
-        if name in named and named[name].variable is not variable:
-            raise CheckpointError(
-                f"two variables would be the array {name!r}: {named[name].variable!r}{at(named[name].variable.loc)}\n"
-                f"  and {variable!r}{at(variable.loc)}\n  give one of them another name, or say names="
-            )
-        if name not in named or entry.impl:
+        held = named.get(name)
+        if held is None or (entry.impl and variable in held.variables):
             named[name] = entry
+        elif variable not in held.variables:
+            other = held.variables[0]
+            if variable.part is None or other.part is None or entry.type != held.type:
+                raise CheckpointError(
+                    f"two variables would be the array {name!r}: {other!r}{at(other.loc)}\n"
+                    f"  and {variable!r}{at(variable.loc)}\n  give one of them another name, or say names="
+                )
+            named[name] = replace(held, variables=(*held.variables, variable))
     _check_used(named, names, task)
-    return named
+    return {name: entry if entry.variables[0].part is None else _in_order(name, entry) for name, entry in named.items()}
 
 
-def _check_used(named: Mapping[str, NamedVariable], names: Names | None, task: str) -> None:
+def _in_order(name: str, entry: NamedArray) -> NamedArray:
+    """Return the entry with its variables in the order of their indices. Raises CheckpointError if one is missing."""
+    variables = sorted(entry.variables, key=lambda one: indices_of(one).start)
+    parts = [indices_of(one) for one in variables]
+    axis = parts[0].axis
+    if {part.axis for part in parts} != {axis} or not have_each_once(parts, entry.type.shape[axis]):
+        raise CheckpointError(
+            f"array {name!r}: expected variables that have each part of {entry.type} once, got "
+            f"{', '.join(one.name for one in variables)}",
+            "give the sharded variable itself, or all of its shards",
+        )
+    if len(variables) > 1 and (spread := [*filter(is_of_group, variables)]):
+        raise CheckpointError(
+            f"array {name!r}: expected shards on tasks, or in one process, got {spread[0].name!r} on several processes",
+            "make it a dflow.Variable, which the mesh divides",
+        )
+    return replace(entry, variables=tuple(variables))
+
+
+def _check_used(named: Mapping[str, NamedArray], names: Names | None, task: str) -> None:
     """Raise CheckpointError if there are no variables, or if `names` mentions unknown ones."""
     if not named:
         raise CheckpointError(f"{task} was given no variables", "give it some, in a pytree or by container")
@@ -268,7 +319,7 @@ def _array_name(name: str, names: Names | None) -> str:
     return given
 
 
-def _entries(tree: Any, task: str) -> Iterator[NamedVariable]:
+def _entries(tree: Any, task: str) -> Iterator[NamedArray]:
     flat: list[tuple[_Path, Any]]
     if isinstance(tree, str):
         flat = [((), resource) for resource in resources_in(tree)]
@@ -281,9 +332,9 @@ def _entries(tree: Any, task: str) -> Iterator[NamedVariable]:
             case Optimizer():
                 yield from _slots(path, leaf, task)
             case Generator():
-                yield NamedVariable(leaf.key, _name_of(path, leaf.key, "generator", task), leaf.impl)
+                yield NamedArray((leaf.key,), _name_of(path, leaf.key, "generator", task), leaf.impl)
             case Variable():
-                yield NamedVariable(leaf, _name_of(path, leaf, "variable", task))
+                yield NamedArray((leaf,), _name_of(path, leaf, "variable", task))
             case HostResource():
                 raise CheckpointError(
                     f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",
@@ -296,17 +347,32 @@ def _entries(tree: Any, task: str) -> Iterator[NamedVariable]:
                 )
 
 
-def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[NamedVariable]:
+def _slots(path: _Path, optimizer: Optimizer, task: str) -> Iterator[NamedArray]:
     flat, _ = jax.tree_util.tree_flatten_with_path(optimizer.slots, is_leaf=is_variable)
     prefix = _name_of(path, optimizer, "optimizer", task) if flat else ""
     for inner, slot in flat:
-        yield NamedVariable(slot, slot.name if slot.is_named else f"{prefix}/{path_name(inner)}")
+        yield NamedArray((slot,), _array_of(slot) if slot.is_named else f"{prefix}/{path_name(_path_of(inner, slot))}")
+
+
+def _array_of(variable: Variable | Optimizer) -> str:
+    """Return the name of the array; shard n of `table` and its slots are named `.../table/n`."""
+    return variable.name.rpartition("/")[0] if _is_part(variable) else variable.name
+
+
+def _path_of(path: _Path, variable: Variable | Optimizer) -> _Path:
+    """Return the path of the array; that of a shard ends with its number."""
+    return path[:-1] if _is_part(variable) else path
+
+
+def _is_part(held: Variable | Optimizer) -> bool:
+    return isinstance(held, Variable) and held.part is not None
 
 
 def _name_of(path: _Path, held: Variable | Optimizer, kind: str, task: str) -> str:
     """Return the name passed by the user, or else the path: a generated name may differ in another program."""
     if held.is_named:
-        return held.name
+        return _array_of(held)
+    path = _path_of(path, held)
     if not any(isinstance(key, jax.tree_util.DictKey | jax.tree_util.GetAttrKey) for key in path):
         raise CheckpointError(
             f"{task} was given {kind} {held.name!r}, whose name is made up and may be that of another in another "
@@ -333,18 +399,18 @@ def given_place(path: str | os.PathLike[str], task: str) -> Place:
     return place
 
 
-def _compared(files: SavedArrays, named: Mapping[str, NamedVariable]) -> RestoreReport:
+def _compared(files: SavedArrays, named: Mapping[str, NamedArray]) -> RestoreReport:
     impls = _implementations(files)
     changed = {}
     for name, entry in named.items():
-        saved, held = files.types.get(name), entry.variable.type
+        saved, held = files.types.get(name), entry.type
         # A plain variable may be restored from a generator of any algorithm.
         impl = impls.get(name, "") if entry.impl else ""
         if saved is not None and (saved != held or impl not in ("", entry.impl)):
             changed[name] = _described(saved, impl), _described(held, entry.impl)
     return RestoreReport(
         restored=tuple(name for name in named if name in files.types and name not in changed),
-        missing={name: str(entry.variable.type) for name, entry in named.items() if name not in files.types},
+        missing={name: str(entry.type) for name, entry in named.items() if name not in files.types},
         unexpected={name: str(type) for name, type in files.types.items() if name not in named},
         changed=changed,
     )
@@ -362,13 +428,13 @@ def _described(type: ArrayType, impl: str) -> str:
     return f"{type} of {impl}" if impl else str(type)
 
 
-def _restored(files: SavedArrays, variables: Mapping[str, Variable], of: Callable[[StateBackend], bool]) -> bool:
+def _restored(files: SavedArrays, named: Mapping[str, NamedArray], of: Callable[[StateBackend], bool]) -> bool:
     """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
         try:
             settings = [
                 stack.enter_context(backend.restoring(files, here))
-                for backend, here in by_backend(variables).items()
+                for backend, here in _by_backend(named).items()
                 if of(backend)
             ]
         except CheckpointError:

@@ -1,7 +1,8 @@
 """What a task does when the variables that it holds are saved, restored or evaluated.
 
 Each task writes and reads its own variables, in storage that all of the cluster share. A save has three requests: the
-task captures its values while no step runs, writes them later, and frees them. A restore has two: the task reads
+task captures its values while no step runs, writes them later, and frees them. Of an array of which several tasks have
+parts, each writes some chunks, and asks the others for what they captured of these. A restore has two: the task reads
 and checks all values, and sets them when every other task has read its own too. For an evaluation by several workers, a
 capture is shared under a name. Invariants: a task writes only into the folder of a save that is under way; a capture is
 kept as long as a live task uses it.
@@ -12,27 +13,35 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
+import numpy.typing as npt
 
+from dflow.distributed.steps.peers import Peers
 from dflow.distributed.task.arrivals import Handled
-from dflow.distributed.wire.codec import encode_arrays
+from dflow.distributed.wire.codec import Payload, decode_arrays, encode_arrays
 from dflow.distributed.wire.messages.checkpoints import (
     CapturedArrays,
     CaptureVariables,
+    DividedVariable,
     EndCapture,
     EndRestore,
     EndShare,
     ReadCapture,
     ReadCheckpoint,
+    ReadPiece,
     SaveVariables,
     ShareCapture,
+    VariablePart,
 )
-from dflow.distributed.wire.messages.connection import Ok
+from dflow.distributed.wire.messages.connection import Arrays
 from dflow.distributed.wire.messages.message import Request
-from dflow.lowering.files.array_files import write_parts
+from dflow.lowering.files.array_files import piece, write_parts
 from dflow.lowering.files.array_manifest import is_inside
 from dflow.lowering.files.atomic_directory import flush, is_of_an_attempt
+from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.object_folder import is_attempt, is_begun
 from dflow.lowering.files.object_path import ObjectPath
 from dflow.lowering.files.places import place_of
@@ -40,9 +49,11 @@ from dflow.lowering.files.saved_arrays import open_arrays
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, InternalError, TaskLost
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.rows.slices import AxisSlice
 
 #: The requests of saves and restores.
-CHECKPOINT_REQUESTS: tuple[type[Request[Ok]], ...] = (
+CHECKPOINT_REQUESTS: tuple[type[Request[Any]], ...] = (
     CaptureVariables,
     SaveVariables,
     EndCapture,
@@ -50,6 +61,8 @@ CHECKPOINT_REQUESTS: tuple[type[Request[Ok]], ...] = (
     EndRestore,
     ShareCapture,
     EndShare,
+    ReadCapture,
+    ReadPiece,
 )
 
 #: The task that saves or restores, and its number for the save or restore.
@@ -69,9 +82,18 @@ class TaskCheckpoints:
     """The parts of the task `name` in saves and restores; for any thread.
 
     `has_left`  whether another task has left the cluster
+    `peers`     the other tasks, asked for pieces of arrays; each answer takes at most `timeout_s`
     """
 
-    def __init__(self, name: str, store: Store, has_left: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        has_left: Callable[[str], bool],
+        peers: Peers | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._task, self._peers, self._timeout_s = name, peers, timeout_s
         self._name, self._store, self._has_left = short_task_name(name), store, has_left
         self._lock = threading.Lock()
         #: The values of each save by key.
@@ -81,7 +103,7 @@ class TaskCheckpoints:
         #: The captures that tasks share, by name.
         self._shared: dict[str, _SharedCapture] = {}
 
-    def handle(self, message: Request[Ok]) -> None:
+    def handle(self, message: Request[Any]) -> Handled:
         """Handle a request of `CHECKPOINT_REQUESTS`."""
         match message:
             case CaptureVariables():
@@ -99,8 +121,13 @@ class TaskCheckpoints:
             case EndShare():
                 with self._lock:
                     self._unuse(message.name, message.reader)
+            case ReadCapture():
+                return self.read_shared(message)
+            case ReadPiece():
+                return self.read_piece(message)
             case _:
                 raise InternalError(f"{self._name} has no part in {type(message).__name__}")
+        return None
 
     def capture(self, message: CaptureVariables) -> None:
         """Take values at one moment and keep them until the capture ends. Raises VariableError."""
@@ -150,6 +177,7 @@ class TaskCheckpoints:
         """
         folder = place_of(message.folder)
         places = {one.name: one.place for one in message.variables}
+        places |= {one.name: one.place for one in message.divided}
         if isinstance(folder, ObjectPath):
             is_named = is_attempt(folder.name)
         else:
@@ -161,14 +189,44 @@ class TaskCheckpoints:
                 f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
                 "save where all tasks of the cluster read and write the same files",
             )
+        values = self._values_of(message)
+        arrays: dict[str, Any] = {one.name: values[one.key] for one in message.variables}
+        arrays |= {one.name: self._divided(message, one) for one in message.divided}
+        write_parts(folder, arrays, places)
+        if not isinstance(folder, ObjectPath):
+            for place in places.values():
+                flush(folder / place)
+
+    def _values_of(self, message: SaveVariables | ReadPiece) -> dict[str, jax.Array]:
         with self._lock:
             values = self._captured.get((message.origin, message.number))
         if values is None:
             raise TaskLost(f"{self._name} has not captured what {short_task_name(message.origin)} saves")
-        write_parts(folder, {one.name: values[one.key] for one in message.variables}, places)
-        if not isinstance(folder, ObjectPath):
-            for place in places.values():
-                flush(folder / place)
+        return values
+
+    def _divided(self, message: SaveVariables, one: DividedVariable) -> DividedArray:
+        here = [number for number, part in enumerate(one.parts) if part.task == self._task]
+        dtype = self._values_of(message)[one.parts[here[0]].key].dtype
+
+        def piece_of(number: int, bounds: Bounds) -> npt.NDArray[Any]:
+            part = one.parts[number]
+            wanted = ReadPiece(message.origin, message.number, part.key, bounds)
+            if number in here:
+                return self._piece(wanted)
+            assert self._peers is not None
+            answer, payload = self._peers.get(part.task).call(wanted, timeout_s=self._timeout_s)
+            [array] = decode_arrays(answer.arrays, payload)
+            return array
+
+        return DividedArray(ArrayType(dtype, one.shape), [*map(_indices, one.parts)], here, piece_of)
+
+    def _piece(self, message: ReadPiece) -> npt.NDArray[Any]:
+        return piece(self._values_of(message)[message.key], message.bounds)
+
+    def read_piece(self, message: ReadPiece) -> tuple[Arrays, Payload]:
+        """Answer with a part of a captured value. Raises TaskLost if it is not captured."""
+        infos, data = encode_arrays([np.ascontiguousarray(self._piece(message))])
+        return Arrays(infos), data
 
     def read(self, message: ReadCheckpoint) -> None:
         """Read values from a checkpoint and keep them until the restore ends. Raises CheckpointError."""
@@ -193,7 +251,8 @@ class TaskCheckpoints:
                 f"{self._name} finds another checkpoint at {message.path} than the task that restores it",
                 "save where all tasks of the cluster read and write the same files",
             )
-        return self._store.read_saved(files, message.variables)
+        parts = {one.key: (name, _indices(one)) for name, held in message.parts.items() for one in held}
+        return self._store.read_saved(files, message.variables, parts)
 
     def end(self, message: EndRestore) -> None:
         """Set the variables to the values read for a restore, or free the values."""
@@ -212,3 +271,7 @@ class TaskCheckpoints:
             self._read = {number: values for number, values in self._read.items() if number[0] != task}
             for name in list(self._shared):
                 self._unuse(name, task)
+
+
+def _indices(part: VariablePart) -> AxisSlice:
+    return AxisSlice(part.axis, part.start, part.size, part.step)

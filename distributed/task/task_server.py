@@ -59,7 +59,6 @@ from dflow.distributed.transport.addresses import LOCAL_ADDRESS
 from dflow.distributed.transport.base import Peer, Responder, Transport
 from dflow.distributed.wire.codec import decode_array, decode_arrays, encode_arrays
 from dflow.distributed.wire.handler_table import HandlerTable
-from dflow.distributed.wire.messages.checkpoints import ReadCapture
 from dflow.distributed.wire.messages.connection import Arrays, Introduce, Ok
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.observing import (
@@ -217,7 +216,9 @@ class TaskServer:
         )
         #: The runs of asynchronous training whose staleness it bounds.
         self.staleness = StalenessBounds(self.channel.has_left, lambda: self._gate.death_known_at)
-        self._checkpoints = TaskCheckpoints(name, self.store, self.channel.has_left)
+        self._checkpoints = TaskCheckpoints(
+            name, self.store, self.channel.has_left, self.peers, settings.reach_timeout_s
+        )
         self._listener = transport.listen(address, name=name, handler=self, resume_s=settings.reach_timeout_s)
 
     @property
@@ -479,7 +480,6 @@ REQUESTS.queued(CreateVariables)(
 )
 for _request in CHECKPOINT_REQUESTS:
     REQUESTS.queued(_request)(lambda task, message, _: task._checkpoints.handle(message))
-REQUESTS.queued(ReadCapture)(lambda task, message, _: task._checkpoints.read_shared(message))
 REQUESTS.queued(GetFed)(lambda task, message, _: task.resources.fed(message))
 REQUESTS.queued(ForgetFed)(lambda task, message, _: task.resources.forget_fed(message))
 REQUESTS.queued(FailQueue)(lambda task, message, _: task.resources.fail_queue(message))

@@ -9,9 +9,11 @@ The work of a task that may block, with its longest duration, and its thread:
 - Compiling the programs of `RegisterPlan` and `CreateVariables`: tens of seconds each, after at most 600 s for the
   `FairSemaphore`, which allows at most one per core. A request's thread.
 - Waiting for a program that another request compiles, or a variable that it creates: 600 s. A request's thread.
-- `SaveVariables`, `ReadCheckpoint`: as long as the file system takes. A request's thread.
-- `ReadVariables`, `WriteVariable`, `CaptureVariables`, `ReadCapture`, `EndRestore`: until the values are computed, and
-  at most 600 s until a program that uses them is dispatched. A request's thread. Other requests wait only for locks.
+- `SaveVariables`, `ReadCheckpoint`: as long as the file system takes, and until other tasks have answered
+  `ReadPiece`, each at most `reach_timeout_s`. A request's thread.
+- `ReadVariables`, `ReadPiece`, `WriteVariable`, `CaptureVariables`, `ReadCapture`, `EndRestore`: until the values are
+  computed, and at most 600 s until a program that uses them is dispatched. A request's thread. Other requests wait only
+  for locks.
 - Items of plans with Python callbacks, which may wait forever, and with copies or loops whose length is computed: a
   thread for each item.
 - Items that use a variable which a program has, until that is dispatched: a thread for each item.

@@ -23,11 +23,13 @@ from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import KEYS, decode_arrays, dtype_name, encode_array
 from dflow.distributed.wire.messages.checkpoints import (
     CaptureVariables,
+    DividedVariable,
     EndCapture,
     EndRestore,
     ReadCheckpoint,
     SavedVariable,
     SaveVariables,
+    VariablePart,
 )
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.variables import ReadVariables, WriteVariable
@@ -45,7 +47,7 @@ from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.programs.initial_ops import InitialOps
-from dflow.lowering.state_backend import Runner, WriteCaptured
+from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, TaskLost, VariableError
 from dflow.tracing.ir.types import array_type_of
@@ -116,7 +118,7 @@ class ClusterHome(ClusterResources):
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:
         """Return the values; those of one task are of one moment."""
-        by_task = _by_task({variable.key: variable for variable in variables})
+        by_task = _by_task({variable.key: [variable] for variable in variables})
         answers = self._ask({task: ReadVariables(tuple(held)) for task, held in by_task.items()})
         values: dict[str, jax.Array] = {}
         for held, (answer, payload) in zip(by_task.values(), answers, strict=True):
@@ -138,15 +140,25 @@ class ClusterHome(ClusterResources):
             shared.end()
 
     @contextmanager
-    def capturing(self, variables: Mapping[str, Variable]) -> Iterator[WriteCaptured]:
+    def capturing(self, variables: SavedVariables) -> Iterator[WriteCaptured]:
         """Have all tasks keep the values of one moment between two steps; the function given has them write these."""
         capture, by_task = (self._requests.task, next(CAPTURE_NUMBERS)), _by_task(variables)
 
         def write(folder: Place, places: Mapping[str, str]) -> None:
+            divided = {
+                name: DividedVariable(name, places[name], first.part.whole, tuple(map(_part_on_task, held)))
+                for name, held in variables.items()
+                if (first := held[0]).part is not None and len(held) > 1
+            }
             messages = {}
             for task, held in by_task.items():
-                saved = (SavedVariable(variable.key, name, places[name]) for name, variable in held.items())
-                messages[task] = SaveVariables(*capture, str(folder), tuple(saved))
+                saved = (
+                    SavedVariable(one.key, name, places[name])
+                    for name, [one, *_] in held.items()
+                    if name not in divided
+                )
+                parts = (divided[name] for name in held if name in divided)
+                messages[task] = SaveVariables(*capture, str(folder), tuple(saved), tuple(parts))
             self._ask(messages)
 
         def release() -> None:
@@ -155,18 +167,22 @@ class ClusterHome(ClusterResources):
 
         with ExitStack() as releasing:
             releasing.callback(release)
-            keys = {task: tuple(variable.key for variable in held.values()) for task, held in by_task.items()}
-            captures = {task: CaptureVariables(*capture, held) for task, held in keys.items()}
+            captures = {
+                task: CaptureVariables(*capture, tuple(one.key for each in held.values() for one in each))
+                for task, held in by_task.items()
+            }
             self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self.steps.timeout_s)
             yield write
 
     @contextmanager
-    def restoring(self, files: SavedArrays, variables: Mapping[str, Variable]) -> Iterator[Callable[[], None]]:
+    def restoring(self, files: SavedArrays, variables: SavedVariables) -> Iterator[Callable[[], None]]:
         """Have each task read its arrays; the function given has each task set its variables at one moment."""
         restore, messages = (self._requests.task, next(CAPTURE_NUMBERS)), {}
         for task, held in _by_task(variables).items():
-            keys = {name: variable.key for name, variable in held.items()}
-            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys)
+            whole = {name for name in held if len(variables[name]) == 1}
+            keys = {name: held[name][0].key for name in whole}
+            parts = {name: tuple(map(_part_on_task, held[name])) for name in held if name not in whole}
+            messages[task] = ReadCheckpoint(*restore, str(files.path), files.id, keys, parts)
 
         def release() -> None:
             with suppress(DflowError):  # a task that is gone has released the values too
@@ -232,11 +248,16 @@ def _with_line(error: DflowError) -> DflowError:
     return error if line in str(error) else type(error)(f"{fact}{line}{newline}{remedy}")
 
 
-def _by_task(variables: Mapping[str, Variable]) -> dict[str, dict[str, Variable]]:
-    found: dict[str, dict[str, Variable]] = defaultdict(dict)
-    for name, variable in variables.items():
-        found[task_of_resource(variable)][name] = variable
+def _by_task(variables: SavedVariables) -> dict[str, dict[str, list[Variable]]]:
+    found: dict[str, dict[str, list[Variable]]] = defaultdict(lambda: defaultdict(list))
+    for name, held in variables.items():
+        for variable in held:
+            found[task_of_resource(variable)][name].append(variable)
     return found
+
+
+def _part_on_task(variable: Variable) -> VariablePart:
+    return VariablePart(task_of_resource(variable), variable.key, *indices_of(variable))
 
 
 def _first_value(variable: Variable, initial: Initial) -> TypedInitial | HostArray:

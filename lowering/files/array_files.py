@@ -8,13 +8,14 @@ is its name, if that is a safe path; the manifest has all paths.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
 import re
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -28,11 +29,13 @@ from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
+from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.object_path import LONGEST_S, ObjectPath, Place, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
+from dflow.tracing.rows.slices import AxisSlice
 from dflow.tracing.source import caller
 
 #: Largest size of a chunk, and limit of pending reads or writes, in bytes.
@@ -73,10 +76,12 @@ def make_places(folder: Place, names: Iterable[str], *, is_tree: bool = False) -
 def write_parts(folder: Place, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
     """Write some of the arrays of a prepared folder and return their types.
 
-    Several processes may do this concurrently, for different arrays. Raises CheckpointError when an array has a type
-    that cannot be written, or the disk refuses it.
+    Several processes may do this concurrently, for different arrays and for their chunks of a `DividedArray`. Raises
+    CheckpointError when an array has a type that cannot be written, or the disk refuses it.
     """
-    parts = {name: _Stored.of(name, array) for name, array in arrays.items()}
+    parts = {
+        name: array if isinstance(array, DividedArray) else _Stored.of(name, array) for name, array in arrays.items()
+    }
     _write_pieces(folder, parts, places)
     return {name: part.type for name, part in parts.items()}
 
@@ -125,6 +130,27 @@ class ArrayFiles(ArrayManifest):
         for name, reading in _in_flight(started):
             yield name, self._finished(name, reading, shardings[name])
 
+    def parts(self, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:
+        """Yield parts of the named arrays, in order: NumPy arrays, or JAX arrays of PRNG keys.
+
+        Only the chunks that have elements of a part are read. Raises DamagedCheckpoint as `read` does.
+        """
+        opening = {name: self._open(name) for name, _ in wanted}
+        stores: dict[str, Any] = {}
+
+        def started() -> Iterator[tuple[int, tuple[str, Any]]]:
+            for name, part in wanted:
+                with self._unless_damaged(name):
+                    if name not in stores:
+                        stores[name] = self._checked(name, opening[name])
+                    stored = stores[name][part.slices]
+                yield stored.size * stored.dtype.numpy_dtype.itemsize, (name, stored.read())
+
+        for name, reading in _in_flight(started()):
+            with self._unless_damaged(name):
+                value = _restored(self.types[name], reading.result(timeout=_longest_s(self.path)))
+            yield value
+
     def is_replaced(self) -> bool:
         """Whether this folder has been replaced or removed since it was opened."""
         try:
@@ -143,13 +169,17 @@ class ArrayFiles(ArrayManifest):
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
         """Start to read an array: the whole, or the pieces that the devices need, by their bounds."""
         with self._unless_damaged(name):
-            store = opening.result(timeout=_longest_s(self.path))
-            check_array(self.path / self.paths[name], store)
+            store = self._checked(name, opening)
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
                 return store.read()
             indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
             pieces = {_bounds(index): store[index] for index in indices}
             return {bounds: piece.read() for bounds, piece in pieces.items()}
+
+    def _checked(self, name: str, opening: Any) -> Any:
+        store = opening.result(timeout=_longest_s(self.path))
+        check_array(self.path / self.paths[name], store)
+        return store
 
     def _finished(self, name: str, started: Any, sharding: Any) -> Any:
         type = self.types[name]
@@ -280,15 +310,18 @@ class _Stored:
         """Whether other processes have pieces of the array, or copies of it."""
         return isinstance(self.value, jax.Array) and not self.value.is_fully_addressable
 
+    @property
+    def is_all_elsewhere(self) -> bool:
+        """Whether other processes write all pieces."""
+        return self.is_shared and all(shard.replica_id for shard in self.value.addressable_shards)
+
     def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
         """Yield the parts that the devices of this process hold, each once, with the stored dtype and their indices."""
         parts = [(..., self.value)]
         if isinstance(self.value, jax.Array):
             parts = [(shard.index, shard.data) for shard in self.value.addressable_shards if shard.replica_id == 0]
-        stored = stored_dtype(self.value.dtype)
         for index, part in parts:
-            data = np.asarray(part)
-            yield index, data if data.dtype == stored else np.asarray(data, order="C").view(stored)
+            yield index, stored_data(part)
 
     def chunk_shape(self) -> tuple[int, ...]:
         """Return the shape of a device's part, cut along its first dimensions until it is small enough."""
@@ -307,13 +340,30 @@ class _Stored:
         return tuple(chunk)
 
 
+def stored_data(value: Any) -> npt.NDArray[Any]:
+    """Return the data of an array as they are on the disk; for an array on the CPU a view, where that is possible."""
+    data = np.asarray(jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.extended) else value)
+    stored = stored_dtype(data.dtype)
+    return data if data.dtype == stored else np.asarray(data, order="C").view(stored)
+
+
+def divided(type: ArrayType, parts: Sequence[AxisSlice], values: Sequence[Any]) -> DividedArray:
+    """Return an array of whose parts this process has all values, for `write_parts`."""
+    return DividedArray(type, parts, range(len(parts)), lambda number, bounds: piece(values[number], bounds))
+
+
+def piece(value: Any, bounds: Bounds) -> npt.NDArray[Any]:
+    """Return the data of an array within bounds, as `stored_data` does."""
+    return stored_data(value)[tuple(itertools.starmap(slice, bounds))]
+
+
 def _restored(type: ArrayType, data: Any) -> Any:
     if jnp.issubdtype(type.dtype, jax.dtypes.extended):
         return jax.random.wrap_key_data(jnp.asarray(data), impl=key_implementation(type.dtype))
     return data if data.dtype == type.dtype else data.view(type.dtype)
 
 
-def _write_pieces(folder: Place, parts: Mapping[str, _Stored], places: Mapping[str, str]) -> None:
+def _write_pieces(folder: Place, parts: Mapping[str, _Stored | DividedArray], places: Mapping[str, str]) -> None:
     opening: dict[str, Any] = {}
     writing: deque[Any] = deque()
 
@@ -325,8 +375,8 @@ def _write_pieces(folder: Place, parts: Mapping[str, _Stored], places: Mapping[s
 
     try:
         for name, part in parts.items():
-            if part.is_shared and all(shard.replica_id for shard in part.value.addressable_shards):
-                continue  # other processes write all pieces
+            if isinstance(part, _Stored) and part.is_all_elsewhere:
+                continue
             opening[name] = _create(folder, name, places[name], part)
         for name, written in _in_flight(started()):
             with _unless_refused(name, folder):
@@ -341,13 +391,11 @@ def _write_pieces(folder: Place, parts: Mapping[str, _Stored], places: Mapping[s
                 future.exception()
 
 
-def _create(folder: Place, name: str, place: str, part: _Stored) -> Any:
-    flushed = part.value.nbytes >= _FLUSHED_BYTES
+def _create(folder: Place, name: str, place: str, part: _Stored | DividedArray) -> Any:
+    dtype, shape = stored_type(part.type)
+    flushed = dtype.itemsize * math.prod(shape) >= _FLUSHED_BYTES
     with _unless_refused(name, folder):
-        dtype = stored_dtype(part.value.dtype)
-        return create_array(
-            folder / place, dtype, part.value.shape, part.chunk_shape(), flushed=flushed, is_shared=part.is_shared
-        )
+        return create_array(folder / place, dtype, shape, part.chunk_shape(), flushed=flushed, is_shared=part.is_shared)
 
 
 def _started(name: str, opening: Any, index: Any, data: Any, folder: Place) -> Any:

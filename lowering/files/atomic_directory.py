@@ -262,7 +262,9 @@ def _remove_part(part: tuple[str, list[str], list[str]]) -> None:
 def flush(folder: Path) -> None:
     """Flush the files and entries of a folder to the disk; by several threads, so that the disk can combine writes."""
     walked = list(os.walk(folder))
-    paths = [Path(inner, name) for inner, _, files in walked for name in files] + [Path(inner) for inner, *_ in walked]
+    # TensorStore renames its `.__lock` files; another process may be writing one.
+    paths = [Path(inner, name) for inner, _, files in walked for name in files if not name.endswith(".__lock")]
+    paths += [Path(inner) for inner, *_ in walked]
     _do_all(_sync, paths, _FLUSHES)
 
 

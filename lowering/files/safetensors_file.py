@@ -11,7 +11,7 @@ import math
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from dflow.lowering.files.atomic_directory import refused_by_the_disk
 from dflow.lowering.files.regular_file import regular_size
 from dflow.tracing.errors import CheckpointError, CheckpointExists, DamagedCheckpoint, NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.rows.slices import AxisSlice
 
 SUFFIX = ".safetensors"
 
@@ -72,6 +73,19 @@ class SafetensorsFile:
                     raise damaged(self.path, f"array {name!r} is cut off")
                 value = data.view(type.dtype).reshape(type.shape)
                 yield name, value if sharding is None else jax.device_put(jnp.array(value), sharding)
+
+    def parts(self, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:
+        """Yield parts of arrays in order, as NumPy arrays; no more is read than their pages. Raises as `each` does."""
+        for name, part in wanted:
+            type = self.types[name]
+            if not type.size_bytes:
+                yield np.empty(part.shape(type.shape), type.dtype)
+                continue
+            try:
+                data = np.memmap(self.path, np.uint8, "r", self._starts[name], type.size_bytes)
+            except ValueError as error:
+                raise damaged(self.path, f"array {name!r} is cut off") from error
+            yield np.array(part.of(data.view(type.dtype).reshape(type.shape)))
 
     def is_replaced(self) -> bool:
         """Return whether another file, or none, is at the path by now."""

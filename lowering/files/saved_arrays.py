@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from dflow.lowering.files.array_files import read_arrays
+import numpy as np
+
+from dflow.lowering.files.array_files import ArrayFiles, read_arrays
 from dflow.lowering.files.object_path import ObjectPath, Place
 from dflow.lowering.files.orbax_checkpoint import is_orbax, read_orbax
 from dflow.lowering.files.places import place_of
-from dflow.lowering.files.safetensors_file import SUFFIX, read_safetensors
+from dflow.lowering.files.safetensors_file import SUFFIX, SafetensorsFile, read_safetensors
 from dflow.tracing.errors import NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.rows.slices import AxisSlice
 
 
 class SavedArrays(Protocol):
@@ -46,6 +50,16 @@ class SavedArrays(Protocol):
     def is_replaced(self) -> bool:
         """Return whether another one, or none, is at the path by now."""
         ...
+
+
+def read_parts(files: SavedArrays, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:
+    """Yield parts of the named arrays, in order; of a checkpoint that Orbax wrote, each array is read whole."""
+    if isinstance(files, ArrayFiles | SafetensorsFile):
+        yield from files.parts(wanted)
+        return
+    for name, parts in itertools.groupby(wanted, key=lambda one: one[0]):
+        [(_, whole)] = files.each({name: None})
+        yield from (np.array(part.of(whole)) for _, part in parts)
 
 
 def open_arrays(path: Place | str) -> SavedArrays:

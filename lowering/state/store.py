@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -20,7 +21,7 @@ from jax import jit as jax_jit
 from jax.sharding import Sharding
 
 from dflow.lowering.files.array_files import own_copy
-from dflow.lowering.files.saved_arrays import SavedArrays
+from dflow.lowering.files.saved_arrays import SavedArrays, read_parts
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.applied_steps import AppliedSteps
@@ -33,6 +34,7 @@ from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divid
 from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
+from dflow.tracing.rows.slices import AxisSlice
 
 Result = TypeVar("Result")
 _StatesByKeys = WeakValueDictionary[tuple[tuple[str, ...], tuple[str, ...]], StepState]
@@ -188,15 +190,26 @@ class Store:
         """
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
-    def read_saved(self, files: SavedArrays, keys: Mapping[str, str]) -> dict[str, jax.Array]:
+    def read_saved(
+        self,
+        files: SavedArrays,
+        keys: Mapping[str, str],
+        parts: Mapping[str, tuple[str, AxisSlice]] = MappingProxyType({}),
+    ) -> dict[str, jax.Array]:
         """Return arrays for `replace`, each as its variable is sharded now; `keys` are by array name.
+
+        parts  for each further variable by key, the array of which it has a part, and the indices
 
         Raises CheckpointError, which names the array, for one that is missing or damaged.
         """
-        shardings = self.shardings(keys.values())
+        shardings = self.shardings([*keys.values(), *parts])
         read = files.each({name: shardings[key] for name, key in keys.items()})
         # Those without a sharding may be in the memory that was read into.
-        return {keys[name]: own_copy(value) if shardings[keys[name]] is None else value for name, value in read}
+        found = {keys[name]: own_copy(value) if shardings[keys[name]] is None else value for name, value in read}
+        for key, value in zip(parts, read_parts(files, [*parts.values()]), strict=True):
+            place, own = shardings[key], own_copy(value)
+            found[key] = own if place is None else jax.device_put(own, place)
+        return found
 
     def write(self, key: str, value: Any) -> None:
         """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""

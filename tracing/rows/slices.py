@@ -42,12 +42,39 @@ class AxisSlice(NamedTuple):
         if origin is not None:
             indices = origin + self.start + self.step * jnp.arange(self.size)
             return jnp.take(jnp.asarray(array), indices, self.axis, mode="clip")
+        return array[self.slices]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The slices that take the part out of an array that has all indices."""
         stop = self.start + (self.size - 1) * self.step + 1 if self.size else self.start
-        return array[(slice(None),) * self.axis + (slice(self.start, stop, self.step),)]
+        return (slice(None),) * self.axis + (slice(self.start, stop, self.step),)
+
+    def before(self, end: int) -> int:
+        """The number of its indices below `end`."""
+        return min(max(0, -((self.start - end) // self.step)), self.size)
 
     def shape(self, whole: Sequence[int]) -> tuple[int, ...]:
         """The shape of the part of an array of the shape `whole`."""
         return (*whole[: self.axis], self.size, *whole[self.axis + 1 :])
+
+
+class ArrayPart(NamedTuple):
+    """The part that a variable has of an array that several variables divide: the array's shape, and the indices."""
+
+    whole: tuple[int, ...]
+    indices: AxisSlice
+
+
+def have_each_once(parts: Sequence[AxisSlice], size: int) -> bool:
+    """Whether each index below `size` is in exactly one part. The parts are neighbours, or all have one step."""
+    ordered = sorted(parts, key=lambda part: part.start)
+    starts, steps = [part.start for part in ordered], {part.step for part in parts}
+    if steps == {1}:
+        return [*starts, size] == [0, *(part.start + part.size for part in ordered)]
+    sizes = [part.size for part in ordered]
+    is_dealt = steps == {len(parts)} and starts == [*range(len(parts))]
+    return is_dealt and sizes == [-(-(size - start) // len(parts)) for start in starts]
 
 
 def sliced(initial: Callable[[], Any], part: AxisSlice) -> Callable[[], Any]:

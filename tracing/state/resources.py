@@ -28,6 +28,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import joined_namesakes
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, record_update, update_p, value_type
 from dflow.tracing.rows.row_gradient import RowGradient
+from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home, spread_here
@@ -37,7 +38,7 @@ from dflow.tracing.state.variable_as_array import register_as_array
 _serials = itertools.count()
 
 _OF_LOCATION = ("home", "device", "key", "sharding")
-_OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "loc", "handle", "namesakes")
+_OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "part", "loc", "handle", "namesakes")
 #: The attributes of a variable; setting any other is an error.
 _FIELDS = frozenset((*_OF_LOCATION, *_OTHERS))
 
@@ -130,6 +131,8 @@ class Variable(jax.Array):
         self.type = initial_type(first, name)
         self.trainable = trainable
         self.gradient = gradient
+        #: The part that it has of an array that several variables divide; such an array is saved as one.
+        self.part: ArrayPart | None = None
         #: The sharding over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()

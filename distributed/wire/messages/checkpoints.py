@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dflow.distributed.wire.messages.connection import ArrayInfo, Ok
+from dflow.distributed.wire.messages.connection import ArrayInfo, Arrays, Ok
 from dflow.distributed.wire.messages.message import Message, Request
 
 
@@ -14,6 +14,26 @@ class SavedVariable(msgspec.Struct, frozen=True):
     key: str
     name: str
     place: str
+
+
+class VariablePart(msgspec.Struct, frozen=True):
+    """A variable on a task that has a part of an array: its `key`, and the fields of an `AxisSlice`."""
+
+    task: str
+    key: str
+    axis: int
+    start: int
+    size: int
+    step: int
+
+
+class DividedVariable(msgspec.Struct, frozen=True):
+    """An array of a `shape` to write, of which variables have `parts`; `name` and `place` as in `SavedVariable`."""
+
+    name: str
+    place: str
+    shape: tuple[int, ...]
+    parts: tuple[VariablePart, ...]
 
 
 class CaptureVariables(Request[Ok], frozen=True):
@@ -30,7 +50,10 @@ class CaptureVariables(Request[Ok], frozen=True):
 
 
 class SaveVariables(Request[Ok], frozen=True):
-    """Write captured values into the folder of a save, which every task can access."""
+    """Write captured values into the folder of a save, which every task can access.
+
+    `divided`  arrays of which the task writes a share of the chunks; other tasks have captured the other parts
+    """
 
     speaker = "origin"
 
@@ -38,6 +61,19 @@ class SaveVariables(Request[Ok], frozen=True):
     number: int
     folder: str
     variables: tuple[SavedVariable, ...]
+    divided: tuple[DividedVariable, ...] = ()
+
+
+class ReadPiece(Request[Arrays], frozen=True):
+    """Read a part of a value that was captured for the save of another task; answered with the data that are stored.
+
+    `bounds`  first index and end along each dimension
+    """
+
+    origin: str
+    number: int
+    key: str
+    bounds: tuple[tuple[int, int], ...]
 
 
 class EndCapture(Request[Ok], frozen=True):
@@ -96,6 +132,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
     `number`     number of the restore, unique within `origin`
     `id`         id of the checkpoint at `path`, which every task can access
     `variables`  variable keys by the names of the checkpoint's arrays
+    `parts`      variables of the task that have parts of arrays, by the arrays' names
     """
 
     speaker = "origin"
@@ -105,6 +142,7 @@ class ReadCheckpoint(Request[Ok], frozen=True):
     path: str
     id: str
     variables: dict[str, str]
+    parts: dict[str, tuple[VariablePart, ...]] = msgspec.field(default_factory=dict)
 
 
 class EndRestore(Request[Ok], frozen=True):

@@ -320,7 +320,10 @@ def test_tasks_save_and_other_numbers_of_tasks_restore(url: str) -> None:
             cluster = memory.worker()
             with cluster.parameter_servers():
                 held = [dflow.Variable(lambda: jnp.zeros(3), name=name) for name in ("one", "two", "three")]
-            manager = dflow.CheckpointManager(url, held)
+                table = dflow.ShardedVariable(lambda: jnp.arange(7.0), by="modulo", name="table")
+            manager = dflow.CheckpointManager(url, [held, table])
+            assert (len(table.shards), table.read().tolist()) == (tasks, [n + 3.0 - tasks for n in range(7)])
+            table.assign(table.read() + 1)
             for index, variable in enumerate(held):
                 expected = [float(index + 3 - tasks)] * 3 if manager.resumed is not None else [0.0] * 3
                 assert variable.read().tolist() == ([0.0] * 3 if tasks == 3 else expected)
@@ -329,8 +332,10 @@ def test_tasks_save_and_other_numbers_of_tasks_restore(url: str) -> None:
             manager.close()
             cluster.close()
     one = [dflow.Variable(jnp.zeros(3), name=name) for name in ("one", "two", "three")]
-    dflow.restore(f"{url}/step_2", one)
+    whole = dflow.Variable(jnp.zeros(7), name="table")
+    dflow.restore(f"{url}/step_2", [one, whole])
     assert [variable.read().tolist() for variable in one] == [[3.0] * 3, [4.0] * 3, [5.0] * 3]
+    assert whole.read().tolist() == [n + 3.0 for n in range(7)]
 
 
 @pytest.mark.once

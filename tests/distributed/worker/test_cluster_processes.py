@@ -183,12 +183,14 @@ with cluster.parameter_servers():
     w = dflow.Variable(lambda: jnp.arange(3.0), name="w")
     b = dflow.Variable(lambda: jnp.zeros(()), name="b")
     opt = dflow.Optimizer(optax.adam(0.1), [w, b], name="adam")
+    table = dflow.ShardedVariable(lambda: jnp.arange(5), shards=2, by="modulo", name="table")
 
 @dflow.jit
 def step():
+    table.scatter_add(jnp.arange(5), jnp.ones(5, int))
     opt.apply(dflow.grad(lambda: ((w - 1) ** 2).sum() + (b - 2) ** 2, [w, b])())
 
-state = {"w": w, "b": b, "opt": opt}
+state = {"w": w, "b": b, "opt": opt, "table": table}
 if os.path.exists("saved"):
     dflow.restore("saved", state)
 for _ in range(5):
@@ -210,6 +212,7 @@ def test_a_cluster_goes_on_from_what_an_earlier_one_saved(tmp_path: Path) -> Non
     opt = dflow.Optimizer(optax.adam(0.1), [w, b])
     for _ in range(10):
         opt.apply(dflow.grad(lambda: ((w - 1) ** 2).sum() + (b - 2) ** 2, [w, b])())
-    there = read_arrays(tmp_path / "saved").read({"w": None, "b": None})
+    there = read_arrays(tmp_path / "saved").read({"w": None, "b": None, "table": None})
     np.testing.assert_allclose(there["w"], w.read(), rtol=1e-6)
     np.testing.assert_allclose(there["b"], b.read(), rtol=1e-6)
+    np.testing.assert_array_equal(there["table"], np.arange(5) + 10)

@@ -1,0 +1,90 @@
+"""An array of which several variables have parts, on one task or several, written to one place.
+
+Why: tasks that write to one chunk need a store with conditional writes, which not every store has. So each chunk is
+written by one task, which asks the others for what they have of it. The chunks are about as large as the parts, or
+smaller, so that a task has most elements of its chunks, unless the rows are dealt out in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dflow.lowering.files.zarr import stored_type
+from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.rows.slices import AxisSlice
+
+#: Largest size of a chunk in bytes.
+_CHUNK_BYTES = 64 << 20
+
+#: The first index and the end, along each dimension.
+Bounds = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class DividedArray:
+    """The chunks of an array that one process writes.
+
+    `type`   type of the whole
+    `parts`  the indices that each variable has, in an order that is the same in every process; each index once
+    `here`   numbers of the parts whose share of the chunks this process writes
+    `piece`  returns the elements within some bounds of the part of a number, with the dtype that is stored
+    """
+
+    type: ArrayType
+    parts: Sequence[AxisSlice]
+    here: Collection[int]
+    piece: Callable[[int, Bounds], npt.NDArray[Any]]
+
+    #: Whether other processes may write other chunks.
+    is_shared: ClassVar[bool] = True
+
+    def chunk_shape(self) -> tuple[int, ...]:
+        """Return the shape of the largest part if its rows were neighbours, cut along its first dimensions."""
+        dtype, whole = stored_type(self.type)
+        chunk = [max(1, size) for size in whole]
+        axis = self.parts[0].axis
+        chunk[axis] = -(-chunk[axis] // len(self.parts))
+        for dim, size in enumerate(chunk):
+            rows = max(1, _CHUNK_BYTES // (dtype.itemsize * math.prod(chunk[dim + 1 :])))
+            chunk[dim] = -(-size // -(-size // rows))
+            if rows >= size:
+                break
+        return tuple(chunk)
+
+    def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
+        """Yield the chunks that this process writes, and their indices."""
+        _, shape = stored_type(self.type)
+        grid = [
+            [(first, min(first + size, end)) for first in range(0, end, size)]
+            for size, end in zip(self.chunk_shape(), shape, strict=True)
+        ]
+        axis = self.parts[0].axis
+        for number, along in enumerate(grid[axis]):
+            if number * len(self.parts) // len(grid[axis]) in self.here:
+                for bounds in itertools.product(*grid[:axis], [along], *grid[axis + 1 :]):
+                    yield tuple(itertools.starmap(slice, bounds)), self._chunk(bounds)
+
+    def _chunk(self, bounds: Bounds) -> npt.NDArray[Any]:
+        axis = self.parts[0].axis
+        first, end = bounds[axis]
+        chunk = None
+        for number, part in enumerate(self.parts):
+            inner = part.before(first), part.before(end)
+            if inner[0] == inner[1]:
+                continue
+            piece = self.piece(number, (*bounds[:axis], inner, *bounds[axis + 1 :]))
+            count = inner[1] - inner[0]
+            if count == end - first:
+                return piece
+            if chunk is None:
+                chunk = np.empty([stop - start for start, stop in bounds], piece.dtype)
+            chunk[AxisSlice(axis, part.start + part.step * inner[0] - first, count, part.step).slices] = piece
+        assert chunk is not None  # each index is in a part
+        return chunk
