@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import namedtuple
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from dflow.exporting.export_manifest import (
     ExportManifest,
     FunctionSignature,
     Parameter,
+    PartEntry,
     arguments_of,
     signature_refusal,
 )
@@ -31,6 +32,7 @@ from dflow.lowering.programs.portable_tree import (
     plain,
 )
 from dflow.tracing.ir.types import dtype_name
+from dflow.tracing.rows.slices import have_each_once
 
 #: Most levels of a tree.
 _MOST_DEPTH = 64
@@ -61,6 +63,19 @@ def check_manifest(manifest: ExportManifest) -> None:
             for node in _nodes(tree):
                 _check_node(name, node, manifest)
         python_signature(signature.parameters)
+    for array, parts in manifest.parts().items():
+        _check_parts(array, parts.values(), manifest)
+
+
+def _check_parts(array: str, parts: Collection[PartEntry], manifest: ExportManifest) -> None:
+    first = next(iter(parts))
+    is_one = {(one.axis, *one.shape) for one in parts} == {
+        (first.axis, *first.shape)
+    } and array not in manifest.variables
+    if not is_one or not 0 <= first.axis < len(first.shape):
+        raise ValueError(f"variables have parts of {array!r}, and do not agree on it")
+    if not have_each_once([one.indices for one in parts], first.shape[first.axis]):
+        raise ValueError(f"variables have parts of {array!r}, and not each part once")
 
 
 def _check_names(subject: str, names: Any, known: Any) -> None:

@@ -26,8 +26,8 @@ from dflow.lowering.files.atomic_directory import present, whole_folder
 from dflow.lowering.files.regular_file import read_regular
 from dflow.tracing.errors import CheckpointError, ExportError
 
-#: The format version that this dflow writes, and the newest that it reads.
-FORMAT = 1
+#: The newest format version that this dflow reads, and writes if variables divide an array; older ones read version 1.
+FORMAT = 2
 
 MANIFEST = "manifest.json"
 PROGRAMS = "programs"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import keyword
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
 from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, text
+from dflow.tracing.rows.slices import AxisSlice
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 #: Attributes of `Loaded`, which no function may have as its name.
@@ -45,11 +47,32 @@ class FunctionSignature(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class VariableEntry(msgspec.Struct, frozen=True):
-    """A variable's type, such as `f32[3]`, and whether it is trainable."""
+class PartEntry(msgspec.Struct, frozen=True):
+    """Where the value of a variable is: the indices `start`, `start + step`, ..., `size` of them, of a stored array.
+
+    `array`, `shape`  name and shape of the array
+    `axis`            the dimension that has the indices
+    """
+
+    array: str
+    shape: list[int]
+    axis: int
+    start: int
+    size: int
+    step: int
+
+    @property
+    def indices(self) -> AxisSlice:
+        """The indices."""
+        return AxisSlice(self.axis, self.start, self.size, self.step)
+
+
+class VariableEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A variable's type, such as `f32[3]`, and whether it is trainable; `part` if no array of its name is stored."""
 
     type: str
     trainable: bool
+    part: PartEntry | None = None
 
 
 class ExportManifest(msgspec.Struct, frozen=True):
@@ -62,6 +85,14 @@ class ExportManifest(msgspec.Struct, frozen=True):
     #: The type of each large array that the functions close over, by name.
     constants: dict[str, str]
     signatures: dict[str, FunctionSignature]
+
+    def parts(self) -> dict[str, dict[str, PartEntry]]:
+        """Return the parts of each array that several variables divide, by array and variable."""
+        found: dict[str, dict[str, PartEntry]] = defaultdict(dict)
+        for name, entry in self.variables.items():
+            if entry.part is not None:
+                found[entry.part.array][name] = entry.part
+        return found
 
 
 def arguments_of(parameters: Sequence[Parameter]) -> Tree:

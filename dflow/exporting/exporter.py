@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,20 +18,23 @@ from dflow.exporting.export_format import FORMAT, write
 from dflow.exporting.export_manifest import (
     ExportManifest,
     FunctionSignature,
+    PartEntry,
     VariableEntry,
     and_list,
     listing,
     signature_refusal,
 )
 from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.lowering.files.array_files import divided
 from dflow.lowering.files.places import place_of
 from dflow.lowering.programs.export import exported
 from dflow.state_backends import by_backend
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
 from dflow.tracing.errors import ExportError
-from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import keywords_of, refuse_keywords
+from dflow.tracing.rows.slices import ArrayPart, have_each_once
 from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
@@ -63,6 +67,10 @@ class SavableFunctions:
         values: dict[str, Any] = {}
         for backend, here in by_backend(self.variables).items():
             values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
+        for array, parts in self._manifest.parts().items():
+            held = [values.pop(name) for name in parts]
+            type = ArrayType(held[0].dtype, tuple(next(iter(parts.values())).shape))
+            values[array] = divided(type, [part.indices for part in parts.values()], held)
         write(place, self._manifest, self._contents, values, self._constants, overwrite=overwrite)
         return place
 
@@ -101,10 +109,14 @@ class Exported(SavableFunctions):
         for name, one in made.items():
             _add_variables(variables, name, one)
             signatures[name] = msgspec.structs.replace(one.signature, constants=_add_constants(constants, name, one))
-        entries = {name: VariableEntry(str(held.type.strong), held.trainable) for name, held in variables.items()}
+        parts = _parts(variables)
+        entries = {
+            name: VariableEntry(str(held.type.strong), held.trainable, parts.get(name))
+            for name, held in variables.items()
+        }
         types = {name: str(array_type_of(value).strong) for name, value in constants.items()}
         super().__init__(
-            ExportManifest(FORMAT, __version__, jax.__version__, entries, types, signatures),
+            ExportManifest(FORMAT if parts else 1, __version__, jax.__version__, entries, types, signatures),
             {name: one.program for name, one in made.items()},
             {name: one.content for name, one in made.items()},
             variables,
@@ -135,6 +147,21 @@ def _add_variables(variables: dict[str, Variable], signature: str, one: TracedEx
                 f"{signature} uses another variable called {name!r} than the functions before it"
                 f"{at(other.loc)}{at(variable.loc)}\n  give one of them another name"
             )
+
+
+def _parts(variables: Mapping[str, Variable]) -> dict[str, PartEntry]:
+    """Return, by variable, the parts of arrays of which all variables are there, and whose names are free."""
+    found: dict[str, dict[str, ArrayPart]] = defaultdict(dict)
+    for name, variable in variables.items():
+        if variable.part is not None and variable.is_named:
+            found[name.rpartition("/")[0]][name] = variable.part
+    entries: dict[str, PartEntry] = {}
+    for array, parts in found.items():
+        first = next(iter(parts.values()))
+        is_whole = have_each_once([part.indices for part in parts.values()], first.whole[first.indices.axis])
+        if is_whole and array not in variables and {part.whole for part in parts.values()} == {first.whole}:
+            entries |= {name: PartEntry(array, [*part.whole], *part.indices) for name, part in parts.items()}
+    return entries
 
 
 def _add_constants(constants: dict[str, Any], signature: str, one: TracedExport) -> dict[str, str]:

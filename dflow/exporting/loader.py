@@ -44,6 +44,7 @@ from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.resources import Variable, is_variable
 
 
@@ -101,7 +102,14 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
     with bytecode_reader() as as_text:
         read = partial(read_program, allowed=allowed, as_text=as_text)
         programs = {name: _program(place, name, content, manifest, read) for name, content in contents.items()}
-    values = read_values(place, VARIABLES, manifest.variables)
+    parts = manifest.parts()
+    whole = (name for name, entry in manifest.variables.items() if entry.part is None)
+    values = read_values(place, VARIABLES, [*whole, *parts])
+    for array, divided in parts.items():
+        value = values.pop(array)
+        if {tuple(part.shape) for part in divided.values()} != {value.shape}:
+            raise damaged(place / VARIABLES, f"{array} has the shape {value.shape}, and another in the manifest")
+        values |= {name: part.indices.of(value) for name, part in divided.items()}
     large = read_values(place, CONSTANTS, manifest.constants)
     constants = {name: jnp.asarray(value) for name, value in large.items()}
     for name, entry in manifest.variables.items():
@@ -112,6 +120,9 @@ def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.Disabl
         name: Variable(values.pop(name), name=prefix + name, trainable=entry.trainable)
         for name, entry in manifest.variables.items()
     }
+    for divided in parts.values():
+        for name, part in divided.items():
+            variables[name].part = ArrayPart(tuple(part.shape), part.indices)
     use_beside_namesakes(variables.values())
     return Loaded(manifest, programs, contents, variables, constants)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import secrets
 from collections import Counter
 from collections.abc import Iterator
@@ -311,3 +312,48 @@ def test_a_task_that_ends_in_a_save_leaves_the_checkpoint_before(
                 manager.wait()
             assert [checkpoint.step for checkpoint in manager.checkpoints] == [0]
         same(arrays_in(tmp_path / "run" / "step_0"), saved)
+
+
+def test_an_export_has_one_array(worker: Cluster, tmp_path: Path) -> None:
+    program, expected = Program(worker, Division(3, "modulo")), random_arrays("adam")
+    write_arrays(tmp_path / "0", expected)
+    program.restore(tmp_path / "0")
+    one_shard = program.table.shards[0]
+
+    @dflow.jit
+    def move(ids: Any) -> Any:
+        program.table.scatter_add(ids, jnp.ones((2, 5)))
+        return program.table.gather(ids)
+
+    ids = jnp.array([1, 22])
+    dflow.export({"move": (move, ids), "shard": (dflow.jit(one_shard.read),)}).save(tmp_path / "e")
+    name = program.table.name
+    same(arrays_in(tmp_path / "e" / "variables"), {name: expected["table"]})
+    there = dflow.load(tmp_path / "e", prefix="loaded/")
+    same(there.move(ids), move(ids))
+    there.save(tmp_path / "again")
+    same(arrays_in(tmp_path / "again" / "variables"), {name: program.table.read()})
+    dflow.save(tmp_path / "c", there.variables, names={f"loaded/{name}": "table"})
+    same(arrays_in(tmp_path / "c"), {"table": program.table.read()})
+    dflow.export(dflow.jit(one_shard.read)).save(tmp_path / "shard")
+    assert arrays_in(tmp_path / "shard" / "variables").keys() == {f"{name}/0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"start": 1}, "not each part once"),
+        ({"step": 0}, "not each part once"),
+        ({"axis": 1}, "do not agree on it"),
+        ({"shape": [23]}, "do not agree on it"),
+    ],
+)
+def test_a_damaged_manifest_of_an_export(change: dict[str, Any], message: str, tmp_path: Path) -> None:
+    table = dflow.ShardedVariable(jnp.ones(SHAPE), shards=2, name="exported")
+    dflow.export(dflow.jit(table.sum)).save(tmp_path / "e")
+    file = tmp_path / "e" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["variables"]["exported/0"]["part"] |= change
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(dflow.ExportError, match=message):
+        dflow.load(tmp_path / "e")
