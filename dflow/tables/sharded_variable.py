@@ -31,7 +31,7 @@ from dflow.tracing.rows.slices import ArrayPart, AxisSlice
 from dflow.tracing.source import as_code
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.initial_value import initial_type
-from dflow.tracing.state.resources import Variable, is_variable
+from dflow.tracing.state.resources import Variable, is_variable, name
 
 #: Most rows of a sharded variable: row numbers are i32.
 MOST_ROWS = 2**31 - 1
@@ -165,6 +165,7 @@ class ShardedVariable:
         if len(shards) == 1 and not shards[0].home.shares_names:
             return shards[0].gather(numbers)
         way = route(self.layout, flat)
+        way = way._replace(rows=[name(rows, f"{self.name}/{shard}/ids") for shard, rows in enumerate(way.rows)])
         if self.layout.axis == 0:
             found = jnp.concatenate(list(map(_looked_up, shards, way.rows, way.counts)))
         else:

@@ -212,7 +212,8 @@ class _Cut:
         way = self._way(operand)
         if way.first is not None:
             way = way._replace(value=self._filled_rows(way.first, way.value))
-        self._ways[node.outputs[0]] = way._replace(first=node)
+        name = node.outputs[0].name
+        self._ways[node.outputs[0]] = way._replace(first=node, name=way.name if name.isdigit() else name)
 
     def _is_sendable(self, operand: Operand) -> TypeGuard[Value]:
         return isinstance(operand, Value) and operand not in self._numbers
