@@ -28,6 +28,7 @@ RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
     original = page.read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tables.sharded_variable import ShardedVariable, register
+from dflow.tables.sharded_variable import ShardedVariable, checked_numbers, register
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.primitives.id_checks import checked_ids
 
+#: Numbers of the embeddings without a name.
+_unnamed = itertools.count()
 #: An initialiser as those of `jax.nn.initializers`: a function of a key, a shape and a dtype.
 Initializer = Callable[[Any, tuple[int, ...], Any], Any]
 
@@ -23,7 +25,7 @@ class Embedding(ShardedVariable):
 
     `initializer`  a function of (key, shape, dtype), such as those of `jax.nn.initializers`; by default normal with
                    the standard deviation 1 / sqrt(dim). Each task computes its own rows, as `ShardedVariable` says
-    `key`          for the initialiser; by default made of the name
+    `key`          for the initialiser; by default made of the name, or without one of the number of the embedding
     `shards`, `by`, `max_shard_bytes`, `name`, `trainable`  as for `ShardedVariable`
     raises         VariableError as `ShardedVariable` does
 
@@ -51,7 +53,8 @@ class Embedding(ShardedVariable):
         if rows < 1 or dim < 1:
             raise VariableError(f"an embedding: expected 1 or more rows and dimensions, got {rows} and {dim}")
         draw = jax.nn.initializers.normal(dim**-0.5) if initializer is None else initializer
-        drawn_from = jax.random.key(zlib.crc32((name or "").encode())) if key is None else key
+        seed = f"embedding {next(_unnamed)}" if name is None else name
+        drawn_from = jax.random.key(zlib.crc32(seed.encode())) if key is None else key
         super().__init__(
             lambda: draw(drawn_from, (rows, dim), dtype),
             shards=shards,
@@ -68,9 +71,16 @@ class Embedding(ShardedVariable):
         `rows` - 1, which it names; VariableShapeError for ids that are no integers. In an exported function, which runs
         without this check, the row of such an id is NaN.
         """
-        given = checked_ids(self._indices("lookup", ids), size=self.shape[0], table=self.name)
+        return self.rows_of(self.checked(ids))
+
+    def rows_of(self, given: jax.Array) -> jax.Array:
+        """The rows of checked ids."""
         is_row = (given >= 0) & (given < self.shape[0])
         return jnp.where(is_row[..., None], self.rows(jnp.where(is_row, given, 0)), jnp.nan)
+
+    def checked(self, ids: Any) -> jax.Array:
+        """The ids as i32, if each is the number of a row; raises as a lookup does."""
+        return checked_numbers(self, ids)
 
     def bag(
         self,
@@ -90,7 +100,7 @@ class Embedding(ShardedVariable):
         raises    as a lookup does; InputError for an unknown `combine`, shapes that do not fit, and `segments` without
                   `bags`
         """
-        given = self._indices("bag", ids)
+        given = self.checked(ids)
         factors = None if weights is None else jnp.asarray(weights, self.dtype)
         if combine not in ("sum", "mean"):
             raise InputError(f"combine: expected 'sum' or 'mean', got {combine!r}", "give one of the two")
@@ -105,7 +115,7 @@ class Embedding(ShardedVariable):
                 f"{None if segments is None else jnp.shape(segments)} and bags={bags}",
                 "give both, or neither for bags of one size",
             )
-        rows = self(given)
+        rows = self.rows_of(given)
         if factors is not None:
             rows = rows * factors[..., None]
         if segments is None:
@@ -113,11 +123,13 @@ class Embedding(ShardedVariable):
         else:
             total = jax.ops.segment_sum(rows, segments, bags)
             count = _counts(factors, given, lambda weights: jax.ops.segment_sum(weights, segments, bags))
-        return total if combine == "sum" else jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
+        if combine == "mean":
+            total = jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
+        return total.astype(self.dtype)  # the count of a bag has more bits than bfloat16
 
 
 def _counts(factors: Any, ids: Any, total: Callable[[Any], Any]) -> Any:
-    return total(jnp.ones(ids.shape) if factors is None else factors)[..., None]
+    return total(jnp.ones(ids.shape) if factors is None else factors.astype(jnp.float32))[..., None]
 
 
 register(Embedding)

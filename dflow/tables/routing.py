@@ -1,4 +1,4 @@
-"""The way of row numbers to the shards that have the rows, and of the rows back.
+"""Routing of row numbers to the shards that have the rows, and of the rows back to the caller.
 
 The numbers are deduplicated and sorted by shard, so those of one shard are a slice. Each shard gets an array with room
 for the most that there may be, and only the first ones are sent (`first_rows`).
@@ -44,8 +44,10 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
     ascending = jnp.sort(places)
     is_first = jnp.concatenate([jnp.ones(1, bool), ascending[1:] != ascending[:-1]])
     room = count + max(rooms)
+    # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
+    ranks = jax.lax.associative_scan(jnp.add, is_first.astype(jnp.int32))
     each_once = jnp.full(room, size, jnp.int32)
-    each_once = each_once.at[jnp.where(is_first, jnp.cumsum(is_first) - 1, room)].set(ascending, mode="drop")
+    each_once = each_once.at[jnp.where(is_first, ranks - 1, room)].set(ascending, mode="drop")
     starts = jnp.searchsorted(each_once, np.asarray(bounds, np.int32)).astype(jnp.int32)
     # One value for each shard: it is sent once, with the row numbers.
     counts = [starts[shard + 1] - starts[shard] for shard in range(len(ranges))]
@@ -61,10 +63,14 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
 
 
 def _least(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return False
     return -jnp.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
 
 
 def _most(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return True
     return jnp.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).max
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflow.scopes import colocate_with
 from dflow.tables.initial_part import initial_part
@@ -25,10 +26,11 @@ from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.updates import indices_refusal
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.primitives.id_checks import check_ids, checked_ids
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.slices import ArrayPart, AxisSlice
-from dflow.tracing.source import as_code
+from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.initial_value import initial_type
 from dflow.tracing.state.resources import Variable, is_variable, name
@@ -267,15 +269,27 @@ class ShardedVariable:
             )
         return self.shards
 
-    def _indices(self, method: str, indices: Any) -> Any:
-        array = jnp.asarray(_read(indices))
+    def _indices(self, method: str, indices: Any) -> jax.Array:
+        """Return indices as i32. One that is no i32 becomes the largest or least i32, and no row has these numbers."""
+        array = self._integers(method, indices)
+        if array.dtype.itemsize > 4 or array.dtype == np.uint32:
+            least = 0 if jnp.issubdtype(array.dtype, jnp.unsignedinteger) else -MOST_ROWS - 1
+            array = array.clip(least, MOST_ROWS)  # of NumPy, or of JAX: its conversion alone would wrap around
+        return jnp.asarray(array, jnp.int32)
+
+    def _integers(self, method: str, indices: Any) -> Any:
+        """Return indices as an array of integers: a NumPy one if JAX might not hold their numbers."""
+        array = _read(indices)
+        array = array if isinstance(array, jax.Array) else np.asarray(array)
+        if array.dtype == np.float64 and not array.size:  # an empty list
+            array = array.astype(np.int32)
         refusal = indices_refusal(ArrayType(self.dtype, self.shape), ArrayType(array.dtype, array.shape))
         if refusal is not None:
             raise VariableShapeError(
                 f"sharded variable {self.name!r} of {self.shape} has no {method} here: {refusal}",
                 "give it integers that count along the first dimension",
             )
-        return array.astype(jnp.int32)
+        return array
 
     def _scatter(self, kind: str, indices: Any, rows: Any) -> None:
         shards = self._variables(kind)
@@ -332,6 +346,16 @@ def _read(value: Any) -> Any:
     if isinstance(value, RowGradient):
         return value.dense()
     return value.read() if isinstance(value, Variable | ShardedVariable) else value
+
+
+def checked_numbers(table: ShardedVariable, ids: Any) -> jax.Array:
+    """The ids as i32, if each is the number of a row. Raises InputError, while the step runs, for another, named."""
+    array = table._integers("lookup", ids)
+    if isinstance(array, jax.Array):
+        array = checked_ids(array, size=table.shape[0], table=table.name)
+    else:
+        check_ids(array, table.shape[0], table.name, at(caller()))
+    return table._indices("lookup", array)
 
 
 def _looked_up(shard: Variable, rows: Any, count: Any) -> Any:

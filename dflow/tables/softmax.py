@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from dflow.scopes import colocate_with
 from dflow.tables.shard_layout import ShardLayout
-from dflow.tables.sharded_variable import ShardedVariable
+from dflow.tables.sharded_variable import ShardedVariable, checked_numbers
 from dflow.tracing.errors import InputError, VariableShapeError
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.primitives.id_checks import checked_ids
 
 
 @suggests_keywords
@@ -53,7 +52,8 @@ def softmax_cross_entropy(
         label_logit = label_logit + found
     peak = jnp.stack(largest).max(0)
     total = sum(part * jnp.exp(own - peak) for part, own in zip(sums, largest, strict=True))
-    return jnp.log(total) + peak - label_logit
+    is_class = (labels >= 0) & (labels < weights.shape[0])  # an exported function has no check of labels
+    return jnp.where(is_class, jnp.log(total) + peak - label_logit, jnp.nan)
 
 
 @suggests_keywords
@@ -97,11 +97,11 @@ def sampled_softmax_cross_entropy(
 
 
 def _checked(weights: ShardedVariable, hidden: Any, labels: Any, bias: ShardedVariable | None) -> tuple[Any, Any]:
-    hidden, labels = jnp.asarray(hidden), jnp.asarray(labels)
-    if weights.ndim != 2 or weights.layout.axis != 0 or hidden.shape != (*labels.shape, weights.shape[1]):
+    hidden = jnp.asarray(hidden)
+    if weights.ndim != 2 or weights.layout.axis != 0 or hidden.shape != (*jnp.shape(labels), weights.shape[1]):
         raise VariableShapeError(
             f"a softmax over {weights.name!r}: expected weights of (classes, d) divided by rows, labels and, of their "
-            f"shape and d, hidden values, got {weights.shape} by {weights.layout.by}, {labels.shape} and "
+            f"shape and d, hidden values, got {weights.shape} by {weights.layout.by}, {jnp.shape(labels)} and "
             f"{hidden.shape}",
             "give a hidden vector and a label for each example",
         )
@@ -111,4 +111,4 @@ def _checked(weights: ShardedVariable, hidden: Any, labels: Any, bias: ShardedVa
             f"{bias.shape} in {bias.layout.shards} shards by {bias.layout.by}",
             "make it with near=weights",
         )
-    return hidden, checked_ids(labels.astype(jnp.int32), size=weights.shape[0], table=weights.name)
+    return hidden, checked_numbers(weights, labels)

@@ -121,7 +121,9 @@ class _EvaluationProgram:
         """Return the sums over the examples of a batch; waits until they are computed."""
         found = {name: np.asarray(value, np.float64) for name, value in outputs.items()}
         count = float(found.pop(EXAMPLES).sum()) if self.examples is None else float(self.examples)
-        sums = {name: float(value.sum() if value.ndim else value * count) for name, value in found.items()}
+        sums = {
+            name: float(value.sum() if value.ndim else value * count if count else 0) for name, value in found.items()
+        }
         return sums | {EXAMPLES: count}
 
 

@@ -55,7 +55,8 @@ class DenseGradients:
         self._given = [optimizer for optimizer, _ in found]
         for optimizer, types in found:
             leaves, tree = jax.tree_util.tree_flatten(_dense(types))
-            if optimizer not in self._kept:
+            if optimizer not in self._kept or _differ(self._kept[optimizer], tree, leaves):
+                self._updates.pop(optimizer, None)
                 with home(default_home()):
                     made = [
                         Variable(jnp.zeros(leaf.shape, leaf.dtype), name=f"{self.name}/{optimizer.name}/{number}")
@@ -79,6 +80,12 @@ class DenseGradients:
             if optimizer not in self._updates:
                 self._updates[optimizer] = _update(optimizer, tree, own)
             self._updates[optimizer](own)
+
+
+def _differ(kept: tuple[Any, list[Variable]], tree: Any, leaves: Sequence[Any]) -> bool:
+    """Whether arrays of another structure or type are kept."""
+    types = [(variable.shape, variable.dtype) for variable in kept[1]]
+    return kept[0] != tree or types != [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def _update(optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:

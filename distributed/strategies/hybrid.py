@@ -81,14 +81,11 @@ class Hybrid(AllReduce):
                     if gradients is None:
                         raise InternalError(f"the rounds of run {run!r} are over before its first step")
                     outcome, _ = part.run_step(gradients, step, batch, opening.number)
+                    self._refuse_return(run, epoch)
                     self._dense.apply_means()
                     # Before the loop goes on: then the tables have this step's update.
                     opening = part.next(opening.number)
-                    if self._cluster.epoch != epoch:
-                        raise TaskLost(
-                            f"the tables of run {run!r} have returned to a snapshot, and the dense layers have not",
-                            "start the workers again, which restore both from a checkpoint",
-                        )
+                    self._refuse_return(run, epoch)
                     progress.note(outcome)
                 yield outcome
         except BaseException:
@@ -98,3 +95,11 @@ class Hybrid(AllReduce):
             if gradients is not None:
                 part.leave(opening.number)
         progress.report()
+
+    def _refuse_return(self, run: str, epoch: int) -> None:
+        """Raise TaskLost if the tables have returned to a snapshot since `epoch`."""
+        if self._cluster.epoch != epoch:
+            raise TaskLost(
+                f"the tables of run {run!r} have returned to a snapshot, and the dense layers have not",
+                "start the workers again, which restore both from a checkpoint",
+            )

@@ -104,3 +104,25 @@ def test_an_exported_lookup_has_no_check(table: dflow.Embedding, tmp_path: Path)
     rows = served.call(jnp.array([1, 99, 100]))
     np.testing.assert_array_equal(rows[:2], 2 * table.read()[jnp.array([1, 99])])
     assert np.isnan(rows[2]).all()
+
+
+@pytest.mark.parametrize("ids", [np.array([2**32 + 5]), np.array([2**32 - 1], np.uint32), np.array([-(2**31) - 7])])
+def test_an_id_of_many_bits_does_not_wrap_around(table: dflow.Embedding, ids: Any) -> None:
+    with pytest.raises(dflow.InputError, match=f"expected ids from 0 to 99, got {ids[0]} at"):
+        table(ids)
+    with pytest.raises(dflow.InputError, match=f"expected ids from 0 to 99, got {ids[0]} at"):
+        dflow.jit(lambda: table(ids))()
+    sharded = dflow.ShardedVariable(lambda: jnp.zeros((100, 2)), shards=3, name="sharded")
+    sharded.scatter_add(ids, jnp.ones((1, 2)))
+    assert not sharded.read().any()
+    with pytest.raises(dflow.InputError, match="expected ids from 0 to 99"):
+        dflow.softmax_cross_entropy(table, jnp.ones((1, 4)), ids)
+
+
+def test_embeddings_without_names_differ() -> None:
+    assert (dflow.Embedding(9, 4).read() != dflow.Embedding(9, 4).read()).any()
+
+
+def test_a_bag_has_the_dtype_of_the_table() -> None:
+    narrow = dflow.Embedding(9, 4, dtype=jnp.bfloat16, name="narrow")
+    assert {narrow.bag(jnp.array([1, 2]), combine=combine).dtype for combine in ("sum", "mean")} == {narrow.dtype}

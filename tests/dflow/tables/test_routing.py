@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,8 @@ def cases(draw: Any) -> tuple[ShardLayout, np.ndarray[Any, Any]]:
     return layout, np.asarray(numbers, np.int32)
 
 
-@settings(max_examples=examples(60), deadline=None)
+@pytest.mark.once
+@settings(max_examples=examples(40), deadline=None)
 @given(cases())
 def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarray[Any, Any]]) -> None:
     layout, numbers = case
@@ -50,7 +52,8 @@ def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarr
             assert place >= len(found)
 
 
-@settings(max_examples=examples(40), deadline=None)
+@pytest.mark.once
+@settings(max_examples=examples(30), deadline=None)
 @given(cases(), st.sampled_from(sorted(COMBINED)))
 def test_rows_for_one_number_are_combined(case: tuple[ShardLayout, np.ndarray[Any, Any]], kind: str) -> None:
     layout, numbers = case

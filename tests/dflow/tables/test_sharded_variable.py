@@ -35,6 +35,7 @@ def servers(request: Any) -> Iterator[Any]:
         yield worker.parameter_servers
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("by", DIVISIONS)
 def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     with servers():
@@ -157,6 +158,7 @@ def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
         use(table)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("by", ["rows", "modulo"])
 def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks give the bits of the whole; an initialiser that needs the whole is not computed in blocks."""
@@ -179,3 +181,11 @@ def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch:
         np.testing.assert_array_equal(table.read(), initial())
         assert seen == [blocks] * 2 * bool(blocks)
         seen.clear()
+
+
+def test_updates_of_booleans() -> None:
+    seen = dflow.ShardedVariable(lambda: jnp.zeros(9, bool), shards=2, name="seen rows")
+    seen.scatter_max(jnp.array([1, 8, 1]), jnp.array([True, True, False]))
+    np.testing.assert_array_equal(np.flatnonzero(seen.read()), [1, 8])
+    seen.scatter_min(jnp.array([8]), jnp.array([False]))
+    np.testing.assert_array_equal(np.flatnonzero(seen.read()), [1])

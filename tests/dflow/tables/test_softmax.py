@@ -33,6 +33,7 @@ def dense(weights: Any, bias: Any, hidden: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ weights.T + bias, LABELS)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("by", ["rows", "modulo"])
 def test_the_full_softmax_is_the_dense_one(by: str) -> None:
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:

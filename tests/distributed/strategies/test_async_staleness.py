@@ -105,7 +105,7 @@ def test_while_a_step_runs_the_others_apply_as_many_updates_as_the_bound(
     together(workers, work)
     assert len(found) == 24
     assert max(found) == limit
-    assert bounded(memory, "run") is None
+    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
 
 
 @pytest.mark.parametrize(("limit", "prefetch"), [(0, 0), (2, 0), (5, 1), (12, 2), (None, 1)])
@@ -147,7 +147,7 @@ def test_the_bound_holds_while_workers_join_leave_and_end_in_a_step(
     # Steps that the second had not reported yet are done again, and change nothing.
     assert len(found) >= 61
     assert limit is None or max(found) <= limit
-    assert bounded(memory, "run") is None
+    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
 
 
 def test_values_are_fetched_ahead_where_the_bound_allows_it(
@@ -267,7 +267,7 @@ def test_a_wait_names_the_worker_whose_step_lasts(
 
     with closing(memory.worker(0, SOON)) as first, closing(memory.worker(1, quick)) as second:
         together([first, second], work)
-    assert bounded(memory, "run") is None
+    until(lambda: bounded(memory, "run") is None)  # the last word of a worker may still be on its way
 
 
 @pytest.mark.parametrize("is_handled", [False, True])
