@@ -209,13 +209,11 @@ class _Builder:
             ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")
             outputs = self._results(names, equation, ref.name)
             return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
-        if primitive.name in RULED and is_kernel(closed_parts(params[RULED[primitive.name]])[0]):
+        if primitive.name in RULED:
             jaxpr, consts = closed_parts(params[RULED[primitive.name]])
-            return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
-        if primitive.name in RULED and not closed_parts(params[RULED[primitive.name]])[0].eqns:
-            # It returns operands, such as the rows of a lookup: as an op it would move them to the caller.
-            jaxpr, consts = closed_parts(params[RULED[primitive.name]])
-            return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
+            # A function without ops returns operands, such as the rows of a lookup; an op would move them to the caller.
+            if is_kernel(jaxpr) or not jaxpr.eqns:
+                return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
         said = dict.fromkeys(_scopes(inner for inner, _ in inner_parts(params)))
         scopes = [scope for scope in said if is_within_task(scope)]
         is_divided = len(scopes) > 1 or _is_over_tasks(equation, said)
