@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from dflow.distributed.collectives.process_group import ProcessGroup
-from dflow.distributed.process.termination import TerminationGuard
-from dflow.distributed.strategies.batch_supply import END, BatchSupply
+from dflow.distributed.strategies.batch_supply import END
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, arguments_of
+from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
@@ -137,15 +136,13 @@ class AllReduce(Strategy):
         of_run._first = first
         return Strategy.run(of_run, step, batches, steps=steps, name=name)
 
-    def _results(
-        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
-    ) -> Iterator[Any]:
-        progress = StepProgress(self._cluster, run, steps, self._first)
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        progress = StepProgress(self._cluster, run.name, run.steps, self._first)
         try:
-            for batch in self._batches(run, batches, steps):
-                with guard.step():
+            for batch in self._batches(run):
+                with run.guard.step():
                     with self._on.shared_step() if self._group is not None else nullcontext():
-                        outcome = step(*arguments_of(self._on.divided(batch)))
+                        outcome = run.step(*arguments_of(self._on.divided(batch)))
                     progress.note(outcome)
                 yield outcome
         except BaseException:
@@ -153,15 +150,15 @@ class AllReduce(Strategy):
             raise
         progress.report()
 
-    def _batches(self, run: str, batches: BatchSupply, steps: int) -> Iterator[Any]:
+    def _batches(self, run: StrategyRun) -> Iterator[Any]:
         """Yield this worker's batch for each step, as long as all workers have one."""
-        if not 0 <= self._first <= steps:
+        if not 0 <= self._first <= run.steps:
             raise StrategyError(
-                f"run: first: expected a step from 0 to {steps}, got {self._first}", "give manager.next_step"
+                f"run: first: expected a step from 0 to {run.steps}, got {self._first}", "give manager.next_step"
             )
-        for number in range(self._first, steps):
-            batch = batches.take(number * self._on.parts + self._on.part)
-            if not self._are_all_ready(run, number, steps, batch):
+        for number in range(self._first, run.steps):
+            batch = run.batches.take(number * self._on.parts + self._on.part)
+            if not self._are_all_ready(run.name, number, run.steps, batch):
                 return
             yield batch
 

@@ -17,11 +17,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.steps.retries import is_recovered
-from dflow.distributed.strategies.batch_supply import END, BatchSupply
+from dflow.distributed.strategies.batch_supply import END
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, arguments_of
+from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -63,24 +62,14 @@ class Async(Strategy):
             )
         self._cluster, self._prefetch, self._max_staleness, self._job = cluster, prefetch, max_staleness, job
 
-    def _results(
-        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
-    ) -> Iterator[Any]:
+    def results(self, run: StrategyRun) -> Iterator[Any]:
         bound = self._max_staleness, self._job
-        with self._cluster.shared_steps(run, self._prefetch, *bound) as shared_step:
-            yield from self._claimed(run, step, batches, steps, guard, shared_step)
+        with self._cluster.shared_steps(run.name, self._prefetch, *bound) as shared_step:
+            yield from self._claimed(run, shared_step)
 
-    def _claimed(
-        self,
-        run: str,
-        step: Callable[..., Any],
-        batches: BatchSupply,
-        steps: int,
-        guard: TerminationGuard,
-        shared_step: Callable[[range], AbstractContextManager[None]],
-    ) -> Iterator[Any]:
+    def _claimed(self, run: StrategyRun, shared_step: Callable[[range], AbstractContextManager[None]]) -> Iterator[Any]:
         coordinator, task = self._cluster.coordinator, self._cluster.task
-        claim = ClaimSteps(run, task, steps, max_staleness=self._max_staleness)
+        claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness)
         claimed = coordinator.ask(claim).steps
         reported_s = time.monotonic()
         # The batch of the step that runs, and the number of failures of this step.
@@ -90,20 +79,20 @@ class Async(Strategy):
             done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
             try:
                 for number in claimed:
-                    if (batch := batches.take(number)) is END:
+                    if (batch := run.batches.take(number)) is END:
                         break
                     started, pending = time.perf_counter(), [batch]
-                    with shared_step(range(number, claimed.stop)), guard.step():
+                    with shared_step(range(number, claimed.stop)), run.guard.step():
                         try:
-                            outcome = step(*arguments_of(batch))
+                            outcome = run.step(*arguments_of(batch))
                         except BaseException:
                             # Before a pause that waits for the end of this step: it may be applied in part.
-                            coordinator.tell(StepsDone(run, task, claimed.start, done.count, has_failed=True))
+                            coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, has_failed=True))
                             raise
                         done.note(time.perf_counter() - started, outcome)
                         pending, failures = [], 0
                     if time.monotonic() - reported_s > REPORT_S:
-                        coordinator.tell(StepsDone(run, task, claimed.start, done.count, *done.progress()))
+                        coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()
                     yield outcome
             except BaseException as error:
@@ -112,7 +101,7 @@ class Async(Strategy):
                 if is_loss and is_recovered(self._cluster, error, failures):
                     # After a return to a snapshot, the steps done since are repeated, if there were any.
                     count = done.count if self._cluster.undone == undone else 0
-                    batches.put_back(*pending)
+                    run.batches.put_back(*pending)
                     claimed = coordinator.ask(replace(claim, done=count)).steps
                     continue
                 # The loop was left, or a step or a batch failed: return the steps not done here to other workers.

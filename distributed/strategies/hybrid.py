@@ -8,13 +8,12 @@ the next step reads anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.strategies.all_reduce import AllReduce, CollectiveCluster, StepProgress
-from dflow.distributed.strategies.batch_supply import BatchSupply
+from dflow.distributed.strategies.strategy import StrategyRun
 from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.tracing.errors import InternalError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -61,31 +60,33 @@ class Hybrid(AllReduce):
     def variables(self) -> AbstractContextManager[None]:
         return self._on.copies(self._group, self._cluster.store)
 
-    def _results(
-        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
-    ) -> Iterator[Any]:
+    def results(self, run: StrategyRun) -> Iterator[Any]:
         # Of this group alone: after a death the next one begins with the tables of the checkpoint.
         number_of_group = 0 if self._group is None else self._group.number
-        part = self._cluster.take_part(f"{run} of group {number_of_group}", self._job, self._dense)
+        part = self._cluster.take_part(f"{run.name} of group {number_of_group}", self._job, self._dense)
         if part is None:
-            yield from super()._results(run, step, batches, steps, guard)
+            yield from super().results(run)
             return
-        progress, gradients, opening = StepProgress(self._cluster, run, steps, self._first), None, RoundOpen(-1, 0)
+        progress, gradients, opening = (
+            StepProgress(self._cluster, run.name, run.steps, self._first),
+            None,
+            RoundOpen(-1, 0),
+        )
         epoch = self._cluster.epoch
         try:
-            for batch in self._batches(run, batches, steps):
-                with guard.step():
+            for batch in self._batches(run):
+                with run.guard.step():
                     if gradients is None:
-                        gradients = part.open(step, batch, steps - self._first, self._on.parts)
+                        gradients = part.open(run.step, batch, run.steps - self._first, self._on.parts)
                         opening = part.next(-1)
                     if gradients is None:
-                        raise InternalError(f"the rounds of run {run!r} are over before its first step")
-                    outcome, _ = part.run_step(gradients, step, batch, opening.number)
-                    self._refuse_return(run, epoch)
+                        raise InternalError(f"the rounds of run {run.name!r} are over before its first step")
+                    outcome, _ = part.run_step(gradients, run.step, batch, opening.number)
+                    self._refuse_return(run.name, epoch)
                     self._dense.apply_means()
                     # Before the loop goes on: then the tables have this step's update.
                     opening = part.next(opening.number)
-                    self._refuse_return(run, epoch)
+                    self._refuse_return(run.name, epoch)
                     progress.note(outcome)
                 yield outcome
         except BaseException:

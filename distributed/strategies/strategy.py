@@ -63,13 +63,16 @@ class StrategyCluster(RecoveringState, Protocol):
 
 @dataclass(frozen=True)
 class StrategyRun:
-    """One run of a strategy in this process; `steps` is the number given to `Strategy.run`, `name` that of the run."""
+    """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.
+
+    guard  holds SIGTERM back within `guard.step()`, which has each call of the step
+    """
 
     name: str
     steps: int
-    _step: Callable[..., Any]
-    _batches: BatchSupply
-    _guard: TerminationGuard
+    step: Callable[..., Any]
+    batches: BatchSupply
+    guard: TerminationGuard
 
     def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
         """Call the step with the next batch, or that of each number, and yield its results.
@@ -77,10 +80,10 @@ class StrategyRun:
         Ends with the numbers or with the batches. SIGTERM ends the program between two calls.
         """
         for number in numbers:
-            if (batch := self._batches.take(number)) is END:
+            if (batch := self.batches.take(number)) is END:
                 return
-            with self._guard.step():
-                outcome = self._step(*arguments_of(batch))
+            with self.guard.step():
+                outcome = self.step(*arguments_of(batch))
             yield outcome
 
 
@@ -98,7 +101,7 @@ class Strategy:
         self._cluster = cluster
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
-        """Yield the result of each step that this worker does in the run, called by `run.calls`."""
+        """Yield the result of each step that this worker does in the run, called by `run.calls` or in its guard."""
         raise StrategyError(f"{type(self).__name__}: expected a method results, got none", "define results(self, run)")
 
     def variables(self) -> AbstractContextManager[None]:
@@ -157,16 +160,10 @@ class Strategy:
         run = name or f"{self.run_prefix}_{next(_run_numbers[self.run_prefix])}"
         with held_back_in_steps() as guard:
             try:
-                yield from self._results(run, step, BatchSupply(batches), count, guard)
+                yield from self.results(StrategyRun(run, count, step, BatchSupply(batches), guard))
             except Terminated:
                 self._cluster.coordinator.leave(REASON)
                 raise
-
-    def _results(
-        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
-    ) -> Iterator[Any]:
-        """Yield `results`; dflow's own strategies define this instead, and call each step within `guard.step()`."""
-        return self.results(StrategyRun(run, steps, step, batches, guard))
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:

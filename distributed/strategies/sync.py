@@ -12,18 +12,17 @@ An opening is an attempt at a round: a round whose update fails is opened again,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec.structs import replace
 
-from dflow.distributed.process.termination import TerminationGuard
 from dflow.distributed.steps.retries import is_recovered
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.step_report import first_not_finite, real_scalars
-from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster
+from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
@@ -81,46 +80,36 @@ class Sync(Strategy):
     def batches_per_step(self) -> int:
         return self._cluster.colleagues()[1]
 
-    def _results(
-        self, run: str, step: Callable[..., Any], batches: BatchSupply, steps: int, guard: TerminationGuard
-    ) -> Iterator[Any]:
-        if self._requeue and batches.is_numbered:
+    def results(self, run: StrategyRun) -> Iterator[Any]:
+        if self._requeue and run.batches.is_numbered:
             raise StrategyError(
                 "requeue=True: expected an iterable of batches, got a function, which gives each round its own",
                 "leave requeue out, or give an iterable",
             )
-        part = self._cluster.take_part(run, self._job)
+        part = self._cluster.take_part(run.name, self._job)
         if part is not None:
-            yield from self._rounds(part, run, step, batches, steps, guard)
+            yield from self._rounds(part, run)
             return
-        for outcome in Async(self._cluster)._results(run, step, batches, steps, guard):
+        for outcome in Async(self._cluster).results(run):
             self.accepted += 1
             yield outcome
 
-    def _rounds(
-        self,
-        part: RoundPart,
-        run: str,
-        step: Callable[..., Any],
-        supply: BatchSupply,
-        steps: int,
-        guard: TerminationGuard,
-    ) -> Iterator[Any]:
-        progress, done = _Progress(self._cluster, run, steps), -1
-        batches, failures = _RoundBatches(supply, self._cluster, steps), 0
+    def _rounds(self, part: RoundPart, run: StrategyRun) -> Iterator[Any]:
+        progress, done = _Progress(self._cluster, run.name, run.steps), -1
+        batches, failures = _RoundBatches(run.batches, self._cluster, run.steps), 0
         try:
             while batches.newest is not END:
                 epoch = self._cluster.epoch
                 progress.begin(self._cluster.undone)
                 try:
-                    gradients = part.open(step, batches.newest, steps, self._wanted)
+                    gradients = part.open(run.step, batches.newest, run.steps, self._wanted)
                     if gradients is None:
                         return
                     opening = part.next(done)
-                    while opening.done < steps:
+                    while opening.done < run.steps:
                         batch, started = batches.of(opening.done), time.perf_counter()
-                        with guard.step():
-                            outcome, is_fresh = part.run_step(gradients, step, batch, opening.number)
+                        with run.guard.step():
+                            outcome, is_fresh = part.run_step(gradients, run.step, batch, opening.number)
                             step_s, done, failures = time.perf_counter() - started, opening.number, 0
                             self.accepted += is_fresh
                             self.dropped += not is_fresh

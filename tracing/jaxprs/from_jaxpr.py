@@ -211,7 +211,7 @@ class _Builder:
             return self._node(op, (ref, *inputs), outputs, attributes, origin, origin_of(equation).device)
         if primitive.name in RULED:
             jaxpr, consts = closed_parts(params[RULED[primitive.name]])
-            # A function without ops returns operands, such as the rows of a lookup; an op would move them to the caller.
+            # A function without ops returns operands, such as rows of a lookup; an op would move them to the caller.
             if is_kernel(jaxpr) or not jaxpr.eqns:
                 return self.inline(jaxpr, [*map(self.captured, consts), *inputs], origin, names)
         said = dict.fromkeys(_scopes(inner for inner, _ in inner_parts(params)))
