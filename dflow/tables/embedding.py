@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from dflow.tables.sharded_variable import ShardedVariable, checked_numbers, register
+from dflow.tables.sharded_variable import ShardedVariable, register
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -71,16 +72,9 @@ class Embedding(ShardedVariable):
         `rows` - 1, which it names; VariableShapeError for ids that are no integers. In an exported function, which runs
         without this check, the row of such an id is NaN.
         """
-        return self.rows_of(self.checked(ids))
-
-    def rows_of(self, given: jax.Array) -> jax.Array:
-        """The rows of checked ids."""
+        given = self.checked(ids)
         is_row = (given >= 0) & (given < self.shape[0])
         return jnp.where(is_row[..., None], self.rows(jnp.where(is_row, given, 0)), jnp.nan)
-
-    def checked(self, ids: Any) -> jax.Array:
-        """The ids as i32, if each is the number of a row; raises as a lookup does."""
-        return checked_numbers(self, ids)
 
     def bag(
         self,
@@ -100,36 +94,34 @@ class Embedding(ShardedVariable):
         raises    as a lookup does; InputError for an unknown `combine`, shapes that do not fit, and `segments` without
                   `bags`
         """
-        given = self.checked(ids)
+        shape = np.shape(ids)
         factors = None if weights is None else jnp.asarray(weights, self.dtype)
+        if not shape:
+            raise InputError("ids of a bag: expected a dimension of ids, got a scalar", "look it up: table(id)")
         if combine not in ("sum", "mean"):
             raise InputError(f"combine: expected 'sum' or 'mean', got {combine!r}", "give one of the two")
-        if factors is not None and factors.shape != given.shape:
+        if factors is not None and factors.shape != shape:
             raise InputError(
-                f"weights of a bag: expected the shape of the ids, {given.shape}, got {factors.shape}",
+                f"weights of a bag: expected the shape of the ids, {shape}, got {factors.shape}",
                 "give a weight for each id",
             )
-        if (segments is None) != (bags is None) or (segments is not None and jnp.shape(segments) != given.shape):
+        if (segments is None) != (bags is None) or (segments is not None and jnp.shape(segments) != shape):
             raise InputError(
-                f"segments of bags: expected a number for each of the ids {given.shape}, and bags=, their number; got "
+                f"segments of bags: expected a number for each of the ids {shape}, and bags=, their number; got "
                 f"{None if segments is None else jnp.shape(segments)} and bags={bags}",
                 "give both, or neither for bags of one size",
             )
-        rows = self.rows_of(given)
-        if factors is not None:
-            rows = rows * factors[..., None]
-        if segments is None:
-            total, count = rows.sum(-2), _counts(factors, given, lambda weights: weights.sum(-1))
-        else:
-            total = jax.ops.segment_sum(rows, segments, bags)
-            count = _counts(factors, given, lambda weights: jax.ops.segment_sum(weights, segments, bags))
-        if combine == "mean":
-            total = jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count))
-        return total.astype(self.dtype)  # the count of a bag has more bits than bfloat16
 
+        def by_bag(values: Any) -> Any:
+            return values.sum(len(shape) - 1) if segments is None else jax.ops.segment_sum(values, segments, bags)
 
-def _counts(factors: Any, ids: Any, total: Callable[[Any], Any]) -> Any:
-    return total(jnp.ones(ids.shape) if factors is None else factors.astype(jnp.float32))[..., None]
+        rows = self(ids)
+        total: jax.Array = by_bag(rows if factors is None else rows * factors[..., None])
+        if combine == "sum":
+            return total
+        # The weight of a bag may have more bits than bfloat16.
+        weight = by_bag(jnp.ones(shape) if factors is None else factors.astype(jnp.float32))[..., None]
+        return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight)).astype(self.dtype)
 
 
 register(Embedding)

@@ -174,6 +174,18 @@ class ShardedVariable:
             found = jnp.concatenate([_looked_up(shard, way.rows[0], way.counts[0]) for shard in shards], axis=1)
         return jnp.take(found, way.places, axis=0, mode="clip").reshape(shape)
 
+    def checked(self, numbers: Any) -> jax.Array:
+        """The numbers as i32, if each is that of a row.
+
+        Raises InputError for another, which it names, while the step runs; VariableShapeError if they are no integers.
+        """
+        array = self._integers("lookup", numbers)
+        if isinstance(array, jax.Array):
+            array = checked_ids(array, size=self.shape[0], table=self.name)
+        else:
+            check_ids(array, self.shape[0], self.name, at(caller()))
+        return self._indices("lookup", array)
+
     def scatter_update(self, indices: Any, rows: Any) -> None:
         """Replace the rows at `indices`; of rows for one index any one stays.
 
@@ -346,16 +358,6 @@ def _read(value: Any) -> Any:
     if isinstance(value, RowGradient):
         return value.dense()
     return value.read() if isinstance(value, Variable | ShardedVariable) else value
-
-
-def checked_numbers(table: ShardedVariable, ids: Any) -> jax.Array:
-    """The ids as i32, if each is the number of a row. Raises InputError, while the step runs, for another, named."""
-    array = table._integers("lookup", ids)
-    if isinstance(array, jax.Array):
-        array = checked_ids(array, size=table.shape[0], table=table.name)
-    else:
-        check_ids(array, table.shape[0], table.name, at(caller()))
-    return table._indices("lookup", array)
 
 
 def _looked_up(shard: Variable, rows: Any, count: Any) -> Any:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from dflow.scopes import colocate_with
 from dflow.tables.shard_layout import ShardLayout
-from dflow.tables.sharded_variable import ShardedVariable, checked_numbers
+from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tracing.errors import InputError, VariableShapeError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -111,4 +111,4 @@ def _checked(weights: ShardedVariable, hidden: Any, labels: Any, bias: ShardedVa
             f"{bias.shape} in {bias.layout.shards} shards by {bias.layout.by}",
             "make it with near=weights",
         )
-    return hidden, checked_numbers(weights, labels)
+    return hidden, weights.checked(labels)

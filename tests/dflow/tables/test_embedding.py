@@ -94,6 +94,12 @@ def test_mistakes_about_bags(table: dflow.Embedding, options: Any, message: str)
         table.bag(jnp.array([1, 2, 3]), **{k: jnp.array(v) if isinstance(v, list) else v for k, v in options.items()})
 
 
+def test_a_scalar_is_no_bag(table: dflow.Embedding) -> None:
+    with pytest.raises(dflow.InputError, match="expected a dimension of ids, got a scalar"):
+        table.bag(jnp.int32(3))
+    np.testing.assert_allclose(table.bag([1, 2]), table.read()[jnp.array([1, 2])].sum(0), rtol=1e-6)
+
+
 def test_an_empty_lookup(table: dflow.Embedding) -> None:
     assert table(jnp.zeros((0, 3), jnp.int32)).shape == (0, 3, 4)
 
