@@ -34,12 +34,13 @@ from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.context import current_home
 from dflow.tracing.state.initial_value import initial_type
 from dflow.tracing.state.resources import Variable, is_variable, name
+from dflow.tracing.state.row_updates import RowUpdates
 
 #: Most rows of a sharded variable: row numbers are i32.
 MOST_ROWS = 2**31 - 1
 
 
-class ShardedVariable:
+class ShardedVariable(RowUpdates):
     """An array of one or more dimensions, divided over variables that live on several tasks.
 
     `initial`  the initial value, or a function without arguments that returns it. Each task computes its part of the
@@ -185,35 +186,6 @@ class ShardedVariable:
         else:
             check_ids(array, self.shape[0], self.name, at(caller()))
         return self._indices("lookup", array)
-
-    def scatter_update(self, indices: Any, rows: Any) -> None:
-        """Replace the rows at `indices`; of rows for one index any one stays.
-
-        Here and in every `scatter_`: `indices` are integers of any shape and `rows` has `indices.shape + shape[1:]`; a
-        negative index counts from the end; a row that does not exist is not written. It is one update for each shard.
-        Raises VariableShapeError.
-        """
-        self._scatter("scatter_update", indices, rows)
-
-    def scatter_add(self, indices: Any, rows: Any) -> None:
-        """Add `rows` to the rows at `indices`; rows for one index add up."""
-        self._scatter("scatter_add", indices, rows)
-
-    def scatter_sub(self, indices: Any, rows: Any) -> None:
-        """Subtract `rows` from the rows at `indices`; rows for one index add up."""
-        self._scatter("scatter_sub", indices, rows)
-
-    def scatter_mul(self, indices: Any, rows: Any) -> None:
-        """Multiply the rows at `indices` by `rows`."""
-        self._scatter("scatter_mul", indices, rows)
-
-    def scatter_max(self, indices: Any, rows: Any) -> None:
-        """Keep the larger of the rows at `indices` and `rows`, element by element."""
-        self._scatter("scatter_max", indices, rows)
-
-    def scatter_min(self, indices: Any, rows: Any) -> None:
-        """Keep the smaller of the rows at `indices` and `rows`, element by element."""
-        self._scatter("scatter_min", indices, rows)
 
     def sum(self, axis: int | None = None) -> jax.Array:
         """The sum, along `axis` or of all elements; only sums of shards travel."""

@@ -67,11 +67,8 @@ class Hybrid(AllReduce):
         if part is None:
             yield from super().results(run)
             return
-        progress, gradients, opening = (
-            StepProgress(self._cluster, run.name, run.steps, self._first),
-            None,
-            RoundOpen(-1, 0),
-        )
+        progress = StepProgress(self._cluster, run.name, run.steps, self._first)
+        gradients, opening = None, RoundOpen(-1, 0)
         epoch = self._cluster.epoch
         try:
             for batch in self._batches(run):

@@ -33,6 +33,7 @@ from dflow.tracing.source import as_code, at, caller
 from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home, spread_here
 from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
+from dflow.tracing.state.row_updates import RowUpdates
 from dflow.tracing.state.variable_as_array import register_as_array
 
 _serials = itertools.count()
@@ -53,7 +54,7 @@ _ELSEWHERE = {
 }
 
 
-class Variable(jax.Array):
+class Variable(RowUpdates, jax.Array):
     """A mutable array that traced code reads and writes.
 
     `initial`  the initial value (array or scalar), or a function without arguments that returns it. On a cluster the
@@ -236,34 +237,9 @@ class Variable(jax.Array):
         rows: jax.Array = gather_p.bind(self._indices("gather", indices), handle=self.handle, once=False)
         return rows
 
-    def scatter_update(self, indices: Any, rows: Any) -> None:
-        """Replace the rows at `indices`; of rows for one index any one stays.
-
-        Here and in every `scatter_`: `indices` are integers of any shape and `rows` has `indices.shape +
-        variable.shape[1:]`; a negative index counts from the end; a row that does not exist is not written. It is
-        one update, in place. Raises VariableShapeError.
-        """
-        self._scatter("scatter_update", indices, rows)
-
     def scatter_add(self, indices: Any, rows: Any, *, reduce: str | None = None) -> None:
         """Add `rows` to the rows at `indices`; rows for one index add up. `reduce` is as in `assign_add`."""
         self._scatter("scatter_add", indices, rows, reduce)
-
-    def scatter_sub(self, indices: Any, rows: Any) -> None:
-        """Subtract `rows` from the rows at `indices`; rows for one index add up."""
-        self._scatter("scatter_sub", indices, rows)
-
-    def scatter_mul(self, indices: Any, rows: Any) -> None:
-        """Multiply the rows at `indices` by `rows`."""
-        self._scatter("scatter_mul", indices, rows)
-
-    def scatter_max(self, indices: Any, rows: Any) -> None:
-        """Keep the larger of the rows at `indices` and `rows`, element by element."""
-        self._scatter("scatter_max", indices, rows)
-
-    def scatter_min(self, indices: Any, rows: Any) -> None:
-        """Keep the smaller of the rows at `indices` and `rows`, element by element."""
-        self._scatter("scatter_min", indices, rows)
 
     def _assign(self, kind: str, value: Any, reduce: str | None = None) -> None:
         if isinstance(value, RowGradient) and (sign := KINDS[kind].sign) and value.shape == self.shape:
