@@ -7,14 +7,13 @@ import json
 import time
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
 import dflow
+from benchmarks._embedding_dflow import COLUMNS, timed
 
-COLUMNS = 64
 #: Examples in a batch, and ids of each, which are summed.
 BATCH, BAG = 256, 8
 WARM_UP = 5
@@ -71,13 +70,6 @@ def make_step(cluster: dflow.distributed.Cluster, rows: int, ps: int) -> Any:
         return value
 
     return step
-
-
-def timed(step: Any, given: tuple[Any, ...]) -> float:
-    """Return the time of a step until its result is ready, in s."""
-    started = time.perf_counter()
-    jax.block_until_ready(step(*given))
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

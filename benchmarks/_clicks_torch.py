@@ -6,8 +6,9 @@ processes exchange and Adagrad's update.
 
 from __future__ import annotations
 
+import argparse
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -16,24 +17,38 @@ from benchmarks import _clicks
 
 
 def main() -> None:
-    began = time.perf_counter()
+    began, given = time.perf_counter(), joined()
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    model = DistributedDataParallel(Model(given.rows))
+    train(given, began, model, adagrad(model.parameters()))
+
+
+def joined() -> argparse.Namespace:
+    """Join the other processes; return the options."""
     options = _clicks.parser()
     for name in ("index", "workers", "port"):
         options.add_argument(f"--{name}", type=int, required=True)
     given = options.parse_args()
     torch.set_num_threads(1)
-    torch.sparse.check_sparse_tensor_invariants.disable()
     torch.distributed.init_process_group(
         "gloo", f"tcp://127.0.0.1:{given.port}", rank=given.index, world_size=given.workers
     )
+    return given
+
+
+def train(
+    given: argparse.Namespace,
+    began: float,
+    odds: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
+    """Train by the odds of a click that `odds` gives for ids and numbers."""
     batches = [tuple(map(torch.from_numpy, batch)) for batch in _clicks.batches(given, given.index, given.workers)]
-    model = DistributedDataParallel(Model(given.rows))
-    optimizer = adagrad(model.parameters())
 
     def losses() -> Iterator[torch.Tensor]:
         for ids, numbers, clicks in batches:
             optimizer.zero_grad()
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids, numbers), clicks)
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(odds(ids, numbers), clicks)
             loss.backward()
             optimizer.step()
             yield loss.detach()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 
 import torch
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -22,38 +21,24 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks import _clicks
-from benchmarks._clicks_torch import adagrad, layers
+from benchmarks._clicks_torch import adagrad, joined, layers, train
 
 #: Nearly the same denominators as with `_clicks.ACCUMULATOR`: sqrt(sum) + EPSILON, not sqrt(sum + ACCUMULATOR).
 EPSILON = _clicks.ACCUMULATOR**0.5
 
 
 def main() -> None:
-    began = time.perf_counter()
-    options = _clicks.parser()
-    for name in ("index", "workers", "port"):
-        options.add_argument(f"--{name}", type=int, required=True)
-    given = options.parse_args()
-    torch.set_num_threads(1)
+    began, given = time.perf_counter(), joined()
     os.environ |= {"LOCAL_RANK": str(given.index), "LOCAL_WORLD_SIZE": str(given.workers)}
-    torch.distributed.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{given.port}", rank=given.index, world_size=given.workers
-    )
-    batches = [tuple(map(torch.from_numpy, batch)) for batch in _clicks.batches(given, given.index, given.workers)]
     model = sharded(Model(given.rows), given.workers)
     optimizer = adagrad([parameter for name, parameter in model.named_parameters() if "layers" in name])
     lengths = torch.full((given.batch,), _clicks.FIELDS, dtype=torch.int32)
 
-    def losses() -> Iterator[torch.Tensor]:
-        for ids, numbers, clicks in batches:
-            optimizer.zero_grad()
-            found = model(KeyedJaggedTensor(["ids"], ids.reshape(-1).long(), lengths=lengths), numbers)
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(found, clicks)
-            loss.backward()
-            optimizer.step()
-            yield loss.detach()
+    def odds(ids: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(KeyedJaggedTensor(["ids"], ids.reshape(-1).long(), lengths=lengths), numbers)
+        return found
 
-    _clicks.train(losses(), began)
+    train(given, began, odds, optimizer)
 
 
 class Model(torch.nn.Module):

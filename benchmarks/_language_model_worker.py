@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 
 import dflow
+from benchmarks._embedding_dflow import timed
 
 WARM_UP = 2
 
@@ -27,13 +27,9 @@ def main() -> None:
     step = make_step(cluster, given)
     draw = np.random.default_rng(0)
     for number in range(WARM_UP):
-        jax.block_until_ready(step(text(draw, given), jax.random.key(number)))
+        timed(step, (text(draw, given), jax.random.key(number)))
     before = moved(cluster)
-    times = []
-    for number in range(given.steps):
-        began = time.perf_counter()
-        jax.block_until_ready(step(text(draw, given), jax.random.key(number)))
-        times.append(time.perf_counter() - began)
+    times = [timed(step, (text(draw, given), jax.random.key(number))) for number in range(given.steps)]
     print("measured " + json.dumps({"times": times, "moved": (moved(cluster) - before) / given.steps}), flush=True)
     cluster.close()
 

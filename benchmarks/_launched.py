@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 #: Environment variable that is set where a benchmark runs with small sizes (`_tiny`).
@@ -30,6 +32,16 @@ def launch(script: str, words: Sequence[str], *options: str, ps: int, workers: i
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     script = str(ROOT / "benchmarks" / script)
     return [sys.executable, "-m", "dflow", "launch", *cluster, script, *words], {**os.environ, "PYTHONPATH": path}
+
+
+def figures_in(output: str) -> dict[str, Any]:
+    """Return the figures that a run printed as JSON after the word `measured`."""
+    for line in output.splitlines():
+        _, found, printed = line.partition("measured ")
+        if found:
+            figures: dict[str, Any] = json.loads(printed)
+            return figures
+    raise SystemExit(f"the run failed:\n{output}")
 
 
 def processes(launcher: int) -> dict[str, int]:

@@ -9,7 +9,6 @@ take.
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import threading
@@ -17,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks._launched import ROOT, launch, processes
+from benchmarks._launched import ROOT, figures_in, launch, processes
 from benchmarks._paired import median_ratio, options, publish
 
 COLUMNS, BATCH, PS = 64, 256, 4
@@ -65,11 +64,7 @@ def measured(sizes: tuple[int, ...], given: Any) -> tuple[dict[str, Any], dict[s
         watching = threading.Thread(target=_watch, args=(launched, peaks), daemon=True)
         watching.start()
         output, _ = launched.communicate(timeout=RUN_S)
-    for line in output.splitlines():
-        _, found, printed = line.partition("measured ")
-        if found:
-            return json.loads(printed), peaks
-    raise SystemExit(f"the run failed:\n{output}")
+    return figures_in(output), peaks
 
 
 def _watch(launched: subprocess.Popen[str], peaks: dict[str, int]) -> None:

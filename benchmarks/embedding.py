@@ -14,7 +14,6 @@ writes of variables, with the indices, `sent KB` what the worker sends in a step
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks._launched import figures_in
 from benchmarks._paired import in_turn, median_ratio, options, publish
 from benchmarks.null_step import by_tasks
 
@@ -82,29 +82,19 @@ def by_dflow(words: list[str], is_cluster: bool) -> Run:
     script = str(ROOT / "benchmarks" / "_embedding_dflow.py")
     cluster = ["-m", "dflow", "launch", "--ps", "2", "--workers", "1"] if is_cluster else []
     output = finished([sys.executable, *cluster, script, *words])
-    return found_in(output)
+    return figures_in(output)
 
 
 def by_peer(name: str, python: str, words: list[str], is_cluster: bool) -> Run:
     """Run the step by another framework in new processes."""
     command = [python, str(ROOT / "benchmarks" / f"_embedding_{name}.py"), *words]
-    return found_in(by_tasks(command, 2, 1, RUN_S) if is_cluster else finished(command))
+    return figures_in(by_tasks(command, 2, 1, RUN_S) if is_cluster else finished(command))
 
 
 def finished(command: list[str]) -> str:
     """Run a command to its end and return its output."""
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=RUN_S, check=False)
     return ended.stdout + ended.stderr
-
-
-def found_in(output: str) -> Run:
-    """The figures that a run printed as JSON."""
-    for text in output.splitlines():
-        _, found, printed = text.partition("measured ")
-        if found:
-            run: Run = json.loads(printed)
-            return run
-    raise SystemExit(f"the run failed:\n{output}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ softmax of as many ps tasks, round by round.
 
 from __future__ import annotations
 
-import json
 import statistics
 from functools import partial
 from typing import Any
 
-from benchmarks._launched import launched
+from benchmarks._launched import figures_in, launched
 from benchmarks._paired import in_turn, median_ratio, options, publish
 
 PS = (1, 2, 4)
@@ -58,12 +57,7 @@ def run(ps: int, softmax: str, given: Any) -> dict[str, Any]:
     ]
     words = [*sizes, "--samples", str(SAMPLES), "--softmax", softmax]
     ended = launched("_language_model_worker.py", words, ps=ps, workers=1, timeout_s=RUN_S)
-    for line in (ended.stdout + ended.stderr).splitlines():
-        _, found, printed = line.partition("measured ")
-        if found:
-            figures: dict[str, Any] = json.loads(printed)
-            return figures
-    raise SystemExit(f"the run failed:\n{ended.stdout}{ended.stderr}")
+    return figures_in(ended.stdout + ended.stderr)
 
 
 if __name__ == "__main__":

@@ -11,14 +11,13 @@ of steps alone. `async` lets each of 8 workers apply its gradient without waitin
 
 from __future__ import annotations
 
-import json
 import statistics
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from benchmarks._launched import launched
+from benchmarks._launched import figures_in, launched
 from benchmarks._paired import in_turn, options, publish
 
 BACKUPS = range(6)
@@ -57,17 +56,10 @@ def run(strategy: str, backups: int, given: Any) -> dict[str, Any]:
     words += ["--steps", str(steps), "--compute", given.compute, "--slow", given.slow, "--slow-by", given.by]
     words += ["--target", given.target, "--rate", "2" if strategy == "async" else "4"]
     ended = launched("_replicas_worker.py", words, ps=1, workers=given.workers + backups, timeout_s=RUN_S)
-    for line in (ended.stdout + ended.stderr).splitlines():
-        _, found, printed = line.partition("measured ")
-        if found:
-            figures = json.loads(printed)
-            steps_s = np.diff(figures["times"])
-            return {
-                "step": float(np.mean(steps_s)),
-                "p90": float(np.percentile(steps_s, 90)),
-                "reached": figures["reached"],
-            }
-    raise SystemExit(f"the run failed:\n{ended.stdout}{ended.stderr}")
+    figures = figures_in(ended.stdout + ended.stderr)
+    steps_s = np.diff(figures["times"])
+    p90 = float(np.percentile(steps_s, 90))
+    return {"step": float(np.mean(steps_s)), "p90": p90, "reached": figures["reached"]}
 
 
 if __name__ == "__main__":
