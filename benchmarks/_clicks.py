@@ -57,7 +57,7 @@ def batches(given: argparse.Namespace, index: int, workers: int) -> list[Batch]:
 def draw(seed: int, count: int, rows: int) -> Batch:
     """Draw examples.
 
-    A field has 10 to 1,000,000 values, of which the kth has a probability in proportion to 1 / k. Each has a hidden
+    A field has 10 to 1,000,000 values; the kth has a probability in proportion to 1 / k. Each has a hidden
     weight; the click's log odds are the sum of those of an example, and of its numbers with weights of their own.
     """
     draw = np.random.default_rng(seed)

@@ -1,7 +1,7 @@
 """A worker of `benchmarks.replicas`: trains on digits with a stated time for each gradient, and prints times as JSON.
 
-The time of computing a gradient on an accelerator is a wait within the step here, longer for stragglers: so many
-workers share a machine, and the times have the stated distribution.
+The time of computing a gradient on an accelerator is a wait within the step here, longer for stragglers. Thus
+a machine has room for all workers, and the times have the stated distribution.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def clicks(given: Any) -> list[dict[str, Any]]:
-    """Return the rows of the click-through model; every way is started again for each of `--turns`."""
+    """Return the rows of the click-through model; `--turns` is the number of times that every way is started."""
     starts: dict[str, Start] = {f"dflow {each}": partial(clicks_dflow, strategy=each) for each in STRATEGIES}
     if given.beside:
         starts["TensorFlow"] = partial(clicks_tensorflow, python=given.beside)

@@ -72,8 +72,8 @@ def connect(
                  one of them dies
     raises       DeadlineExceeded when the coordinator or a parameter task does not answer; ConfigError when the
                  configuration is incomplete, with what was found and what is missing; SecurityError for connections to
-                 other machines without certificates or a secret; StrategyError for `collectives` in a process in which
-                 JAX has used a device already
+                 other machines without certificates or a secret; StrategyError for `collectives` if JAX has used a
+                 device of the process already
     """
     spec = _spec(coordinator, job, index, cluster)
     if spec is None:

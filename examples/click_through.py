@@ -3,7 +3,7 @@
     python examples/click_through.py                                  one process
     dflow launch --ps 2 --workers 2 examples/click_through.py         two parameter tasks, two workers, asynchronously
 
-Two towers turn the features of the user and of the item into vectors, whose product counts the match; a deep part takes
+Two towers make vectors of the features of the user and of the item, whose product counts the match; a deep part takes
 both and a few numbers. All categorical features share one hashed table of embeddings, divided over the parameter tasks:
 of it only the rows of a batch travel. The data is drawn from a hidden model, since no package ships real clicks. So the
 best possible AUC is known, and printed beside that of the model.
@@ -20,7 +20,7 @@ import dflow
 
 ROWS, DIM, TOWER, DEEP = 50_000, 16, 16, 64
 USERS, ITEMS, TOPICS = 2_000, 1_000, 50
-#: Topics that a user has seen: up to so many, the shorter lists filled up with the weight 0.
+#: Most topics that a user has seen; shorter lists are filled up with the weight 0.
 HISTORY = 5
 
 
@@ -31,7 +31,7 @@ def hashed(feature: int, values: np.ndarray) -> np.ndarray:
 
 
 def draw(number: int, count: int) -> dict[str, np.ndarray]:
-    """Draw the batch of this number: features, clicks, and the log odds by which these were drawn."""
+    """Draw the batch of this number: features, clicks, and the log odds of the clicks."""
     hidden, draw = np.random.default_rng(0), np.random.default_rng([1, number])
     tastes, topic_of_item = hidden.normal(size=(TOPICS, 8)), hidden.integers(TOPICS, size=ITEMS)
     quality, activity = hidden.normal(size=ITEMS), hidden.normal(size=USERS)

@@ -4,7 +4,7 @@
     dflow launch --ps 2 --workers 2 examples/language_model.py --softmax sampled
 
 The text is that of Python's `help()`. Sentences of similar length are padded to one of two lengths, and a thread puts
-such batches into a queue, from which the training loop takes them. The full softmax is computed on the tasks that hold
+such batches into a queue for the training loop. The full softmax is computed on the tasks that hold
 its weights; the sampled one looks up the rows of the next words and of a few others. The printed perplexity, of whole
 batches of held-out sentences, is always that of the full softmax.
 """

@@ -29,7 +29,7 @@ Runner = Callable[[Sequence[Any]], Sequence[Any]]
 WriteCaptured = Callable[[Place, Mapping[str, str]], None]
 
 
-#: The variables of saved arrays, by array name: one, or those that divide the array, in the order of their indices.
+#: The variables of saved arrays, by array name: one, or the variables that divide the array, by their indices.
 SavedVariables = Mapping[str, Sequence[Variable]]
 
 

@@ -150,7 +150,7 @@ def _add_variables(variables: dict[str, Variable], signature: str, one: TracedEx
 
 
 def _parts(variables: Mapping[str, Variable]) -> dict[str, PartEntry]:
-    """Return, by variable, the parts of arrays of which all variables are there, and whose names are free."""
+    """Return, by variable, the parts of arrays whose variables are all there and whose names are free."""
     found: dict[str, dict[str, ArrayPart]] = defaultdict(dict)
     for name, variable in variables.items():
         if variable.part is not None and variable.is_named:

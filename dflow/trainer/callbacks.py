@@ -1,4 +1,4 @@
-"""The protocol of what a program adds to the loop of a `Trainer`, and early stopping by it."""
+"""Callbacks of a program in the loop of a `Trainer`; early stopping is one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Callback:
         """A step of this worker has returned `outcome`, which may not be computed yet; reading it waits."""
 
     def on_metrics(self, steps: int, metrics: Mapping[str, float]) -> str | None:
-        """About once a second: the means of what this worker returned in its newest steps, at most 100 of them."""
+        """About once a second: the means over this worker's newest results, at most 100 of them."""
 
     def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
         """An evaluation has ended; `metrics` are the result of `dflow.evaluate`, the same on all workers."""

@@ -55,7 +55,7 @@ def evaluate(
     cluster: Cluster | None = None,
     name: str | None = None,
 ) -> dict[str, float]:
-    """Return the means of what `step(*batch)` returns, over all examples of all batches, and `examples`, their number.
+    """Return the means of the results of `step(*batch)` over all examples of all batches, and `examples`, their number.
 
     step     a function that reads variables and writes none. It returns metrics by name, or one, which is then `loss`:
              each a float scalar, the mean over the batch's examples, or an array with one value per example. It may
@@ -222,7 +222,7 @@ def _traced(step: Callable[..., Any], leaves: Sequence[Any], tree: Any) -> _Eval
     if touched := [*writes, *host_resources(jaxpr.effects)]:
         raise TrainingError(
             f"evaluate: expected a step that only reads variables, got one that changes {touched[0].name!r}",
-            "give a function without updates, as of a model in its evaluation mode, and return what it computes",
+            "give a function without updates, such as a model in evaluation mode, and return its metrics",
             at=caller(),
         )
     names, variables = sorted(types), reads

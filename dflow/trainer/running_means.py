@@ -1,4 +1,4 @@
-"""Means of what steps return, without waiting for the devices: only values that are computed are read."""
+"""Means of the results of steps, without waiting for the devices: only values that are computed are read."""
 
 from __future__ import annotations
 

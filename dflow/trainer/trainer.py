@@ -45,7 +45,7 @@ class TrainingResult:
     """The result of `Trainer.run`.
 
     steps       number of steps of the run that are done, by all workers and earlier programs
-    metrics     the newest means of what this worker's steps returned; see `Callback.on_metrics`
+    metrics     the newest means of the results of this worker's steps; see `Callback.on_metrics`
     evaluation  the result of the newest evaluation
     reason      the text of the callback that ended the run; empty if all steps are done
     """
@@ -168,7 +168,7 @@ class _TrainingRun:
         self._restore_callbacks()
 
     def result(self, bar: ProgressBar) -> TrainingResult:
-        """Do the steps, and what is due between them."""
+        """Do the steps, and the evaluations and checkpoints between them."""
         begun: list[tuple[int, int]] = []
         self._undone = self._cluster.undone
         for segment in self._segments():
@@ -229,7 +229,7 @@ class _TrainingRun:
                     return
 
     def _look(self, bar: ProgressBar, *, waits: bool = False) -> None:
-        """Read the values that steps returned, without waiting for them unless told to."""
+        """Read the values that steps returned; with `waits`, wait for the values that are not computed yet."""
         metrics = self._means.take(waits=waits)
         bar.show(self._done, metrics)
         if metrics:
@@ -243,7 +243,7 @@ class _TrainingRun:
             self._save(self._done, {})
 
     def _end_segment(self, stop: int) -> None:
-        """Evaluate and save, as far as that is due after `stop` steps."""
+        """Evaluate and save if the schedule has that after `stop` steps."""
         is_last, found = stop == self._total, dict[str, float]()
         if self._evaluate_every is not None and (is_last or stop % self._evaluate_every == 0):
             found = self._found = self._evaluated(stop)

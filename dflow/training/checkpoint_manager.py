@@ -81,7 +81,7 @@ class CheckpointManager:
         homes = by_backend({name: entry.variables[0] for name, entry in self._named.items()})
         #: The processes that save together, each its own parts; None if this process has all variables, or tasks do.
         self._group = group_of(one for entry in self._named.values() for one in entry.variables)
-        #: The processes that restore together, since each has variables of its own.
+        #: The processes that restore together, since each has its own variables.
         self._peers = current_group() if any(home.is_local for home in homes) else None
         self._is_saver = all(home.is_saver for home in homes) if self._peers is None else self._peers.rank == 0
         if self._group is not None and not isinstance(every, int):

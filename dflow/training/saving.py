@@ -160,7 +160,7 @@ def restore_named(
 class NamedArray:
     """An array to save or restore under its default name; `impl` is a generator's algorithm, or empty.
 
-    `variables`  the variable, or those that divide the array, in the order of their indices
+    `variables`  the variable, or the variables that divide the array, in the order of their indices
     """
 
     variables: tuple[Variable, ...]

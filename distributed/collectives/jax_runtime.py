@@ -54,7 +54,7 @@ class JaxRuntime:
     def _serve(self, host: str) -> str:
         """Start the service, and return its address."""
         command = [sys.executable, str(_SCRIPT), host, str(len(self._group.members)), str(NEVER_S)]
-        # In a session of its own, since a launcher kills the rest of the session of a process that has died.
+        # In a new session, since a launcher kills the rest of the session of a process that has died.
         self._service = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
         )

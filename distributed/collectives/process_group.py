@@ -2,8 +2,7 @@
 
 The coordinator's word ends a process, not JAX's: a collective may never return once a member has died or hangs, and
 the thread that waits in it cannot be woken. The program gets an error first, where it waits for the other members in
-Python. If it has not ended by itself after a while, the process ends, with a status for which its launcher starts it
-again.
+Python. If it has not ended `GRACE_S` later, the process ends with a status that makes its launcher start it again.
 
 Invariants:
 - a member that fails leaves the cluster before it ends, so that the others end too;
@@ -33,11 +32,11 @@ LOGGER = logging.getLogger("dflow")
 
 #: Exit status of a process that ended because another member of its group has left: EX_TEMPFAIL, try again.
 STATUS = 75
-#: Time for the program to end by itself after a member has left, in s.
+#: Time for the program to end after a member has left, in s.
 GRACE_S = 3.0
 #: Longest wait for members that still evaluate or export at the end of the program, in s.
 END_S = 86_400.0
-#: A program that fails waits so long for the news that another member is the cause, in s.
+#: Time that a failing program waits for the news that another member is the cause, in s.
 CAUSE_S = 2.0
 
 
@@ -120,7 +119,7 @@ class ProcessGroup:
         threading.Thread(target=self._end_soon, name="dflow group", daemon=True).start()
 
     def _end_soon(self) -> None:
-        """End the process, unless the program has ended by itself meanwhile."""
+        """End the process, unless the program has ended meanwhile."""
         threading.Event().wait(GRACE_S)
         if not self._is_closed:
             _end_now(STATUS)

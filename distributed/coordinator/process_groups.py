@@ -13,7 +13,7 @@ Invariants:
 - a request is answered exactly once: with the words of all, or with an error that names the tasks that are missing,
   have left, or have come to another point of the program;
 - no member passes an exchange before all have come there, and no exchange is passed after a member has left;
-- a group does not outlive its coordinator's process, and its members are told so.
+- a group does not outlive its coordinator's process, and its members are notified.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.process_groups import Exchange, Exchanged, GroupFormed, JoinGroup
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
-#: Time after a fault for which a group that forms waits for the next life of a task, in s.
+#: Longest wait of a new group for the next life of a task after a fault, in s.
 RETURN_S = 60.0
 #: An exchange that lasts longer is logged once, with the missing tasks, in s.
 LONG_EXCHANGE_S = 10.0
@@ -199,7 +199,7 @@ def _apart(channel: _Channel) -> str:
 
 
 def _refuse(channel: _Channel, kind: str, text: str) -> list[SendReply]:
-    """Answer those that wait in the channel with an error."""
+    """Answer the members that wait in the channel with an error."""
     given = [*channel.given.values()]
     channel.given.clear()
     return [SendReply(one.ask, Failure(kind, text)) for one in given]

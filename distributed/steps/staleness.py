@@ -56,10 +56,10 @@ StalenessCommand = AdmitStep | RefuseStep
 
 @dataclass
 class BoundedSteps:
-    """The steps of the run `name`, each of which lacks at most `limit` updates of others.
+    """The steps of the run `name`; each lacks at most `limit` updates of others.
 
-    first  the first version, greater than all of those that were counted before for a run of this name: a worker's held
-           version from there is then too old
+    first  the first version, greater than all versions of earlier runs of this name: a version that a worker holds from
+           such a run is then too old
     """
 
     name: str
@@ -70,7 +70,7 @@ class BoundedSteps:
     ended: int = field(init=False)
     #: By worker in a step: the version of its values.
     running: dict[str, int] = field(default_factory=dict)
-    #: By waiting worker, in the order in which they asked: its request, None if that has waited too long, and the
+    #: By waiting worker, in the order of the requests: its request, None if that has waited too long, and the
     #: version of its held values.
     waiting: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     #: By worker that takes part: the number of the newest step that it asked for.

@@ -239,7 +239,7 @@ CURRENT: ContextVar[StepsAhead | None] = ContextVar("dflow_steps_ahead", default
 
 @contextlib.contextmanager
 def refusing_steps(why: str, remedy: str) -> Iterator[None]:
-    """Return a context in which steps that other tasks take part in raise StrategyError with these two texts."""
+    """Return a context where steps with parts on other tasks raise StrategyError with these two texts."""
     token = CURRENT.set(NoSteps(why, remedy))
     try:
         yield

@@ -57,9 +57,9 @@ class AllReduce(Strategy):
     """Runs a training step on the devices of all workers together, `steps` times.
 
     cluster        the result of `dflow.connect(collectives=True)`; of a standalone process, all its devices are used
-    axes           sizes of the mesh by the names of its axes; -1 stands for what the others leave
+    axes           sizes of the mesh by the names of its axes; -1 means all remaining devices
     batch_axis     the axis over which batches are divided
-    fully_sharded  whether each variable made in `variables()` without a spec of its own is divided over the axis of
+    fully_sharded  whether each variable made in `variables()` without a spec is divided over the axis of
                    batches, along its largest dimension that can be; otherwise each device has a copy
     raises         StrategyError for a cluster without collectives, or other axes
 

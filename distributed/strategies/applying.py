@@ -80,7 +80,7 @@ def is_own(variable: Any) -> bool:
 
 @dataclass(frozen=True)
 class SharedVariables:
-    """The variables that the optimizers of a shared step may have: `is_own` tells those that they may not have.
+    """The variables that optimizers of a shared step may update; `is_own` is true for the others.
 
     `remedy` says where to make them.
     """

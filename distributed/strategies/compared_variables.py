@@ -59,7 +59,7 @@ def compare_variables(group: ProcessGroup, store: Store, made: Sequence[Variable
 
 
 def _refuse(seen: Mapping[str, Sequence[_Seen]]) -> None:
-    """Raise StrategyError for the first variable in which the processes differ."""
+    """Raise StrategyError for the first variable that differs between the processes."""
     rows = [dict(zip(seen, row, strict=True)) for row in itertools.zip_longest(*seen.values())]
     number = next(number for number, row in enumerate(rows) if _is_unequal([*row.values()]))
     described = [f"{name}: {_described(one) if one else 'none'}" for name, one in rows[number].items()]

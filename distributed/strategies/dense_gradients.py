@@ -32,7 +32,7 @@ class DenseGradients:
 
     def __init__(self) -> None:
         self.name = f"dense gradients {next(_serials)}"
-        #: By optimizer: the tree of what `Optimizer.apply` hands over, and a variable of this process for each array.
+        #: By optimizer: the tree of the arrays from `Optimizer.apply`, and a variable of this process for each array.
         self._kept: dict[GivenOptimizer, tuple[Any, list[Variable]]] = {}
         self._updates: dict[GivenOptimizer, Callable[[Sequence[Any]], Any]] = {}
         #: The optimizers of the step that runs.

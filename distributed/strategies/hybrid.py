@@ -1,6 +1,6 @@
 """Training with tables on parameter tasks and dense layers in the workers, in one step function.
 
-Each worker runs the step on its own batch, with values of its own for the dense layers. The gradients of the tables go
+Each worker runs the step on its own batch, with its own copy of the dense layers. The gradients of the tables go
 to their tasks as in synchronous training, so that only the rows that were looked up travel; those of the dense layers
 are averaged by a collective of the workers. Both are applied once for each step, by the mean over all workers, before
 the next step reads anything.
@@ -43,7 +43,7 @@ class Hybrid(AllReduce):
     job      the job whose tasks have the tables
 
     Tables are made within `cluster.parameter_servers()`, and the other variables within `variables()`, where each
-    worker has a copy on its first device. Each kind has an optimizer of its own; the step gives gradients once to that
+    worker has a copy on its first device. Each kind has its own optimizer; the step gives gradients once to that
     of the tables, and at most once to each other one. All else is as in `AllReduce`, but the step sees the worker's own
     part of the batch alone: the result is that of one process with all parts if the loss is a mean over the batch.
     `run` also raises StrategyError for a step that gives no gradients to tables: train that by `AllReduce`.

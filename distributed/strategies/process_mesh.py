@@ -1,7 +1,7 @@
 """The mesh of devices of all processes of a group: the shardings of variables on it, and batches divided over it.
 
-Each process gives its own part of a batch. Processes whose devices have the same place along the axis of batches, as
-those that share out one model's layers, give the same part.
+Each process gives its own part of a batch. Processes whose devices have the same place along the axis of batches, such
+as processes that divide one model's layers, give the same part.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class ProcessMesh:
 
     @contextmanager
     def copies(self, group: ProcessGroup | None, store: Store) -> Iterator[None]:
-        """Compare the variables made inside, of which each process has a copy, with those of the other processes."""
+        """Compare the variables made inside with the copies of the other processes."""
         made: list[Variable] = []
 
         def keep(variable: Variable) -> Sharding | None:
@@ -177,7 +177,7 @@ class ProcessMesh:
         return found
 
     def divided(self, batch: Any) -> Any:
-        """Return the batch of all processes, of which `batch` is this process's part.
+        """Return the batch of all processes; `batch` is this process's part.
 
         Its arrays are divided along their first dimension; scalars and other leaves stay as they are.
         """
@@ -203,7 +203,7 @@ def _sizes(axes: Mapping[str, int], devices: int) -> tuple[int, ...]:
         raise StrategyError(
             f"AllReduce: axes: expected sizes whose product is {devices}, the number of devices of all processes, got "
             f"{dict(axes)}",
-            "give one of them the size -1, which stands for what the others leave",
+            "give one of them the size -1, which means all remaining devices",
         )
     return tuple(devices // known if size == -1 else size for size in axes.values())
 

@@ -105,7 +105,7 @@ class Strategy:
         raise StrategyError(f"{type(self).__name__}: expected a method results, got none", "define results(self, run)")
 
     def variables(self) -> AbstractContextManager[None]:
-        """Return a context in which to make the variables of the program, where the strategy needs them.
+        """Return a context that makes the variables of the program where the strategy needs them.
 
         So that another strategy is another line: on the parameter tasks, for a strategy that does not say otherwise.
         """

@@ -1,11 +1,11 @@
 """What a task does when the variables that it holds are saved, restored or evaluated.
 
 Each task writes and reads its own variables, in storage that all of the cluster share. A save has three requests: the
-task captures its values while no step runs, writes them later, and frees them. Of an array of which several tasks have
-parts, each writes some chunks, and asks the others for what they captured of these. A restore has two: the task reads
-and checks all values, and sets them when every other task has read its own too. For an evaluation by several workers, a
-capture is shared under a name. Invariants: a task writes only into the folder of a save that is under way; a capture is
-kept as long as a live task uses it.
+task captures its values while no step runs, writes them later, and frees them. If several tasks have parts of one
+array, each writes some chunks, and asks the others for their captured elements of these. A restore has two: the task
+reads and checks all values, and sets them when every other task has read its own too. For an evaluation by several
+workers, a capture is shared under a name. Invariants: a task writes only into the folder of a save that is under way; a
+capture is kept as long as a live task uses it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ gave.
 
 Invariants:
 - each batch is in the sums once: a batch whose task died is claimed again, and the dead task's is in no sum;
-- all sums are of one capture, since each capture has a run of its own in the ledger. A capture is kept as long as a
+- all sums are of one capture, since each capture has a separate run in the ledger. A capture is kept as long as a
   task that uses it lives. If all of them die, the evaluation begins again with another capture;
 - the evaluation has one result, the first that is recorded.
 """

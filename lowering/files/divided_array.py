@@ -1,8 +1,8 @@
-"""An array of which several variables have parts, on one task or several, written to one place.
+"""An array that several variables divide, on one task or several, written to one place.
 
 Why: tasks that write to one chunk need a store with conditional writes, which not every store has. So each chunk is
-written by one task, which asks the others for what they have of it. The chunks are about as large as the parts, or
-smaller, so that a task has most elements of its chunks, unless the rows are dealt out in turn.
+written by one task, which asks the others for their elements. The chunks are about as large as the parts, or
+smaller, so that a task has most elements of its chunks, unless neighbouring rows are on different tasks.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Store:
     ) -> dict[str, jax.Array]:
         """Return arrays for `replace`, each as its variable is sharded now; `keys` are by array name.
 
-        parts  for each further variable by key, the array of which it has a part, and the indices
+        parts  for each further variable by key, the array that it is a part of, and the indices
 
         Raises CheckpointError, which names the array, for one that is missing or damaged.
         """

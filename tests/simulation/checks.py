@@ -118,7 +118,7 @@ class Checks:
         return self._updates[process]
 
     def has_values(self, number: int, updates: Mapping[str, int]) -> None:
-        """A worker's attempt has the values of all ps, which were read after so many updates."""
+        """A worker's attempt has the values of all ps, which were read after these numbers of updates."""
         self._attempts[number].read = updates
 
     def applied(self, number: int, process: str, limit: int | None) -> Attempt:

@@ -47,7 +47,7 @@ def _checked_now(ids: Any, *, size: int, table: str) -> Any:
 
 @contextmanager
 def without_id_checks() -> Iterator[None]:
-    """Return a context in which programs are lowered without the checks."""
+    """Return a context that lowers programs without the checks."""
     token = _are_checked.set(False)
     try:
         yield

@@ -28,7 +28,7 @@ class VariablePart(msgspec.Struct, frozen=True):
 
 
 class DividedVariable(msgspec.Struct, frozen=True):
-    """An array of a `shape` to write, of which variables have `parts`; `name` and `place` as in `SavedVariable`."""
+    """An array of a `shape` to write, whose `parts` variables have; `name` and `place` as in `SavedVariable`."""
 
     name: str
     place: str
@@ -52,7 +52,7 @@ class CaptureVariables(Request[Ok], frozen=True):
 class SaveVariables(Request[Ok], frozen=True):
     """Write captured values into the folder of a save, which every task can access.
 
-    `divided`  arrays of which the task writes a share of the chunks; other tasks have captured the other parts
+    `divided`  arrays that the task writes some chunks of; other tasks have captured the other parts
     """
 
     speaker = "origin"

@@ -90,7 +90,7 @@ class StepsDone(Notice, frozen=True):
 
 
 class StepAdmitted(Message, frozen=True):
-    """A step may begin; so far, `version` steps of the run have ended.
+    """A step may begin, after `version` ended steps of the run.
 
     `uses_held`  whether the values that were fetched for it are new enough
     `workers`    number of workers that take part

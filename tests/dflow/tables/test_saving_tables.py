@@ -40,7 +40,7 @@ SHAPE = (23, 5)
 OPTIMIZERS: dict[str, Any] = {"adagrad": optax.adagrad, "adam": optax.adam}
 SLOTS = {"adagrad": ["sum_of_squares/table"], "adam": ["mu/table", "nu/table"]}
 
-#: Numbers of containers, so that each program has variables of its own.
+#: Numbers of containers, so that programs share no variables.
 _numbers = itertools.count()
 
 
@@ -52,7 +52,7 @@ class Division(NamedTuple):
 
 
 class Program:
-    """A table with an optimizer, in a container of its own, whose name is left out of the arrays' names."""
+    """A table with an optimizer, in a new container, whose name is left out of the arrays' names."""
 
     def __init__(self, cluster: Any, division: Division, rule: str = "adam", shape: tuple[int, ...] = SHAPE) -> None:
         self._container = f"n{next(_numbers)}"

@@ -1,4 +1,4 @@
-"""The bound of staleness as a state machine, compared with counters of what the steps read and applied."""
+"""The bound of staleness as a state machine, compared with counters of the steps' reads and updates."""
 
 from __future__ import annotations
 

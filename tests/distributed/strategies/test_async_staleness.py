@@ -1,4 +1,4 @@
-"""`Async(max_staleness=...)` on a cluster in this process: version counters of what each step read and applied to."""
+"""`Async(max_staleness=...)` on a cluster in this process: version counters of each step's reads and updates to."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_a_wait_names_the_worker_whose_step_lasts(
 
         def slow(x: Any) -> Any:
             turns.done("0 is in a step")
-            turns.wait("1 has given up")
+            turns.wait("1 has abandoned its step")
             return counted.read()
 
         if index == 0:
@@ -263,7 +263,7 @@ def test_a_wait_names_the_worker_whose_step_lasts(
         with pytest.raises(DeadlineExceeded, match=text):
             list(Async(cluster, max_staleness=0).run(counted.step, [jnp.int32(1)], steps=9, name="run"))
         assert any(f"worker:1 waits, for 0 s: /job:ps/task:0: {text}" in one.getMessage() for one in caplog.records)
-        turns.done("1 has given up")
+        turns.done("1 has abandoned its step")
 
     with closing(memory.worker(0, SOON)) as first, closing(memory.worker(1, quick)) as second:
         together([first, second], work)
