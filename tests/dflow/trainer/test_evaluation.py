@@ -39,6 +39,8 @@ def test_a_step_may_count_its_examples_and_take_several_arguments() -> None:
 
     batches = [(jnp.array([1.0, 2.0, 9.0]), jnp.array([1, 1, 0])), (jnp.array([6.0, 9.0, 9.0]), jnp.array([1, 0, 0]))]
     assert dflow.evaluate(step, batches) == {"loss": 3.0, "examples": 3.0}
+    masked = jnp.full(3, 5.0), jnp.array([0, 0, 0])  # its mean is NaN, and counts nothing
+    assert dflow.evaluate(step, [*batches, masked]) == {"loss": 3.0, "examples": 3.0}
 
 
 def test_a_single_result_is_the_loss_and_batches_may_come_by_number_alone() -> None:
