@@ -163,7 +163,7 @@ class ShardedVariable(RowUpdates):
         shards = self._variables("gather")
         flat = numbers.reshape(-1)
         shape = (*numbers.shape, *self.shape[1:])
-        if not flat.size:
+        if not math.prod(shape):
             return jnp.zeros(shape, self.dtype)
         if len(shards) == 1 and not shards[0].home.shares_names:
             return shards[0].gather(numbers)
@@ -286,7 +286,7 @@ class ShardedVariable(RowUpdates):
                 f"{rows.shape} and {rows.dtype}",
                 "give a row of its dtype for each index",
             )
-        if not given.size:
+        if not rows.size:
             return
         numbers = jnp.where(given < 0, given + self.shape[0], given).reshape(-1)
         rows = rows.astype(self.dtype).reshape(-1, *self.shape[1:])

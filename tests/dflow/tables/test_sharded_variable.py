@@ -183,6 +183,13 @@ def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch:
         seen.clear()
 
 
+def test_rows_without_elements(servers: Any) -> None:
+    with servers():
+        empty = dflow.ShardedVariable(lambda: jnp.zeros((9, 0)), shards=2, name="no elements")
+    assert dflow.jit(lambda: empty.gather(jnp.array([1, 8])))().shape == (2, 0)
+    empty.scatter_add(jnp.array([1]), jnp.ones((1, 0)))
+
+
 def test_updates_of_booleans() -> None:
     seen = dflow.ShardedVariable(lambda: jnp.zeros(9, bool), shards=2, name="seen rows")
     seen.scatter_max(jnp.array([1, 8, 1]), jnp.array([True, True, False]))
