@@ -134,7 +134,7 @@ class ProcessGroups:
         for channel in group.channels.values():
             channel.given.pop(task, None)
             replies += _refuse(
-                channel, "TaskLost", f"the group of {', '.join(map(_short, group.members))} is over: {why}"
+                channel, "TaskLost", f"the group of {', '.join(map(short_task_name, group.members))} is over: {why}"
             )
         return replies
 
@@ -147,9 +147,11 @@ class ProcessGroups:
             missing = self._named(set(self._expected(job, at_s)) - set(waiting), at_s) if late else ""
             for task in late:
                 applicant = waiting.pop(task)
-                text = f"{_short(task)} waited {applicant.timeout_s:g} s for its group to form; missing: {missing}"
+                waited = f"{short_task_name(task)} waited {applicant.timeout_s:g} s for its group to form"
                 remedy = "start what is missing, and have each call dflow.connect(collectives=True)"
-                commands.append(SendReply(applicant.ask, Failure("DeadlineExceeded", f"{text}\n  {remedy}")))
+                commands.append(
+                    SendReply(applicant.ask, Failure("DeadlineExceeded", f"{waited}; missing: {missing}\n  {remedy}"))
+                )
         for group in {id(group): group for group in self._groups.values()}.values():
             for channel in group.channels.values():
                 commands += self._expire(group, channel, at_s)
@@ -160,7 +162,8 @@ class ProcessGroups:
             return []
         name = next(iter(channel.given.values())).request.name
         missing = self._named(set(group.members) - set(channel.given), at_s)
-        text = f"{', '.join(map(_short, channel.given))} waited {at_s - channel.began_s:.1f} s at {name} for {missing}"
+        here = ", ".join(map(short_task_name, channel.given))
+        text = f"{here} waited {at_s - channel.began_s:.1f} s at {name} for {missing}"
         if _is_late(channel, at_s):
             return [*_refuse(channel, "DeadlineExceeded", text)]
         was_announced, channel.is_announced = channel.is_announced, True
@@ -181,17 +184,13 @@ class ProcessGroups:
         return ", ".join(self._describe(task, at_s) for task in sorted(tasks, key=split_task_name))
 
 
-def _short(task: str) -> str:
-    return short_task_name(task)
-
-
 def _is_late(channel: _Channel, at_s: float) -> bool:
     return any(at_s >= given.until_s for given in channel.given.values())
 
 
 def _apart(channel: _Channel) -> str:
     """Describe members that have come to different points of the program."""
-    places = ", ".join(f"{_short(task)} at {given.request.name}" for task, given in channel.given.items())
+    places = ", ".join(f"{short_task_name(task)} at {given.request.name}" for task, given in channel.given.items())
     return (
         f"the processes of a group are at different points of the program: {places}\n"
         "  let every process run the same loops, with the same numbers of steps"
