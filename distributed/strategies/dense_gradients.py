@@ -60,7 +60,7 @@ class DenseGradients:
                 with home(default_home()):
                     made = [
                         Variable(jnp.zeros(leaf.shape, leaf.dtype), name=f"{self.name}/{optimizer.name}/{number}")
-                        for number, leaf in enumerate(leaves)
+                        for leaf, number in zip(leaves, _serials, strict=False)
                     ]
                 self._kept[optimizer] = tree, made
 
