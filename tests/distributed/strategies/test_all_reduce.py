@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import dflow
+from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import _sizes
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import DeviceError, StrategyError
@@ -256,3 +258,15 @@ def test_a_run_begins_at_one_of_its_steps(first: int) -> None:
     with pytest.raises(StrategyError, match=rf"first: expected a step from 0 to 5, got {first}"):
         list(strategy.run(lambda x: x, [1], steps=5, first=first))
     assert list(strategy.run(lambda x: x, lambda number: number, steps=5, first=3)) == [3, 4]
+
+
+def test_kept_gradients_follow_the_structure_of_the_step() -> None:
+    dense = DenseGradients()
+    v = dflow.Variable(jnp.zeros(2), name="v of two steps")
+    optimizer = dflow.Optimizer(optax.sgd(0.1), [v], name="optimizer of two steps")
+    arrays = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
+    for types in (([arrays[0]], {}), ([arrays[0]], {"value": arrays[1]}), ([arrays[0]], {})):
+        dense.use([(optimizer, types)])
+        tree, kept = dense._kept[optimizer]
+        assert tree == jax.tree_util.tree_structure(types)
+        assert [variable.shape for variable in kept] == [leaf.shape for leaf in jax.tree_util.tree_leaves(types)]
