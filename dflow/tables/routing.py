@@ -1,12 +1,11 @@
 """Routing of row numbers to the shards that have the rows, and of the rows back to the caller.
 
-The numbers are deduplicated and sorted by shard, so those of one shard are a slice. Each shard gets an array with room
-for the most that there may be, and only the first ones are sent (`first_rows`).
+Of equal numbers one is sent, to the shard that has the row. Each shard gets an array with room for the most that there
+may be, and only the first ones are sent (`first_rows`).
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,10 @@ import numpy as np
 
 from dflow.tables.shard_layout import ShardLayout
 from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.rows.each_once import representatives
+
+#: With more shards, sorting by shard takes a CPU less time than counting for each shard.
+MOST_COUNTED = 8
 
 
 class Route(NamedTuple):
@@ -36,30 +39,43 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
     """The route of row numbers, i32[n]; a negative one, or one past the end, has no row."""
     size, [count] = layout.shape[0], numbers.shape
     divided = layout.shards if layout.axis == 0 else 1
-    bounds = layout.bounds if divided > 1 else (0, size)
-    ranges = [*itertools.pairwise(bounds)]
-    rooms = [min(count, end - first) for first, end in ranges]
+    bounds = np.asarray(layout.bounds if divided > 1 else (0, size), np.int32)
+    sizes = np.diff(bounds)
+    rooms = np.minimum(sizes, count)
     is_row = (numbers >= 0) & (numbers < size)
-    places = jnp.where(is_row, layout.places(jnp.where(is_row, numbers, 0)) if divided > 1 else numbers, size)
-    ascending = jnp.sort(places)
-    is_first = jnp.concatenate([jnp.ones(1, bool), ascending[1:] != ascending[:-1]])
-    room = count + max(rooms)
-    # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
-    ranks = jax.lax.associative_scan(jnp.add, is_first.astype(jnp.int32))
-    each_once = jnp.full(room, size, jnp.int32)
-    each_once = each_once.at[jnp.where(is_first, ranks - 1, room)].set(ascending, mode="drop")
-    starts = jnp.searchsorted(each_once, np.asarray(bounds, np.int32)).astype(jnp.int32)
-    # One value for each shard: it is sent once, with the row numbers.
-    counts = [starts[shard + 1] - starts[shard] for shard in range(len(ranges))]
-    rows = [
-        first_rows(jax.lax.dynamic_slice(each_once, [starts[shard]], [room]) - first, counts[shard], fill=end - first)
-        for shard, (room, (first, end)) in enumerate(zip(rooms, ranges, strict=True))
-    ]
+    inside = jnp.where(is_row, numbers, 0)
+    places = layout.places(inside) if divided > 1 else inside
+    shard_of = jnp.searchsorted(bounds[1:], places, side="right", method="compare_all").astype(jnp.int32)
+    equal = representatives(inside, is_row)
+    is_first = is_row & (equal == jnp.arange(count))
+    ranks, counts = _ranks(shard_of, is_first, divided)
     room_before = np.cumsum([0, *rooms]).astype(np.int32)
-    shifts = jnp.concatenate([room_before[:-1] - starts[:-1], jnp.full(1, sum(rooms), jnp.int32)])
-    found = jnp.searchsorted(each_once, places).astype(jnp.int32)
-    shard_of = jnp.searchsorted(np.asarray(bounds[1:], np.int32), places, side="right")
-    return Route(rows, counts, found + shifts[shard_of])
+    slots = jnp.asarray(room_before)[shard_of] + ranks
+    none = room_before[-1]
+    asked = jnp.asarray(np.repeat(sizes, rooms))
+    asked = asked.at[jnp.where(is_first, slots, none)].set(places - jnp.asarray(bounds)[shard_of], mode="drop")
+    # One value for each shard: it is sent once, with the row numbers.
+    counted = [counts[shard] for shard in range(divided)]
+    rows = [
+        first_rows(each, counted[shard], fill=int(sizes[shard]))
+        for shard, each in enumerate(jnp.split(asked, room_before[1:-1]))
+    ]
+    return Route(rows, counted, jnp.where(is_row, slots[equal], none))
+
+
+def _ranks(shard_of: Any, is_first: Any, shards: int) -> tuple[Any, Any]:
+    """For each number that is the first of its kind, how many before it go to its shard: i32[n]; and i32[shards]."""
+    [count] = shard_of.shape
+    if shards > MOST_COUNTED and shards * count < np.iinfo(np.int32).max:
+        # One array has them by shard, and in their order in each shard.
+        ordered = jnp.sort(jnp.where(is_first, shard_of * count + jnp.arange(count), shards * count))
+        starts = jnp.searchsorted(ordered, jnp.arange(shards + 1) * count).astype(jnp.int32)
+        places = jnp.zeros(count, jnp.int32).at[jnp.where(ordered < shards * count, ordered % count, count)]
+        return places.set(jnp.arange(count), mode="drop") - starts[shard_of], starts[1:] - starts[:-1]
+    is_of = is_first[:, None] & (shard_of[:, None] == jnp.arange(shards))
+    # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
+    so_far = jax.lax.associative_scan(jnp.add, is_of.astype(jnp.int32))
+    return jnp.take_along_axis(so_far, shard_of[:, None], 1)[:, 0] - 1, so_far[-1]
 
 
 def _least(dtype: Any) -> Any:

@@ -20,6 +20,7 @@ import numpy as np
 
 from dflow.tracing.jax_frontend import Equation, bind
 from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.each_once import representatives
 
 T = TypeVar("T")
 
@@ -86,13 +87,16 @@ class Index:
     @cached_property
     def unique(self) -> Index:
         """The places, each once."""
-        return self if self.is_unique else self._sorted[0]
+        if self.is_unique:
+            return self
+        is_first = self._representatives == jnp.arange(self.places.size)
+        return Index(jnp.where(is_first, self.places, self.count), self.count, True)
 
     def summed(self, rows: Any) -> Any:
         """The sums, at the places of `unique`, of rows at these places."""
         if self.is_unique:
             return rows
-        sums = jnp.zeros_like(rows).at[self._sorted[1]]
+        sums = jnp.zeros_like(rows).at[self._representatives]
         return sums.max(rows) if rows.dtype == bool else sums.add(rows)
 
     @cached_property
@@ -105,13 +109,9 @@ class Index:
         return (self.places < self.count).reshape((-1,) + (1,) * (ndim - 1))
 
     @cached_property
-    def _sorted(self) -> tuple[Index, Any]:
-        """The unique index, and for each of these places its number in it."""
-        # Sorting by one key and searching takes XLA on the CPU half the time of sorting with the positions.
-        ascending = jnp.sort(self.places)
-        is_first = jnp.concatenate([jnp.ones(min(1, ascending.size), bool), ascending[1:] != ascending[:-1]])
-        each_once = jnp.where(is_first, ascending, self.count)
-        return Index(each_once, self.count, True), jnp.searchsorted(ascending, self.places)
+    def _representatives(self) -> Any:
+        """For each place the position, in `places`, of one that is equal: the same for all that are equal."""
+        return representatives(self.places)
 
 
 class Rowwise:

