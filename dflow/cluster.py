@@ -19,6 +19,7 @@ from dflow.distributed.launching.sidecars import Sidecars
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.process import parent_watch
 from dflow.distributed.process.dump_signal import dump_on_signal
+from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.transport.security.configuration import choose_security
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
@@ -80,6 +81,7 @@ def connect(
         return standalone(LOCAL.store)
     if collectives:
         refuse_late_start()
+    keep_freed_memory(has_threads=True)
     parent_watch.watch()
     proofs = spec.security
     security = security or choose_security(os.environ, certificates=proofs.certificates, secret_file=proofs.secret_file)

@@ -98,7 +98,7 @@ def _coordinator_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _be_task(options: argparse.Namespace) -> int:
-    keep_freed_memory()
+    keep_freed_memory(has_threads=False)
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
     from dflow.distributed.detection.cluster_spec import Variables

@@ -19,8 +19,8 @@ TRIMMED_FROM_BYTES = 1 << 30
 LARGEST_BYTES = 32 << 20
 
 
-def keep_freed_memory() -> None:
-    """Have this process retain freed blocks of up to `LARGEST_BYTES`; called before it has threads.
+def keep_freed_memory(*, has_threads: bool) -> None:
+    """Have this process retain freed blocks of up to `LARGEST_BYTES`. With threads already, it keeps its arenas.
 
     Does nothing if the environment has settings of `malloc`, or the C library is not glibc.
     """
@@ -30,6 +30,7 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGEST_BYTES)
         mallopt(_TRIM_THRESHOLD, TRIMMED_FROM_BYTES)
+    if mallopt is not None and not has_threads:
         # All arenas but the first return their memory whenever one of their parts of 64 MiB is free. With the first one
         # alone, threads wait for each other in steps of many small variables.
         mallopt(_ARENA_MAX, 2)
