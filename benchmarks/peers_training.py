@@ -12,8 +12,9 @@ slower one has ended. A way's `loss` is the mean over all examples of the last r
 the losses of the asynchronous ways, and of the synchronous ones, must differ by less than `SAME`, and those of
 all ways by less than `NEAR`: an update of the latter averages two gradients, so they make half as many.
 
-*dense* is a model of 2 million parameters with Adam and batches of 32, trained by `AllReduce`, `Sync` and DDP; the
-losses must agree as `_trainers` says.
+*dense* is a model of 2 million parameters with Adam and batches of 32, trained by `AllReduce`, by `Sync`, by a script
+of JAX alone with the engine of `AllReduce` (its multi-process runtime over gloo), and by DDP; the losses must agree as
+`_trainers` says.
 
 All ways live at the same time and alternate, a round of steps each; the idle ones wait for their input. Each process
 computes in one thread. `cpu ms` is the processor time of all processes of a way for a batch of each worker.
@@ -149,7 +150,7 @@ def clicks_torch(stack: contextlib.ExitStack, model: list[str], python: str, scr
 
 def dense(given: Any) -> list[dict[str, Any]]:
     """Return the rows of the dense model."""
-    starts: dict[str, Start] = {"dflow AllReduce": dense_all_reduce, "dflow Sync": by_dflow}
+    starts: dict[str, Start] = {"dflow AllReduce": dense_all_reduce, "dflow Sync": by_dflow, "JAX": dense_jax}
     if given.beside:
         starts["PyTorch DDP"] = by_torch
     model = ["--layers", str(LAYERS), "--width", str(WIDTH)]
@@ -166,6 +167,12 @@ def dense_all_reduce(stack: contextlib.ExitStack, model: list[str], workers: int
     tasks = stack.enter_context(running_tasks(0, workers))
     command = [sys.executable, "-m", "benchmarks._training_dflow", "--all-reduce", *model]
     return Way([started(stack, command, tasks.worker(index)) for index in range(workers)], [tasks.coordinator_pid])
+
+
+def dense_jax(stack: contextlib.ExitStack, model: list[str], workers: int, _: Any) -> Way:
+    command = [sys.executable, "-m", "benchmarks._training_jax", *model, "--workers", str(workers)]
+    command += ["--port", str(free_port()), "--index"]
+    return Way([started(stack, [*command, str(index)], standalone()) for index in range(workers)])
 
 
 def lines(found: Mapping[str, Sequence[Round]], examples: int) -> list[dict[str, Any]]:
