@@ -58,9 +58,9 @@ def evaluate(
     """Return the means of the results of `step(*batch)` over all examples of all batches, and `examples`, their number.
 
     step     a function that reads variables and writes none. It returns metrics by name, or one, which is then `loss`:
-             each a float scalar, the mean over the batch's examples, or an array with one value per example. It may
-             also return `examples`, the number of examples that its means are over, for instance of those not masked;
-             by default the length of the first axis of the batch's arrays
+             each a float scalar, the mean over the batch's examples, or an array with one value per example. Beside
+             means it may return `examples`, the number of examples that they are over, for instance of those not
+             masked; by default the length of the first axis of the batch's arrays
     batches  tuples of arguments (any other value is passed as the only argument)
     cluster  the result of `dflow.connect()`: then all tasks of the cluster that evaluate under the same name share the
              batches, which they take by number, and all get the same result. Each batch is counted once, also if tasks
@@ -254,11 +254,11 @@ def _checked_examples(leaves: Sequence[Any], types: Mapping[str, Any]) -> int | 
         kind = getattr(type.dtype, "kind", "")
         is_real = isinstance(type.dtype, np.dtype) and np.can_cast(type.dtype, np.float64, "same_kind")
         is_count = kind in "iub" and type.shape == () and name != EXAMPLES
-        is_sized = type.shape == () or (name != EXAMPLES and len(type.shape) == 1 and count in (None, type.shape[0]))
+        is_sized = type.shape == () or type.shape == (count,)
         if not is_real or is_count or not is_sized:
             raise TrainingError(
-                f"evaluate: {name}: expected a float scalar, the mean over the batch's examples, or an array with one "
-                f"value for each of them, got {array_type_of(type)}",
+                f"evaluate: {name}: expected a float scalar, the mean over the batch's examples, or without "
+                f"{EXAMPLES!r} an array with one value for each of them, got {array_type_of(type)}",
                 "return jnp.mean(...) of the values, or the values themselves",
                 at=caller(),
             )

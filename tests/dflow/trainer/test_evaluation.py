@@ -116,6 +116,9 @@ def test_what_an_evaluation_cannot_count_is_refused() -> None:
     refused(lambda x: jnp.sum(x > 0), data, r"loss: expected a float scalar.* got i32\[\]\n")
     refused(lambda x: x, data, r"loss: expected a float scalar.* got f32\[10,3\]\n")
     refused(lambda x: x[:4, 0], data, r"got f32\[4\]\n")
+    refused(
+        lambda x: {"loss": x[:, 0], "examples": jnp.float32(4)}, data, r"without 'examples' an array.* got f32\[10\]\n"
+    )
     refused(lambda x: jnp.mean(x) + 1j, data, r"got c64\[\]\n")
     refused(lambda x, y: jnp.mean(x), [(X, X[:4])], r"one length, its number of examples, got \[4, 25\]")
     refused(lambda x: x, [1.0], r"number of examples, got \[\]")
