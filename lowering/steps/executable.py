@@ -187,6 +187,15 @@ class Executable:
             and all(isinstance(items[taker], Send) for slot in item.gives for taker in self.takers.get(slot, ()))
         )
 
+    def sent_results(self, index: int) -> tuple[int, ...]:
+        """Places, among the results of a call, of those that are sent to other tasks."""
+        items = self.plan.items
+        return tuple(
+            place
+            for place, slot in enumerate(gives(items[index]))
+            if any(isinstance(items[taker], Send) for taker in self.takers.get(slot, ()))
+        )
+
     @cached_property
     def touched(self) -> Mapping[str, bool]:
         """The variables, queues and accumulators that the plan touches, and whether it changes each."""

@@ -23,7 +23,7 @@ from dflow.lowering.steps.plan import Call, CheckIds, Copy, Item, Read, Recv, Se
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
 from dflow.lowering.values.computed import wait_until_computed
-from dflow.lowering.values.host_values import counted_rows
+from dflow.lowering.values.host_values import counted_rows, has_own_memory
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError
 from dflow.tracing.primitives.id_checks import check_ids
@@ -126,6 +126,9 @@ def _call(item: Call, index: int, executable: Executable, store: Store, state: S
     program = executable.programs[item.program]
     take, fill = taker(item.takes), _filler(item.gives)
     changes = changes_of(item)
+    # All copies from a GPU start together, and while it still computes. One after the other, of which each waits for
+    # the GPU, they took a step of thirteen sends 14 of 35 ms.
+    copied = executable.sent_results(index) if has_own_memory() else ()
 
     def do(run: ItemsRun) -> None:
         operands = take(run.slots)
@@ -133,6 +136,8 @@ def _call(item: Call, index: int, executable: Executable, store: Store, state: S
             results = call_once(run.attempt, store, program, item, operands, state)
         else:
             results = store.call(program, item.writes, item.reads, operands, state)
+        for place in copied:
+            results[place].copy_to_host_async()
         fill(run.slots, results)
         if run.recorder.watched is not None:
             written = state.written if state is not None else None

@@ -30,9 +30,14 @@ _DTYPES = frozenset(map(np.dtype, (*_NAMES, ml_dtypes.bfloat16)))
 device_copy = jax_jit(jnp.copy)
 
 
+def has_own_memory() -> bool:
+    """Whether the devices that programs run on have a memory of their own, as GPUs do."""
+    return jax.default_backend() != "cpu"
+
+
 def may_stay_on_host(dtype: np.dtype[Any], size_bytes: int) -> bool:
     """Whether an aligned NumPy array of this dtype and size stays one between the items of a plan."""
-    return dtype in _DTYPES and (size_bytes <= SMALL_BYTES or jax.default_backend() == "cpu")
+    return dtype in _DTYPES and (size_bytes <= SMALL_BYTES or not has_own_memory())
 
 
 def stays_on_host(value: Any) -> bool:

@@ -12,6 +12,7 @@ import pytest
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps import line_items
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Call, Plan, Recv, Send
 from dflow.lowering.steps.straight_line import StraightRun, run_of
@@ -114,3 +115,29 @@ def test_before_the_release_nothing_changes() -> None:
     assert run.calls == [("read",)]
     (error,) = run.done
     assert str(error) == "the loop ended"
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_copies_of_what_is_sent_from_a_gpu_start_with_its_computation(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    class OnDevice:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def copy_to_host_async(self) -> None:
+            events.append(f"copies {self.name}")
+
+    class Sending(Channel):
+        def send(self, step: StepId, edge: str, destination: str, values: Sequence[Any]) -> None:
+            events.append(f"sends {edge}")
+
+    results = [OnDevice("a"), OnDevice("kept"), OnDevice("b")]
+    plan = Plan(TASK, 3, (Call(0, (), (), (), (0, 1, 2)), Send("a", ORIGIN, (0,)), Send("b", ORIGIN, (2,))))
+    monkeypatch.setattr(line_items, "has_own_memory", lambda: on_gpu)
+    executable = Executable(plan, [Program(lambda written, read: ([], results))])
+    found = run_of(executable, Store(), Sending(), StepId(ORIGIN, 1), (), lambda _: None, lambda work: work())
+    found.start()
+    assert events == ["copies a", "copies b"] * on_gpu + ["sends a", "sends b"]
