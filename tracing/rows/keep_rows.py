@@ -20,7 +20,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.ir.updates import KINDS, updated
@@ -269,13 +268,11 @@ class _Pass:
         (value,) = operands
         if not isinstance(value, Rowwise) or value.index is None or not value.is_sparse:
             return None
-        # A take counts places, so those left over name a row that there is, and add zero to it.
         index, rows = value.index, value.rows
-        if index.is_packed:  # only the others are sent
+        if index.is_packed:  # the places left over are not sent
             number = index.is_there(1).sum(dtype=np.int32)
-            return [first_rows(index.places, number), first_rows(rows, number)]
-        places = jnp.where(index.is_there(1), index.places, index.places[:1])
-        return [places, jnp.where(index.is_there(rows.ndim), rows, np.zeros((), rows.dtype))]
+            return [first_rows(index.places, number, fill=index.count), first_rows(rows, number)]
+        return [index.places, rows]
 
     def _named(self, equation: Equation, operands: list[Any]) -> Sequence[Any] | None:
         """An op that names a value or sets its codec: applied to the rows."""
