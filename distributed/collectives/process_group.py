@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 
 from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
@@ -26,7 +27,7 @@ from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.wire.messages.process_groups import Exchange, GroupFormed
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DflowError
+from dflow.tracing.errors import DflowError, TaskLost
 
 LOGGER = logging.getLogger("dflow")
 
@@ -36,7 +37,7 @@ STATUS = 75
 GRACE_S = 3.0
 #: Longest wait for members that still evaluate or export at the end of the program, in s.
 END_S = 86_400.0
-#: Time that a failing program waits for the news that another member is the cause, in s.
+#: Time that a failing computation or program waits for the news that another member is the cause, in s.
 CAUSE_S = 2.0
 
 
@@ -65,8 +66,8 @@ class ProcessGroup:
         self.number = max(formed.lives)
         self._numbers: Counter[str] = Counter()
         self._is_closed = False
-        #: Set when a member has left by a fault.
-        self._is_lost = threading.Event()
+        #: Set when a member has left by a fault, and the description of that.
+        self._is_lost, self._lost = threading.Event(), ""
         _current[:] = [self]
         coordinator.session.call_on_roster(self._look)
         atexit.register(self._end_of_program)
@@ -93,6 +94,22 @@ class ProcessGroup:
         message = Exchange(task, channel, number, name, word, wait_s)
         return self._coordinator.ask(message, wait_s + BARRIER_GRACE_S).words
 
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """Return the context of a computation of all members, which raises TaskLost in place of other errors if one has
+        left: a collective fails when the connections from that member end, before the coordinator has noticed.
+        """
+        try:
+            yield
+        except DflowError:
+            raise
+        except Exception as error:
+            if not self._is_lost.wait(CAUSE_S):
+                raise
+            raise TaskLost(
+                f"the group of {', '.join(self.names)} is over: {self._lost}", "start its processes again"
+            ) from error
+
     def close(self) -> None:
         """Wait until all members are done; later ends of other members do not end this process."""
         if self._is_closed:
@@ -110,9 +127,10 @@ class ProcessGroup:
         ]
         if not faults or self._is_lost.is_set() or self._is_closed:
             return
+        self._lost = "; ".join(faults)
         LOGGER.error(
             "%s, so the collectives of %s cannot go on, and this process ends; it has to be started again",
-            "; ".join(faults),
+            self._lost,
             ", ".join(self.names),
         )
         self._is_lost.set()

@@ -141,7 +141,7 @@ class AllReduce(Strategy):
         try:
             for batch in self._batches(run):
                 with run.guard.step():
-                    with self._on.shared_step() if self._group is not None else nullcontext():
+                    with self._on.shared_step() if self._group is not None else nullcontext(), self._computing():
                         outcome = run.step(*arguments_of(self._on.divided(batch)))
                     progress.note(outcome)
                 yield outcome
@@ -149,6 +149,10 @@ class AllReduce(Strategy):
             progress.tell()  # a metric may never be computed
             raise
         progress.report()
+
+    def _computing(self) -> AbstractContextManager[None]:
+        """Return the context of a computation of all processes, which raises TaskLost if one has left."""
+        return nullcontext() if self._group is None else self._group.computing()
 
     def _batches(self, run: StrategyRun) -> Iterator[Any]:
         """Yield this worker's batch for each step, as long as all workers have one."""
@@ -206,6 +210,8 @@ class StepProgress:
         self._losses: list[Mapping[str, Any]] = []
         self._outcome: Any = None
         self._told_s = time.monotonic()
+        # Steps before a later return to a snapshot are not counted.
+        self._undone = cluster.undone
 
     def note(self, outcome: Any) -> None:
         """Note a step, which may not be computed yet."""
@@ -226,6 +232,8 @@ class StepProgress:
     ) -> None:
         """Report the steps since the last report, with their duration, metrics, and a loss that is not finite."""
         message = RoundsDone(self._run, self._cluster.task, self._done, self._total, self._done - self._told)
-        found = msgspec.structs.replace(message, step_s=step_s, metrics=dict(metrics), not_finite=not_finite)
+        found = msgspec.structs.replace(
+            message, step_s=step_s, metrics=dict(metrics), not_finite=not_finite, undone=self._undone
+        )
         self._cluster.coordinator.tell(found)
         self._told, self._told_s, self._losses = self._done, time.monotonic(), []

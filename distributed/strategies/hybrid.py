@@ -72,7 +72,7 @@ class Hybrid(AllReduce):
         epoch = self._cluster.epoch
         try:
             for batch in self._batches(run):
-                with run.guard.step():
+                with run.guard.step(), self._computing():
                     if gradients is None:
                         gradients = part.open(run.step, batch, run.steps - self._first, self._on.parts)
                         opening = part.next(-1)

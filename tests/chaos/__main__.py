@@ -29,7 +29,7 @@ LIMIT_S = 300.0
 
 def one_round(seed: int, limit_s: float = LIMIT_S) -> int:
     """Run the round of this seed; return 1 when it failed, after printing why."""
-    schedule = drawn_schedule(seed, [*PROGRAMS])
+    schedule = drawn_schedule(seed, {name: program.hazards for name, program in PROGRAMS.items()})
     program, began_s = PROGRAMS[schedule.program], time.monotonic()
     print(f"== seed {seed}: {schedule.program}, {schedule.workers} workers, {len(schedule.faults)} faults", flush=True)
     for fault in schedule.faults:

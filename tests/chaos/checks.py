@@ -5,17 +5,21 @@
 - No process ends but by its faults, when it has finished, or when the launcher ends it.
 - No process prints a traceback, but a worker that was silent for so long that its steps have gone to others, and a
   coordinator whose state cannot be written.
+- Of workers that compute together, all end when one of them does, or the coordinator, or a parameter task: by an error
+  that names the loss, and not more often than there are faults.
 """
 
 from __future__ import annotations
 
 import re
 import signal
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from dflow.distributed.collectives.process_group import STATUS as GROUP_LOST
 from dflow.distributed.coordinator.coordinator_store import SqliteStore
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.snapshots.resumption import Snapshot
@@ -23,12 +27,14 @@ from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import CheckpointError
+from dflow.tracing.errors import CheckpointError, TaskLost
 from tests.chaos.faulty_place import Life
 from tests.chaos.schedule import COORDINATOR
 
 #: Variables that each step increments.
 _COUNTER = re.compile(r"(count|total) \d|adam/\d/count")
+#: The errors of a worker whose group is over.
+_LOSSES = f"{TaskLost.__module__}.{TaskLost.__name__}: "
 #: Exit statuses that a fault explains, beside 0.
 _STATUSES = {
     "kill": (-signal.SIGKILL,),
@@ -97,10 +103,11 @@ def silent_workers(lives: Sequence[Life], lines: Iterable[tuple[str, str]]) -> s
     return {task for task in refused if task.startswith("worker") and (task in faulty or is_cut_from_all)}
 
 
-def check_ends(lives: Sequence[Life], silent: Container[str]) -> Iterator[str]:
+def check_ends(lives: Sequence[Life], silent: Container[str], is_group: bool) -> Iterator[str]:
     """Yield the processes that still run, or ended with a status that their faults do not explain.
 
-    silent  workers that may have ended with an error
+    silent    workers that may have ended with an error
+    is_group  whether the workers compute together
     """
     last = {life.task: life for life in lives}
     for life in lives:
@@ -111,6 +118,8 @@ def check_ends(lives: Sequence[Life], silent: Container[str]) -> Iterator[str]:
             expected |= {128 + signal.SIGINT, -signal.SIGKILL}
         if life.task in silent:
             expected.add(1)
+        if is_group and life.task.startswith("worker"):
+            expected |= {1, GROUP_LOST}
         if status is None:
             yield f"{life.task}, process {life.child.pid}, still runs"
         elif status not in expected:
@@ -122,3 +131,23 @@ def check_lines(lines: Iterable[tuple[str, str]], expected: Container[str]) -> I
     for task, text in lines:
         if text.startswith("Traceback (most recent call last)") and task not in expected:
             yield f"{task} printed a traceback"
+
+
+def check_group(lives: Sequence[Life], lines: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield the errors of workers that compute together which are not the loss of a task, and ends without a fault."""
+    faults = sum(len(life.faults) for life in lives)
+    for task, count in Counter(life.task for life in lives).items():
+        if count > 1 + faults:
+            yield f"{task} was started {count} times for {faults} faults"
+    in_traceback: set[str] = set()
+    errors: defaultdict[str, list[str]] = defaultdict(list)
+    for task, text in lines:
+        if text.startswith("Traceback (most recent call last)"):
+            in_traceback.add(task)
+        elif task in in_traceback and text and not text.startswith(" "):
+            in_traceback.discard(task)
+            errors[task].append(text)
+        elif text.startswith("The above exception was the direct cause"):
+            errors[task].pop()
+    for task, texts in errors.items():
+        yield from (f"{task} ended by {text}" for text in texts if not text.startswith(_LOSSES))

@@ -17,7 +17,7 @@ from dflow.distributed.launching.launcher import TaskRow, launch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.wire.messages.status import Status
-from tests.chaos.checks import check_committed, check_ends, check_lines, silent_workers
+from tests.chaos.checks import check_committed, check_ends, check_group, check_lines, silent_workers
 from tests.chaos.faulty_place import FaultyPlace
 from tests.chaos.programs import Program
 from tests.chaos.schedule import LAST, Fault, Schedule
@@ -58,6 +58,7 @@ class _FaultyRun(StopSignal):
         self._began_s, self._limit_s = time.monotonic(), limit_s
         self._outcome = Outcome()
         self._place = FaultyPlace(self._check_snapshot)
+        self._has_servers = "ps" in program.hazards.kinds
         self._changed = threading.Condition()
         #: Number of steps done, None while the first snapshots are not complete; and the newest state of the tasks.
         self._done: int | None = None
@@ -70,11 +71,11 @@ class _FaultyRun(StopSignal):
         plan = LaunchPlan(
             str(self._program.script),
             self._program.arguments(self._steps, self._folder),
-            stock={"ps": 2},
+            stock={"ps": 2} if self._has_servers else {},
             jobs={"worker": schedule.workers},
-            restarts=dict.fromkeys(("ps", "worker", COORDINATOR), 100),
+            restarts=dict.fromkeys(self._program.hazards.kinds, 100),
             state=str(self._folder / "state"),
-            snapshots=str(snapshots),
+            snapshots=str(snapshots) if self._has_servers else "",
             snapshot_every_s=SNAPSHOT_EVERY_S,
         )
         outcome = self._outcome
@@ -93,13 +94,18 @@ class _FaultyRun(StopSignal):
         self._check_snapshot()
         lives, lines = self._place.lives, [(task, text) for _, task, text in outcome.lines]
         silent = silent_workers(lives, lines)
-        outcome.violations += check_ends(lives, silent)
+        outcome.violations += check_ends(lives, silent, self._program.is_group)
+        if self._program.is_group:
+            outcome.violations += check_group(lives, lines)
+            silent |= {life.task for life in lives if life.task.startswith("worker")}
         full = {life.task for life in lives if life.task == COORDINATOR and "full" in life.faults}
         outcome.violations += check_lines(lines, silent | full)
         outcome.violations += self._program.check(self._steps, outcome.results, self._folder)
         return outcome
 
     def _check_snapshot(self) -> None:
+        if self._program.is_group:
+            return
         self._outcome.violations += check_committed(self._folder / "snapshots", self._folder / "state")
 
     # Faults.
@@ -123,6 +129,8 @@ class _FaultyRun(StopSignal):
 
     def _is_committed(self) -> bool:
         """Whether a snapshot of all variables is committed, after the first steps."""
+        if not self._has_servers:
+            return True
         parts = [int(part.name) for part in self._folder.glob("snapshots/ps-?/*") if part.name.isdigit()]
         if self._first_number is None:
             self._first_number = max(parts, default=0)

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 COORDINATOR = "coordinator"
 #: Kinds of faults by role. `kill`, `terminate` and `pause` are signals; `cut` and `hold` are of the connection to the
 #: coordinator, of all connections for the coordinator itself; `break` breaks all connections again and again, those
 #: between tasks too; `full` refuses each write to a file.
-KINDS = {
+KINDS: Mapping[str, tuple[str, ...]] = {
     "worker": ("kill", "kill", "terminate", "pause", "cut", "hold", "break"),
     "ps": ("kill", "kill", "terminate", "pause", "cut", "hold", "break", "full"),
     COORDINATOR: ("kill", "kill", "terminate", "pause", "cut", "full"),
+}
+#: Of processes that compute together, without faults of the connections that JAX makes.
+GROUP_KINDS: Mapping[str, tuple[str, ...]] = {
+    role: tuple(kind for kind in kinds if kind not in ("break", "full")) for role, kinds in KINDS.items()
 }
 #: Faults after which a process is started again. The launcher's pauses double with each, so a task has few of them.
 ENDS = ("kill", "terminate")
@@ -48,6 +52,20 @@ class Fault:
 
 
 @dataclass(frozen=True)
+class Hazards:
+    """The faults that may be drawn for a program.
+
+    kinds    by role, for the roles that it has
+    moments  least and most number of moments at which faults come
+    at_once  number of tasks with a fault at such a moment, one of these
+    """
+
+    kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: KINDS)
+    moments: tuple[int, int] = (3, 5)
+    at_once: tuple[int, ...] = (1, 1, 2, 3)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The program of a round, its number of workers, and the faults."""
 
@@ -56,15 +74,16 @@ class Schedule:
     faults: tuple[Fault, ...]
 
 
-def drawn_schedule(seed: int, programs: Sequence[str]) -> Schedule:
-    """Draw a schedule, the same for the same seed."""
+def drawn_schedule(seed: int, programs: Mapping[str, Hazards]) -> Schedule:
+    """Draw a schedule for one of the programs, the same for the same seed."""
     draw = random.Random(f"chaos {seed}")
     program, workers = draw.choice(list(programs)), draw.choice((2, 3))
-    tasks = ["ps:0", "ps:1", *(f"worker:{index}" for index in range(workers)), COORDINATOR]
+    hazards, of_workers = programs[program], [f"worker:{index}" for index in range(workers)]
+    tasks = [*(["ps:0", "ps:1"] if "ps" in hazards.kinds else []), *of_workers, COORDINATOR]
     ended: Counter[str] = Counter()
 
     def fault(task: str, at: float) -> Fault:
-        kind = draw.choice(KINDS[task.partition(":")[0]])
+        kind = draw.choice(hazards.kinds[task.partition(":")[0]])
         if kind in ENDS and ended[task] == MOST_ENDS:
             kind = "pause"
         ended[task] += kind in ENDS
@@ -73,8 +92,8 @@ def drawn_schedule(seed: int, programs: Sequence[str]) -> Schedule:
 
     faults = []
     if draw.random() < 0.3:
-        faults.append(fault(draw.choice(tasks[2:]), -1.0))
-    for _ in range(draw.randint(3, 5)):
+        faults.append(fault(draw.choice([*of_workers, COORDINATOR]), -1.0))
+    for _ in range(draw.randint(*hazards.moments)):
         at = round(draw.random() * LAST, 2)
-        faults += [fault(task, at) for task in draw.sample(tasks, draw.choice((1, 1, 2, 3)))]
+        faults += [fault(task, at) for task in draw.sample(tasks, draw.choice(hazards.at_once))]
     return Schedule(program, workers, tuple(sorted(faults, key=lambda one: one.at)))

@@ -1,7 +1,8 @@
-"""A short round of `make chaos` with a fixed seed for two programs of the four; the checks find what they are for."""
+"""A short round of `make chaos` for some programs; the checks find what they are for."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from dflow.distributed.coordinator.snapshots.resumption import Snapshot
 from dflow.distributed.coordinator.step_ledger import LedgerCopy
 from dflow.lowering.files.array_files import fill_folder
 from tests.chaos import __main__ as chaos
-from tests.chaos.checks import check_committed, check_lines, silent_workers
+from tests.chaos.checks import check_committed, check_group, check_lines, silent_workers
 from tests.chaos.faulty_run import Outcome, describe, run_round
 from tests.chaos.programs import PROGRAMS
-from tests.chaos.schedule import COORDINATOR, KINDS, LAST, Schedule, drawn_schedule
+from tests.chaos.programs.integer_model import states
+from tests.chaos.schedule import COORDINATOR, LAST, Fault, Schedule, drawn_schedule
 
 #: Limit of a round, in s; it takes half a minute on two idle cores.
 LIMIT_S = 400.0
@@ -28,7 +30,7 @@ LIMIT_S = 400.0
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("program", "seed", "steps"), [("bounded", 711, 600), ("model", 9, 200)])
 def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: int, steps: int) -> None:
-    schedule = drawn_schedule(seed, [program])
+    schedule = drawn_schedule(seed, {program: PROGRAMS[program].hazards})
     outcome = run_round(schedule, PROGRAMS[program], steps, tmp_path, LIMIT_S)
     assert not outcome.violations, describe(schedule, outcome, tmp_path / "output.log")
     assert {fault.task.partition(":")[0] for fault in schedule.faults} == {"ps", "worker", COORDINATOR}
@@ -36,12 +38,26 @@ def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: in
     assert len(outcome.faults) > len(schedule.faults) / 2
 
 
+@pytest.mark.once
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("program", "task"), [("all-reduce", "worker:1"), ("hybrid", "ps:0")])
+def test_workers_that_compute_together_go_on_from_their_checkpoint(tmp_path: Path, program: str, task: str) -> None:
+    schedule = Schedule(program, 2, (Fault("kill", task, 0.5),))
+    outcome = run_round(schedule, PROGRAMS[program], 60, tmp_path, LIMIT_S)
+    assert not outcome.violations, describe(schedule, outcome, tmp_path / "output.log")
+    for worker in ("worker:0", "worker:1"):
+        begins = [text for _, name, text in outcome.lines if name == worker and text.startswith("begins at")]
+        assert len(begins) == 2, begins
+    assert not any("Terminating process" in text for _, _, text in outcome.lines)  # JAX's own word
+
+
 def test_a_schedule_follows_from_its_seed() -> None:
+    hazards = {name: program.hazards for name, program in PROGRAMS.items()}
     for seed in range(200):
-        schedule = drawn_schedule(seed, [*PROGRAMS])
-        assert schedule == drawn_schedule(seed, [*PROGRAMS])
+        schedule = drawn_schedule(seed, hazards)
+        assert schedule == drawn_schedule(seed, hazards)
         for fault in schedule.faults:
-            assert fault.kind in KINDS[fault.task.partition(":")[0]]
+            assert fault.kind in hazards[schedule.program].kinds[fault.task.partition(":")[0]]
             assert fault.at <= LAST
             assert fault.at >= 0 or not fault.task.startswith("ps")
 
@@ -101,6 +117,30 @@ def test_a_part_that_is_missing_is_found(tmp_path: Path) -> None:
     (tmp_path / "ps-0" / "3" / "dflow.json").unlink()
     [violation] = check_committed(tmp_path, tmp_path / "state")
     assert "snapshot 3 is committed, and cannot be read: " in violation
+
+
+def test_an_end_of_a_group_without_a_fault_is_found() -> None:
+    lives: Any = [SimpleNamespace(task="worker:0", faults=faults) for faults in (["kill"], [], [])]
+    losses = ["Traceback (most recent call last):", "  File", "dflow.tracing.errors.TaskLost: worker:1 has left"]
+    others = ["Traceback (most recent call last):", "  File", "ValueError: Gloo AllReduce failed"]
+    cause = [*others, "", "The above exception was the direct cause of the following exception:", ""]
+    assert list(check_group(lives[:2], [("worker:0", text) for text in (*cause, *losses)])) == []
+    assert list(check_group(lives, [("worker:0", text) for text in (*losses, *others)])) == [
+        "worker:0 was started 3 times for 1 faults",
+        "worker:0 ended by ValueError: Gloo AllReduce failed",
+    ]
+
+
+def test_a_wrong_checkpoint_is_found(tmp_path: Path) -> None:
+    expected = list(itertools.islice(states(), 5))
+    for step, state in ((1, expected[2]), (3, expected[3])):
+        folder = tmp_path / f"checkpoints/step_{step}"
+        folder.mkdir(parents=True)
+        fill_folder(folder, state, {})
+    assert list(PROGRAMS["all-reduce"].check(5, {}, tmp_path)) == [
+        "checkpoints: expected one of step 4, got those of [1, 3]",
+        "the checkpoint of step 3 has other values of ['w', 'table'] than an undisturbed run",
+    ]
 
 
 def test_a_traceback_is_found() -> None:

@@ -8,27 +8,38 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+
+from dflow.lowering.files.array_files import read_arrays
+from tests.chaos.programs.integer_model import states
+from tests.chaos.schedule import COORDINATOR, GROUP_KINDS, Hazards
 
 ROOT = Path(__file__).parents[3]
 #: Time that a batch takes to come, in s: training is long enough for faults, and leaves processor time to recovery.
 BATCH_S = 0.01
 WEIGHTS = "weights.npz"
+#: Number of steps between two checkpoints of a group.
+CHECKPOINT_EVERY = 20
 #: Bound of the staleness: with three workers, one waits for the others again and again.
 MAX_STALENESS = 2
 
 
 @dataclass(frozen=True)
 class Program:
-    """A script, its number of steps, its arguments, and the check of its results."""
+    """A script, its number of steps, its arguments, the check of its results, and the faults that may come.
+
+    is_group  whether the workers compute together and go on from checkpoints, all of them after the end of one
+    """
 
     script: Path
     steps: int
     arguments: Callable[[int, Path], tuple[str, ...]]
     check: Callable[[int, Mapping[str, float], Path], Iterator[str]]
+    hazards: Hazards = field(default_factory=Hazards)
+    is_group: bool = False
 
 
 def _counters(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
@@ -76,6 +87,22 @@ def _digits(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[
         yield f"test accuracy: expected more than 0.9, got {results}"
 
 
+def _group_arguments(strategy: str, steps: int, folder: Path) -> tuple[str, ...]:
+    return strategy, str(steps), str(BATCH_S), str(CHECKPOINT_EVERY), str(folder / "checkpoints")
+
+
+def _checkpoints(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    """Compare all checkpoints with the only right state after their steps."""
+    found = {int(place.name.removeprefix("step_")): place for place in folder.glob("checkpoints/step_*")}
+    if max(found, default=-1) != steps - 1:
+        yield f"checkpoints: expected one of step {steps - 1}, got those of {sorted(found)}"
+    for step, expected in zip(range(-1, steps), states(), strict=False):
+        if step in found:
+            values = read_arrays(found[step]).read(dict.fromkeys(expected))
+            if wrong := [name for name, value in expected.items() if not np.array_equal(values[name], value)]:
+                yield f"the checkpoint of step {step} has other values of {wrong} than an undisturbed run"
+
+
 COUNTERS = Program(
     ROOT / "tests/chaos/programs/counters.py", 2500, lambda steps, _: (str(steps), str(BATCH_S)), _counters
 )
@@ -88,4 +115,23 @@ MODEL = Program(
 )
 DIGITS = Program(ROOT / "examples/digits.py", 800, lambda steps, _: ("--steps", str(steps)), _digits)
 
-PROGRAMS = {"counters": COUNTERS, "bounded": BOUNDED, "model": MODEL, "digits": DIGITS}
+ALL_REDUCE, HYBRID = (
+    Program(
+        ROOT / "tests/chaos/programs/group.py",
+        400,
+        functools.partial(_group_arguments, strategy),
+        _checkpoints,
+        Hazards({role: kinds for role, kinds in GROUP_KINDS.items() if role in roles}, (2, 3), (1, 1, 2)),
+        is_group=True,
+    )
+    for strategy, roles in (("AllReduce", {"worker", COORDINATOR}), ("Hybrid", {"worker", "ps", COORDINATOR}))
+)
+
+PROGRAMS = {
+    "counters": COUNTERS,
+    "bounded": BOUNDED,
+    "model": MODEL,
+    "digits": DIGITS,
+    "all-reduce": ALL_REDUCE,
+    "hybrid": HYBRID,
+}

@@ -1,10 +1,12 @@
-"""All-reduce training: several processes do what one process does with all their batches; one of them dies."""
+"""All-reduce training: several processes do what one process does with all their batches. Deaths: `tests/chaos`."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +15,10 @@ import optax
 import pytest
 
 import dflow
+from dflow.distributed.strategies.all_reduce import StepProgress
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import _sizes
+from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import DeviceError, StrategyError
 from tests.distributed.processes import Spawned
@@ -136,59 +140,6 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
     assert output.count("this worker's batch for the next step is not used") == 1
 
 
-#: Worker 1 dies in a step that the others have begun, so that they are in a collective.
-KILLED = (
-    PROGRAM
-    + """
-import os, signal
-
-cluster = dflow.connect(collectives=True)
-program = Program(dflow.distributed.AllReduce(cluster, fully_sharded=True), "killed")
-is_first = not os.path.exists("killed")
-with dflow.CheckpointManager("checkpoints", program.state, every=3) as manager:
-
-    def step(number, *batch):
-        if number == 7 and is_first and cluster.index == 1:
-            manager.wait()
-            open("killed", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return program.step(*batch)
-
-    def batch(number):
-        number = number // cluster.colleagues()[1]
-        return np.int32(number), *part_of(program.strategy, number), np.float32(0.5)
-
-    first = manager.next_step
-    print("begins at", first, flush=True)
-    for number, metrics in enumerate(program.strategy.run(step, batch, steps=10, name="run", first=first), first):
-        manager.step(number)
-        loss = float(metrics["loss"])
-print("ends with", loss)
-dflow.save("end", program.state)
-cluster.close()
-"""
-)
-
-
-@pytest.mark.once
-def test_a_group_whose_member_was_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(KILLED)
-    options = ("--ps", "0", "--workers", "3", "--restart", "on-failure")
-    with Spawned("-m", "dflow", "launch", *options, "train.py", cwd=tmp_path) as launched:
-        status, output = launched.finish()
-    assert status == 0, output
-    assert "worker:1 ended: killed by SIGKILL; it is started again" in output
-    for survivor in (0, 2):
-        assert f"[worker:{survivor}] worker:1 has left: " in output
-        assert f"worker:{survivor} ended: exit status 75; it is started again" in output
-        assert re.findall(rf"\[worker:{survivor}\] begins at (\d+)", output) == ["0", "7"]
-    assert "Terminating process" not in output  # JAX's own word
-    assert "Steps: 10 of 10" in output
-    losses = equals_alone("killed", 10, tmp_path / "end")
-    ends = {float(loss) for loss in re.findall(r"ends with (\S+)", output)}
-    np.testing.assert_allclose([*ends], losses[-1:], rtol=1e-5)
-
-
 def test_a_cluster_without_collectives_is_refused(worker: Cluster) -> None:
     with pytest.raises(StrategyError, match=r"expected a cluster with collectives(.|\n)*connect\(collectives=True\)"):
         dflow.distributed.AllReduce(worker)
@@ -270,3 +221,12 @@ def test_kept_gradients_follow_the_structure_of_the_step() -> None:
         tree, kept = dense._kept[optimizer]
         assert tree == jax.tree_util.tree_structure(types)
         assert [variable.shape for variable in kept] == [leaf.shape for leaf in jax.tree_util.tree_leaves(types)]
+
+
+def test_steps_after_a_return_to_a_snapshot_are_counted() -> None:
+    told: list[RoundsDone] = []
+    cluster: Any = SimpleNamespace(task="/job:worker/task:0", undone=2, coordinator=SimpleNamespace(tell=told.append))
+    progress = StepProgress(cluster, "run", total=10, first=4)
+    progress.note(jnp.float32(1))
+    progress.report()
+    assert [(one.rounds, one.steps, one.undone) for one in told] == [(5, 1, 2)]
