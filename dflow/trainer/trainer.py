@@ -15,10 +15,11 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.strategy import Strategy
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.devices.task_name import split_task_name, task_name
@@ -215,7 +216,7 @@ class _TrainingRun:
 
         look_s = time.monotonic() + LOOK_S
         run = self._strategy.run(self._step, numbered, steps=stop - start, name=f"{self.name} {start}-{stop}")
-        with closing(cast(Any, run)):
+        with closing(cast(Any, run)), self._saved_at_stop():
             for outcome in run:
                 self._means.add(outcome)
                 self._done = start + taken // each + 1
@@ -227,6 +228,16 @@ class _TrainingRun:
                     look_s = time.monotonic() + LOOK_S
                 if self._reason:
                     return
+
+    @contextmanager
+    def _saved_at_stop(self) -> Iterator[None]:
+        """Return a context that saves when all workers end their loops after the same step, by SIGTERM."""
+        try:
+            yield
+        except Terminated as terminated:
+            if terminated.is_agreed:
+                self._save(self._done, {})
+            raise
 
     def _look(self, bar: ProgressBar, *, waits: bool = False) -> None:
         """Read the values that steps returned; with `waits`, wait for the values that are not computed yet."""

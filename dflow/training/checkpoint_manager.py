@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from dflow.distributed.collectives.process_group import current_group
+from dflow.distributed.process.termination import Terminated
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.owned_folder import whole_place
 from dflow.state_backends import by_backend
@@ -51,7 +52,8 @@ class CheckpointManager:
 
     On a cluster every worker makes the same manager. Worker 0 restores and saves; on the others `step`, `save` and
     `wait` do nothing. Of the variables of `AllReduce` each worker restores and saves its own parts: all workers call
-    `step` with the same numbers, and `every` is a number of steps. Only one thread may use a manager.
+    `step` with the same numbers, and `every` is a number of steps. When SIGTERM ends a loop of `AllReduce` or `Hybrid`,
+    the end of the manager's `with` block saves the last step. Only one thread may use a manager.
 
     Raises CheckpointError if another manager uses the folder, if the disk refuses it, or if its checkpoint is of other
     variables, with a table; DamagedCheckpoint if no checkpoint in it can be read.
@@ -104,6 +106,8 @@ class CheckpointManager:
         self.next_step = self._first_step()
         #: The last step whose save was begun, and the last one whose checkpoint is complete.
         self._last = self._complete = self.next_step - 1
+        #: The arguments of the last call of `step`.
+        self._noted: tuple[int, Mapping[str, Any] | None] = self._last, None
         self._started_s = self._saved_s = time.monotonic()
         weakref.finalize(self, _left, self._folder, os.getpid())
 
@@ -158,6 +162,7 @@ class CheckpointManager:
 
     def step(self, step: int, metrics: Mapping[str, Any] | None = None) -> bool:
         """Save if it is time to, beside training; return whether a save has begun. Call it after each step."""
+        self._noted = int(step), metrics
         is_due = self.should_save(step)
         if is_due and self._group is not None:
             self.save(step, metrics)  # waits for an earlier save: all processes save at the same steps
@@ -196,11 +201,15 @@ class CheckpointManager:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
+            if isinstance(error, Terminated) and error.is_agreed and self._noted[0] > self._last:
+                self.save(*self._noted)
             self._end(has_failed=isinstance(error, Exception))
         except DflowError as failure:
             if error is None:
                 raise
             error.add_note(str(failure))
+            if isinstance(error, Terminated):  # whose notes are not printed
+                LOGGER.error("the last step was not saved: %s", failure)
 
     def _first_step(self) -> int:
         """Restore the newest checkpoint, or wait until worker 0 has; return the next step."""

@@ -22,8 +22,8 @@ from collections.abc import Iterator
 
 from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
-from dflow.distributed.process.termination import REASON, Terminated
 from dflow.distributed.process.termination import STATUS as TERMINATED
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.wire.messages.process_groups import Exchange, GroupFormed
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.tracing.devices.task_name import short_task_name
@@ -66,10 +66,12 @@ class ProcessGroup:
         self.number = max(formed.lives)
         self._numbers: Counter[str] = Counter()
         self._is_closed = False
-        #: Set when a member has left by a fault, and the description of that.
+        #: Set when the group is over by a fault, and the description of that.
         self._is_lost, self._lost = threading.Event(), ""
         _current[:] = [self]
         coordinator.session.call_on_roster(self._look)
+        # The other members end too: their coordinator has declared this one dead.
+        coordinator.session.call_on_lost(self._lose)
         atexit.register(self._end_of_program)
 
     @property
@@ -125,9 +127,14 @@ class ProcessGroup:
         faults = [
             f"{short_task_name(info.task)} has left: {info.left}" for info in lost if info.left not in NORMAL_ENDS
         ]
-        if not faults or self._is_lost.is_set() or self._is_closed:
+        if faults:
+            self._lose("; ".join(faults))
+
+    def _lose(self, why: str) -> None:
+        """Note that the group is over, by the loss of another member or of the coordinator, and end the process."""
+        if self._is_lost.is_set() or self._is_closed:
             return
-        self._lost = "; ".join(faults)
+        self._lost = why
         LOGGER.error(
             "%s, so the collectives of %s cannot go on, and this process ends; it has to be started again",
             self._lost,
@@ -137,7 +144,7 @@ class ProcessGroup:
         threading.Thread(target=self._end_soon, name="dflow group", daemon=True).start()
 
     def _end_soon(self) -> None:
-        """End the process, unless the program has ended meanwhile."""
+        """End the process, unless the program has ended by then."""
         threading.Event().wait(GRACE_S)
         if not self._is_closed:
             _end_now(STATUS)
@@ -148,8 +155,11 @@ class ProcessGroup:
         Without this, JAX waits at its own exit for members that wait for this process in a collective.
         """
         has_failed = hasattr(sys, "last_type")  # Python sets it when it prints the error that ends the program
-        if Terminated.was_raised:
-            self._coordinator.leave(REASON)
+        if Terminated.raised is not None:
+            if Terminated.raised.is_agreed:
+                with contextlib.suppress(DflowError):
+                    self.close()  # before that, the checkpoint of another member may not be complete
+            self._coordinator.leave(Terminated.raised.reason)
             _end_now(TERMINATED)
         if has_failed and not self._is_lost.wait(CAUSE_S):
             self._coordinator.leave("its program has failed")

@@ -4,7 +4,8 @@ Why: other workers repeat the newest steps of a process that ends immediately. A
 reports the steps that are done, and the worker leaves the cluster.
 
 Invariants: SIGTERM raises `Terminated` in the main thread, never within a step; a second SIGTERM does not wait for the
-end of the step. A handler that the program has installed is kept.
+end of the step. A handler that the program has installed is kept. A loop that holds SIGTERM back for all of its steps
+looks at `TerminationGuard.has_come` itself; a signal that it has not looked at ends the program when the loop is left.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 #: Exit status of a program that SIGTERM ended, by the convention of shells.
 STATUS = 128 + signal.SIGTERM
@@ -23,21 +24,28 @@ REASON = "it was ended by SIGTERM"
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come to a training loop; ends the program with the status `STATUS`."""
+    """SIGTERM has come to a training loop; ends the program with the status `STATUS`.
 
-    #: Whether one was raised in this process.
-    was_raised: ClassVar[bool] = False
+    reason     for leaving the cluster
+    is_agreed  whether all processes that compute together raise it after the same step
+    """
 
-    def __init__(self) -> None:
+    #: The newest one of this process.
+    raised: ClassVar[Terminated | None] = None
+
+    def __init__(self, reason: str = REASON, *, is_agreed: bool = False) -> None:
         super().__init__(STATUS)
-        Terminated.was_raised = True
+        self.reason, self.is_agreed = reason, is_agreed
+        Terminated.raised = self
 
 
 class TerminationGuard:
     """Holds SIGTERM back while a step runs."""
 
     def __init__(self) -> None:
-        self._in_step = self._has_come = False
+        self._in_step = self._has_raised = False
+        #: Whether the signal has come.
+        self.has_come = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -47,14 +55,23 @@ class TerminationGuard:
             yield
         finally:
             self._in_step = before
-        if self._has_come and not self._in_step:
-            raise Terminated
+        if self.has_come and not self._in_step:
+            self._raise()
 
     def came(self, number: int, frame: FrameType | None) -> None:
         """Handle the signal."""
-        is_again, self._has_come = self._has_come, True
+        is_again, self.has_come = self.has_come, True
         if is_again or not self._in_step:
-            raise Terminated
+            self._raise()
+
+    def left(self) -> None:
+        """Send the signal again if the loop was left before it ended the program."""
+        if self.has_come and not self._has_raised:
+            signal.raise_signal(signal.SIGTERM)
+
+    def _raise(self) -> NoReturn:
+        self._has_raised = True
+        raise Terminated
 
 
 @contextmanager
@@ -70,7 +87,13 @@ def held_back_in_steps() -> Iterator[TerminationGuard]:
         yield guard
         return
     signal.signal(signal.SIGTERM, guard.came)
+    is_left = False
     try:
         yield guard
+    except GeneratorExit:
+        is_left = True
+        raise
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if is_left:
+            guard.left()

@@ -9,7 +9,6 @@ through the coordinator, what they are about to do. This costs no time while the
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun, arguments_of
@@ -137,18 +137,25 @@ class AllReduce(Strategy):
         return Strategy.run(of_run, step, batches, steps=steps, name=name)
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
+        # To the end of the loop, since the processes end it together.
+        with run.guard.step():
+            yield from self._steps(run)
+
+    def _steps(self, run: StrategyRun) -> Iterator[Any]:
+        """Yield the results of the steps; raise Terminated before a step, in all processes, if SIGTERM has come."""
         progress = StepProgress(self._cluster, run.name, run.steps, self._first)
         try:
             for batch in self._batches(run):
-                with run.guard.step():
-                    with self._on.shared_step() if self._group is not None else nullcontext(), self._computing():
+                with self._computing():
+                    with self._on.shared_step() if self._group is not None else nullcontext():
                         outcome = run.step(*arguments_of(self._on.divided(batch)))
                     progress.note(outcome)
                 yield outcome
         except BaseException:
             progress.tell()  # a metric may never be computed
             raise
-        progress.report()
+        with self._computing():
+            progress.report()
 
     def _computing(self) -> AbstractContextManager[None]:
         """Return the context of a computation of all processes, which raises TaskLost if one has left."""
@@ -162,33 +169,65 @@ class AllReduce(Strategy):
             )
         for number in range(self._first, run.steps):
             batch = run.batches.take(number * self._on.parts + self._on.part)
-            if not self._are_all_ready(run.name, number, run.steps, batch):
+            if not self._are_all_ready(run, number, batch):
                 return
             yield batch
+        self._told_by_all(run, run.steps, _Ready(stops=run.guard.has_come))
 
-    def _are_all_ready(self, run: str, number: int, steps: int, batch: Any) -> bool:
+    def _are_all_ready(self, run: StrategyRun, number: int, batch: Any) -> bool:
         """Return whether all processes have a batch for the step. Raises StrategyError if they do not fit."""
-        group = self._group
         described = "" if batch is END else self._on.described(batch)
-        if group is None:
-            return batch is not END
         checksum = self._on.checksum(batch) if described and self._on.shares_part else 0
-        word = json.dumps([described, self._on.part, checksum]) if described else ""
-        words = group.exchange(f"step {number} of run {run!r}", word)
-        ended = [name for name, one in zip(group.names, words, strict=True) if not one]
-        if ended:
+        told = self._told_by_all(run, number, _Ready(described, self._on.part, checksum, run.guard.has_come))
+        ended = [name for name, one in told.items() if not one.batch]
+        if ended and self._group is not None:
             unused = "" if batch is END else "; this worker's batch for the next step is not used"
             LOGGER.warning(
                 "run %r ends after %d of %d steps: the batches of %s have ended%s",
-                *(run, number, steps, ", ".join(ended), unused),
+                *(run.name, number, run.steps, ", ".join(ended), unused),
             )
+        if ended:
             return False
-        given = {name: tuple(json.loads(one)) for name, one in zip(group.names, words, strict=True)}
-        _refuse_unequal(f"step {number} of run {run!r}", {name: one[0] for name, one in given.items()})
-        for part in {one[1] for one in given.values()} if self._on.shares_part else ():
-            sums = {name: f"a batch of checksum {one[2]}" for name, one in given.items() if one[1] == part}
-            _refuse_unequal(f"step {number} of run {run!r}, part {part} of the batch", sums)
+        point = f"step {number} of run {run.name!r}"
+        _refuse_unequal(point, {name: one.batch for name, one in told.items()})
+        for part in {one.part for one in told.values()} if self._on.shares_part else ():
+            sums = {name: f"a batch of checksum {one.checksum}" for name, one in told.items() if one.part == part}
+            _refuse_unequal(f"{point}, part {part} of the batch", sums)
         return True
+
+    def _told_by_all(self, run: StrategyRun, number: int, ready: _Ready) -> dict[str, _Ready]:
+        """Return what all processes tell before a step, or after the last one. Raises Terminated if one of them stops.
+
+        A process that SIGTERM has come to stops. All then have done the same steps, so that they can save their state.
+        """
+        told = {"this process": ready}
+        if self._group is not None:
+            point = f"step {number} of run {run.name!r}" if number < run.steps else f"the end of run {run.name!r}"
+            words = self._group.exchange(point, msgspec.json.encode(ready).decode())
+            told = {
+                name: msgspec.json.decode(word, type=_Ready)
+                for name, word in zip(self._group.names, words, strict=True)
+            }
+        if stopping := [name for name, one in told.items() if one.stops]:
+            reason = f"SIGTERM has come to {', '.join(stopping)}"
+            LOGGER.warning("run %r ends after %d of %d steps: %s", run.name, number, run.steps, reason)
+            raise Terminated(reason, is_agreed=True)
+        return told
+
+
+class _Ready(msgspec.Struct, frozen=True):
+    """What a process tells the others before a step.
+
+    batch     description of its batch; empty when its batches have ended
+    part      index of its part of the batch
+    checksum  of the batch's values, if other processes give the same part; else 0
+    stops     whether SIGTERM has come to it
+    """
+
+    batch: str = ""
+    part: int = 0
+    checksum: int = 0
+    stops: bool = False
 
 
 def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:

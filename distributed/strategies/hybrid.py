@@ -60,19 +60,19 @@ class Hybrid(AllReduce):
     def variables(self) -> AbstractContextManager[None]:
         return self._on.copies(self._group, self._cluster.store)
 
-    def results(self, run: StrategyRun) -> Iterator[Any]:
+    def _steps(self, run: StrategyRun) -> Iterator[Any]:
         # Of this group alone: after a death the next one begins with the tables of the checkpoint.
         number_of_group = 0 if self._group is None else self._group.number
         part = self._cluster.take_part(f"{run.name} of group {number_of_group}", self._job, self._dense)
         if part is None:
-            yield from super().results(run)
+            yield from super()._steps(run)
             return
         progress = StepProgress(self._cluster, run.name, run.steps, self._first)
         gradients, opening = None, RoundOpen(-1, 0)
         epoch = self._cluster.epoch
         try:
             for batch in self._batches(run):
-                with run.guard.step(), self._computing():
+                with self._computing():
                     if gradients is None:
                         gradients = part.open(run.step, batch, run.steps - self._first, self._on.parts)
                         opening = part.next(-1)
@@ -92,7 +92,8 @@ class Hybrid(AllReduce):
         finally:
             if gradients is not None:
                 part.leave(opening.number)
-        progress.report()
+        with self._computing():
+            progress.report()
 
     def _refuse_return(self, run: str, epoch: int) -> None:
         """Raise TaskLost if the tables have returned to a snapshot since `epoch`."""

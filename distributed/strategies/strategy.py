@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from dflow.distributed.process.termination import REASON, Terminated, TerminationGuard, held_back_in_steps
+from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.tracing.errors import StrategyError
@@ -161,8 +161,9 @@ class Strategy:
         with held_back_in_steps() as guard:
             try:
                 yield from self.results(StrategyRun(run, count, step, BatchSupply(batches), guard))
-            except Terminated:
-                self._cluster.coordinator.leave(REASON)
+            except Terminated as terminated:
+                if not terminated.is_agreed:
+                    self._cluster.coordinator.leave(terminated.reason)
                 raise
 
 

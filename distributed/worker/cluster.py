@@ -18,11 +18,13 @@ from functools import partial
 from dflow.distributed.client.coordinator_client import ANSWER_S, CoordinatorClient
 from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator.process_groups import RETURN_S
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.metrics import MetricsEndpoint
 from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import ProcessMesh
@@ -344,5 +346,5 @@ class Cluster:
                 self._runtime.close()
         finally:
             self.group = None
-            self.coordinator.leave()
+            self.coordinator.leave(FINISHED if Terminated.raised is None else Terminated.raised.reason)
             self.server.close()

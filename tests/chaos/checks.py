@@ -6,7 +6,7 @@
 - No process prints a traceback, but a worker that was silent for so long that its steps have gone to others, and a
   coordinator whose state cannot be written.
 - Of workers that compute together, all end when one of them does, or the coordinator, or a parameter task: by an error
-  that names the loss, and not more often than there are faults.
+  that names the loss, or after a checkpoint when one is terminated, and not more often than there are faults.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ def check_ends(lives: Sequence[Life], silent: Container[str], is_group: bool) ->
     is_group  whether the workers compute together
     """
     last = {life.task: life for life in lives}
+    is_terminated = any("terminate" in life.faults for life in lives)
     for life in lives:
         status = life.child.poll()
         expected = {0, *(status for kind in life.faults for status in _STATUSES.get(kind, ()))}
@@ -119,7 +120,7 @@ def check_ends(lives: Sequence[Life], silent: Container[str], is_group: bool) ->
         if life.task in silent:
             expected.add(1)
         if is_group and life.task.startswith("worker"):
-            expected |= {1, GROUP_LOST}
+            expected |= {1, GROUP_LOST, *([TERMINATED] if is_terminated else [])}
         if status is None:
             yield f"{life.task}, process {life.child.pid}, still runs"
         elif status not in expected:

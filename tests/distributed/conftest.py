@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 
@@ -21,3 +23,13 @@ def memory() -> Iterator[MemoryCluster]:
 def worker(memory: MemoryCluster) -> Iterator[Cluster]:
     with closing(memory.worker()) as joined:
         yield joined
+
+
+@pytest.fixture
+def default_termination(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The default handling of SIGTERM before and after the test, which may raise `Terminated`."""
+    monkeypatch.setattr(Terminated, "raised", None)
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    signal.signal(signal.SIGTERM, before)

@@ -24,10 +24,15 @@ class Coordinator:
     def __init__(self) -> None:
         self.session = self
         self.look: Callable[[Roster], None] | None = None
+        self.refuse: Callable[[str], None] | None = None
 
     def call_on_roster(self, look: Callable[[Roster], None]) -> None:
         """Keep the function."""
         self.look = look
+
+    def call_on_lost(self, refuse: Callable[[str], None]) -> None:
+        """Keep the function."""
+        self.refuse = refuse
 
     def ask(self, message: Exchange, timeout_s: float) -> Exchanged:
         """Answer an exchange of words."""
@@ -66,6 +71,13 @@ def test_a_collective_that_fails_with_a_member_names_that_member(group: ProcessG
     with pytest.raises(TaskLost, match=fact) as raised:
         fail(group, ValueError("Gloo AllReduce failed"))
     assert str(raised.value.__cause__) == "Gloo AllReduce failed"
+
+
+def test_a_process_that_the_coordinator_refuses_is_in_no_group(group: ProcessGroup, coordinator: Coordinator) -> None:
+    assert coordinator.refuse is not None
+    coordinator.refuse("the coordinator did not take this task back")
+    with pytest.raises(TaskLost, match="is over: the coordinator did not take this task back"):
+        fail(group, ValueError("Gloo AllReduce failed"))
 
 
 @pytest.mark.parametrize("left", ["", "finished"])

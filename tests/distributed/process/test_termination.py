@@ -16,14 +16,7 @@ from dflow.distributed.process.termination import REASON, STATUS, held_back_in_s
 from dflow.distributed.strategies.async_ import Async
 from tests.distributed.strategies.test_async import Scripted, told
 
-
-@pytest.fixture(autouse=True)
-def no_handler() -> Iterator[None]:
-    """The default handling of SIGTERM before and after each test."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    yield
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    signal.signal(signal.SIGTERM, before)
+pytestmark = pytest.mark.usefixtures("default_termination")
 
 
 def terminate() -> None:
@@ -139,3 +132,35 @@ def test_on_another_thread_nothing_is_changed() -> None:
     thread.start()
     thread.join()
     assert handlers == [signal.SIG_DFL]
+
+
+def test_a_signal_that_a_loop_held_back_ends_the_program_when_the_loop_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[tuple[int, Any]] = []
+    monkeypatch.setattr(signal, "raise_signal", lambda number: raised.append((number, signal.getsignal(number))))
+
+    def loop() -> Iterator[int]:
+        with held_back_in_steps() as guard, guard.step():
+            yield from itertools.count()
+
+    for number in loop():
+        if number == 3:
+            terminate()
+        if number == 5:
+            break
+    assert raised == [(signal.SIGTERM, signal.SIG_DFL)]
+
+
+def test_a_loop_that_the_signal_has_ended_is_not_ended_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[int] = []
+    monkeypatch.setattr(signal, "raise_signal", raised.append)
+
+    def loop() -> Iterator[int]:
+        with held_back_in_steps():
+            yield from itertools.count()
+
+    run = loop()
+    assert next(run) == 0
+    with pytest.raises(SystemExit):
+        terminate()
+    run.close()  # type: ignore[attr-defined]
+    assert raised == []
