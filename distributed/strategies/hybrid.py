@@ -9,13 +9,13 @@ the next step reads anything.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dflow.distributed.strategies.all_reduce import AllReduce, CollectiveCluster, StepProgress
 from dflow.distributed.strategies.strategy import StrategyRun
 from dflow.distributed.wire.messages.rounds import RoundOpen
-from dflow.tracing.errors import InternalError, TaskLost
+from dflow.tracing.errors import DflowError, InternalError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class Hybrid(AllReduce):
         epoch = self._cluster.epoch
         try:
             for batch in self._batches(run):
-                with self._computing():
+                with self._computing(), self._refusing_return(run.name, epoch):
                     if gradients is None:
                         gradients = part.open(run.step, batch, run.steps - self._first, self._on.parts)
                         opening = part.next(-1)
@@ -83,7 +83,6 @@ class Hybrid(AllReduce):
                     self._dense.apply_means()
                     # Before the loop goes on: then the tables have this step's update.
                     opening = part.next(opening.number)
-                    self._refuse_return(run.name, epoch)
                     progress.note(outcome)
                 yield outcome
         except BaseException:
@@ -95,10 +94,21 @@ class Hybrid(AllReduce):
         with self._computing():
             progress.report()
 
-    def _refuse_return(self, run: str, epoch: int) -> None:
-        """Raise TaskLost if the tables have returned to a snapshot since `epoch`."""
+    @contextmanager
+    def _refusing_return(self, run: str, epoch: int) -> Iterator[None]:
+        """Raise TaskLost, also in place of other errors, if the tables have returned to a snapshot since `epoch`."""
+        try:
+            yield
+        except DflowError as error:
+            # The accumulators of the run are gone then.
+            if not isinstance(error, TaskLost):
+                self._refuse_return(run, epoch, error)
+            raise
+        self._refuse_return(run, epoch)
+
+    def _refuse_return(self, run: str, epoch: int, cause: DflowError | None = None) -> None:
         if self._cluster.epoch != epoch:
             raise TaskLost(
                 f"the tables of run {run!r} have returned to a snapshot, and the dense layers have not",
                 "start the workers again, which restore both from a checkpoint",
-            )
+            ) from cause

@@ -1,0 +1,88 @@
+"""Tables on tasks and dense layers in the workers: the end of a run whose tables have returned to a snapshot."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import dflow
+from dflow.distributed.wire.messages.rounds import RoundOpen
+from dflow.tracing.errors import DflowError, StrategyError, TaskLost
+
+
+class Part:
+    """A worker's part in the rounds of a run; `step` is called in step 2, in which the tables may return."""
+
+    def __init__(self, step: Any) -> None:
+        self._step = step
+        self.left: list[int] = []
+
+    def open(self, *given: Any) -> Any:
+        """Return something that stands for the accumulators."""
+        return self
+
+    def next(self, done: int) -> RoundOpen:
+        """Open the next round."""
+        return RoundOpen(done + 1, done + 1)
+
+    def run_step(self, gradients: Any, step: Any, batch: Any, number: int) -> tuple[Any, bool]:
+        """Run a step."""
+        if number == 2:
+            self._step()
+        return batch, True
+
+    def leave(self, done: int) -> None:
+        """Record the round."""
+        self.left.append(done)
+
+
+def run(step: Any) -> tuple[Any, Part, list[int]]:
+    """Return a loop of 5 steps, its part, and the list of the steps whose means were applied; `step` gets its cluster."""
+    alone: Any = dflow.connect()
+    applied: list[int] = []
+    cluster = SimpleNamespace(
+        group=None,
+        is_standalone=True,
+        store=alone.store,
+        process_mesh=alone.process_mesh,
+        task=alone.task,
+        coordinator=SimpleNamespace(tell=lambda message: None),
+        undone=0,
+        epoch=3,
+        dense_gradients=lambda: SimpleNamespace(apply_means=lambda: applied.append(len(applied)), close=lambda: None),
+    )
+    part = Part(lambda: step(cluster))
+    cluster.take_part = lambda *given: part
+    strategy = dflow.distributed.Hybrid(cluster)  # type: ignore[arg-type]
+    return strategy.run(lambda x: x, lambda x: x, steps=5, name="run"), part, applied
+
+
+def returned(cluster: Any) -> None:
+    cluster.epoch += 1
+
+
+def failed_after_a_return(cluster: Any) -> None:
+    cluster.epoch += 1
+    raise DflowError("no resource 'table's/gradients' is held here")
+
+
+@pytest.mark.parametrize("step", [returned, failed_after_a_return])
+def test_a_return_of_the_tables_ends_the_run(step: Any) -> None:
+    steps, part, applied = run(step)
+    fact = r"the tables of run 'run' have returned to a snapshot, and the dense layers have not(.|\n)*start the workers"
+    with pytest.raises(TaskLost, match=fact) as raised:
+        list(steps)
+    assert (applied, part.left) == ([0, 1], [2])
+    cause = raised.value.__cause__
+    assert cause is None or "no resource" in str(cause)
+
+
+def failed(cluster: Any) -> None:
+    raise StrategyError("of the step")
+
+
+def test_an_error_without_a_return_is_raised_as_it_is() -> None:
+    with pytest.raises(StrategyError, match="of the step"):
+        list(run(failed)[0])
