@@ -39,7 +39,7 @@ class Part:
 
 
 def run(step: Any) -> tuple[Any, Part, list[int]]:
-    """Return a loop of 5 steps, its part, and the list of the steps whose means were applied; `step` gets its cluster."""
+    """Return a loop of 5 steps, its part, and the steps whose means were applied; `step` gets the cluster."""
     alone: Any = dflow.connect()
     applied: list[int] = []
     cluster = SimpleNamespace(
