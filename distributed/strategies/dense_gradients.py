@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
@@ -25,18 +27,38 @@ from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable, is_variable
 
 _serials = itertools.count()
+#: Shape and dtype of each array, and the structure of all.
+_Key = tuple[tuple[tuple[tuple[int, ...], Any], ...], Any]
+
+
+@dataclass
+class _Kept:
+    """The gradients of one step for the variables of an optimizer.
+
+    tree       structure of the arrays that `Optimizer.apply` is given
+    variables  a variable of this process for each array
+    update     compiled update of the optimizer's variables by the means of the arrays; None before the first one
+    """
+
+    tree: Any
+    variables: list[Variable]
+    update: Callable[[Sequence[Any]], Any] | None = None
 
 
 class DenseGradients:
-    """Receives gradients in a step, and applies their means. Made once for a strategy."""
+    """Receives gradients in a step, and applies their means. Made once for a cluster.
+
+    It keeps the gradients of the newest step for each optimizer and each structure, which the compiled steps write, as
+    long as the optimizer lives.
+    """
 
     def __init__(self) -> None:
         self.name = f"dense gradients {next(_serials)}"
-        #: By optimizer: the tree of the arrays from `Optimizer.apply`, and a variable of this process for each array.
-        self._kept: dict[GivenOptimizer, tuple[Any, list[Variable]]] = {}
-        self._updates: dict[GivenOptimizer, Callable[[Sequence[Any]], Any]] = {}
-        #: The optimizers of the step that runs.
-        self._given: list[GivenOptimizer] = []
+        self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, _Kept]] = WeakKeyDictionary()
+        #: The optimizers of the step that runs, and what is kept for each.
+        self._given: list[tuple[ref[GivenOptimizer], _Kept]] = []
+        #: Computes the means, on the processes' first devices.
+        self._mean_program: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 
     def takes(self, optimizer: GivenOptimizer) -> bool:
         """Whether the optimizer's variables are in this process. Raises StrategyError if only some of them are."""
@@ -52,40 +74,58 @@ class DenseGradients:
 
     def use(self, found: Sequence[tuple[GivenOptimizer, Any]]) -> None:
         """Prepare for a step that gives these optimizers gradients of these types."""
-        self._given = [optimizer for optimizer, _ in found]
+        self._given = []
         for optimizer, types in found:
-            leaves, tree = jax.tree_util.tree_flatten(_dense(types))
-            if optimizer not in self._kept or _differ(self._kept[optimizer], tree, leaves):
-                self._updates.pop(optimizer, None)
+            key = leaves, tree = _key(_dense(types))
+            by_key = self._kept.setdefault(optimizer, {})
+            if key not in by_key:
                 with home(default_home()):
                     made = [
-                        Variable(jnp.zeros(leaf.shape, leaf.dtype), name=f"{self.name}/{optimizer.name}/{number}")
-                        for leaf, number in zip(leaves, _serials, strict=False)
+                        Variable(jnp.zeros(shape, dtype), name=f"{self.name}/{optimizer.name}/{number}")
+                        for (shape, dtype), number in zip(leaves, _serials, strict=False)
                     ]
-                self._kept[optimizer] = tree, made
+                by_key[key] = _Kept(tree, made)
+            self._given.append((ref(optimizer), by_key[key]))
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Keep the gradients of the step, in traced code."""
-        _, kept = self._kept[optimizer]
-        for variable, gradient in zip(kept, jax.tree_util.tree_leaves(_dense(gradients)), strict=True):
+        dense = _dense(gradients)
+        kept = self._kept[optimizer][_key(dense)]
+        for variable, gradient in zip(kept.variables, jax.tree_util.tree_leaves(dense), strict=True):
             variable.assign(gradient)
 
     def apply_means(self) -> None:
         """Update the variables by the means of the gradients of all processes, which all call this after a step."""
-        values = [variable.home.read(variable) for one in self._given for variable in self._kept[one][1]]
-        means = iter(_means(values))
-        for optimizer in self._given:
-            tree, kept = self._kept[optimizer]
-            own = tuple(next(means) for _ in kept)
-            if optimizer not in self._updates:
-                self._updates[optimizer] = _update(optimizer, tree, own)
-            self._updates[optimizer](own)
+        values = [variable.home.read(variable) for _, kept in self._given for variable in kept.variables]
+        means = iter(self._means(values))
+        for given, kept in self._given:
+            own = tuple(next(means) for _ in kept.variables)
+            if kept.update is None:
+                optimizer = given()
+                assert optimizer is not None  # the step has it
+                kept.update = _update(optimizer, kept.tree, own)
+            kept.update(own)
 
-
-def _differ(kept: tuple[Any, list[Variable]], tree: Any, leaves: Sequence[Any]) -> bool:
-    """Whether arrays of another structure or type are kept."""
-    types = [(variable.shape, variable.dtype) for variable in kept[1]]
-    return kept[0] != tree or types != [(leaf.shape, leaf.dtype) for leaf in leaves]
+    def _means(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the means over all processes of arrays that each of them has, in this process."""
+        count = jax.process_count()
+        if count == 1:
+            return [*values]
+        firsts = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = Mesh(np.array([firsts[process] for process in range(count)]), ("process",))
+        here, by_process = firsts[jax.process_index()], NamedSharding(mesh, PartitionSpec("process"))
+        stacked = [
+            jax.make_array_from_single_device_arrays(
+                (count, *value.shape), by_process, [jax.device_put(value[None], here)]
+            )
+            for value in values
+        ]
+        if self._mean_program is None:
+            self._mean_program = jax_jit(
+                lambda stacked: [jnp.mean(one, 0) for one in stacked],
+                out_shardings=NamedSharding(mesh, PartitionSpec()),
+            )
+        return [mean.addressable_data(0) for mean in self._mean_program(stacked)]
 
 
 def _update(optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:
@@ -106,25 +146,7 @@ def _dense(gradients: Any) -> Any:
     return jax.tree_util.tree_map(dense, gradients, is_leaf=is_row_gradient)
 
 
-def _means(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return the means over all processes of arrays that each of them has, in this process."""
-    count = jax.process_count()
-    if count == 1:
-        return [*values]
-    firsts = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([firsts[process] for process in range(count)]), ("process",))
-    here, by_process = firsts[jax.process_index()], NamedSharding(mesh, PartitionSpec("process"))
-    stacked = [
-        jax.make_array_from_single_device_arrays((count, *value.shape), by_process, [jax.device_put(value[None], here)])
-        for value in values
-    ]
-    return [mean.addressable_data(0) for mean in _mean_program(NamedSharding(mesh, PartitionSpec()))(stacked)]
-
-
-_programs: dict[NamedSharding, Callable[[Sequence[jax.Array]], list[jax.Array]]] = {}
-
-
-def _mean_program(sharding: NamedSharding) -> Callable[[Sequence[jax.Array]], list[jax.Array]]:
-    if sharding not in _programs:
-        _programs[sharding] = jax_jit(lambda stacked: [jnp.mean(one, 0) for one in stacked], out_shardings=sharding)
-    return _programs[sharding]
+def _key(gradients: Any) -> _Key:
+    """Return the shapes and dtypes of gradients without rows, or of their types, and their structure."""
+    leaves, tree = jax.tree_util.tree_flatten(gradients)
+    return tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves), tree

@@ -117,6 +117,8 @@ class Cluster:
         #: The processes that run the program together, after `start_collectives`.
         self.group: ProcessGroup | None = None
         self._runtime: JaxRuntime | None = None
+        #: Made at the first use; all strategies of the cluster share the compiled steps that write them.
+        self._dense: DenseGradients | None = None
         self._endpoints: list[MetricsEndpoint] = []
         #: The names of this process's evaluations.
         self._evaluated: set[str] = set()
@@ -255,7 +257,9 @@ class Cluster:
 
     def dense_gradients(self) -> DenseGradients:
         """Return what averages gradients for variables of this process over the processes that compute together."""
-        return DenseGradients()
+        if self._dense is None:
+            self._dense = DenseGradients()
+        return self._dense
 
     def evaluation(self, name: str, count: int) -> SharedEvaluation | None:
         """Return this task's part in an evaluation of `count` batches; None in a standalone process.
@@ -339,6 +343,7 @@ class Cluster:
         while self._endpoints:
             self._endpoints.pop().close()
         _joined.discard(self)
+        self._dense = None
         self.steps.state_changed()
         try:
             if self.group is not None and self._runtime is not None:

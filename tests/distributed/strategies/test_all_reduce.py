@@ -11,12 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import dflow
 from dflow.distributed.strategies.all_reduce import StepProgress
-from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import _sizes
 from dflow.distributed.wire.messages.rounds import RoundsDone
 from dflow.distributed.worker.cluster import Cluster
@@ -158,24 +156,6 @@ def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> Non
     assert int(count.read()) == 2
 
 
-def test_an_optimizer_has_either_tables_or_dense_layers(worker: Cluster) -> None:
-    with worker.parameter_servers():
-        table = dflow.Variable(np.zeros((4, 2), np.float32), name="table of both")
-    layer = dflow.Variable(np.zeros(2, np.float32), name="layer of both")
-    dense = worker.dense_gradients()
-    own, theirs, both = (
-        dflow.Optimizer(optax.sgd(0.1), variables, name=f"sgd {number}")
-        for number, variables in enumerate(([layer], [table], [layer, table]))
-    )
-    assert dense.takes(own)
-    assert not dense.takes(theirs)
-    fact = (
-        r"'sgd 2' has variable 'layer of both' in this process and 'table of both' on /job:ps(.|\n)*make one optimizer"
-    )
-    with pytest.raises(StrategyError, match=fact):
-        dense.takes(both)
-
-
 def test_copies_in_each_process_have_no_spec() -> None:
     strategy = dflow.distributed.Hybrid(dflow.connect())
     fact = r"'divided': sharding: expected None, for a copy in each process, got P"
@@ -209,18 +189,6 @@ def test_a_run_begins_at_one_of_its_steps(first: int) -> None:
     with pytest.raises(StrategyError, match=rf"first: expected a step from 0 to 5, got {first}"):
         list(strategy.run(lambda x: x, [1], steps=5, first=first))
     assert list(strategy.run(lambda x: x, lambda number: number, steps=5, first=3)) == [3, 4]
-
-
-def test_kept_gradients_follow_the_structure_of_the_step() -> None:
-    dense = DenseGradients()
-    v = dflow.Variable(jnp.zeros(2), name="v of two steps")
-    optimizer = dflow.Optimizer(optax.sgd(0.1), [v], name="optimizer of two steps")
-    arrays = jax.ShapeDtypeStruct((2,), jnp.float32), jax.ShapeDtypeStruct((), jnp.float32)
-    for types in (([arrays[0]], {}), ([arrays[0]], {"value": arrays[1]}), ([arrays[0]], {})):
-        dense.use([(optimizer, types)])
-        tree, kept = dense._kept[optimizer]
-        assert tree == jax.tree_util.tree_structure(types)
-        assert [variable.shape for variable in kept] == [leaf.shape for leaf in jax.tree_util.tree_leaves(types)]
 
 
 def test_steps_after_a_return_to_a_snapshot_are_counted() -> None:

@@ -51,7 +51,7 @@ def run(step: Any) -> tuple[Any, Part, list[int]]:
         coordinator=SimpleNamespace(tell=lambda message: None),
         undone=0,
         epoch=3,
-        dense_gradients=lambda: SimpleNamespace(apply_means=lambda: applied.append(len(applied)), close=lambda: None),
+        dense_gradients=lambda: SimpleNamespace(apply_means=lambda: applied.append(len(applied))),
     )
     part = Part(lambda: step(cluster))
     cluster.take_part = lambda *given: part
