@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from dflow.lowering.files.array_files import read_arrays
 from tests.distributed.processes import Spawned
 from tests.examples.loading import ROOT, load
 
@@ -141,6 +144,26 @@ def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
     assert perplexity < 0.9 * by_frequency
     assert re.search(r"\n softmax/[01] +f32\[100,64\] ", output), output
     assert numbers(r"100 steps done here, loss .*, (\d+) words/s", output)[0] > 0
+
+
+@pytest.mark.once
+def test_an_image_classifier_on_two_processes_equals_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    options = ("--steps", "30", "--batch", "32", "--save")
+    alone = printed("image_classifier", *options, str(tmp_path / "alone"), patch=monkeypatch, output=capsys)
+    words = ("-m", "dflow", "launch", "--ps", "0", "--workers", "2", "examples/image_classifier.py")
+    with Spawned(*words, *options, str(tmp_path / "together"), cwd=ROOT) as ran:
+        status, output = ran.finish()
+    assert status == 0, output
+    assert accuracy(alone) > 0.8
+    assert set(ACCURACY.findall(output)) == set(ACCURACY.findall(alone))
+    one, two = (read_arrays(tmp_path / name) for name in ("alone", "together"))
+    expected, found = (files.read(dict.fromkeys(files.types)) for files in (one, two))
+    assert len(expected) == 12
+    # The statistics of the batch normalization among them, whose batch is that of both processes.
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.once
