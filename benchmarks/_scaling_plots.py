@@ -58,6 +58,9 @@ def draw(null: Rows, training: Rows, backups: Rows, load: Rows, folder: Path) ->
     figure, axis = plt.subplots(figsize=(7, 4.5))
     places = [row["backups"] for row in backups]
     axis.plot(places, [row["step s"] for row in backups], "C0-", marker=".", label="step, simulated (left)")
+    for style, name in (("C2:", "log-normal"), ("C3:", "stragglers")):
+        steps_s = [row[f"{name}: step s"] for row in backups]
+        axis.plot(places, steps_s, style, marker=".", label=f"step, fitted {name} (left)")
     known = [(row["backups"], row["paper s"]) for row in backups if row["paper s"] != ""]
     axis.plot(*zip(*known, strict=True), "ko", label="step, paper, fitted (left)")
     axis.set(xlabel="backup workers", ylabel="step, s", title="Backup workers, 50 gradients a step")

@@ -8,11 +8,13 @@ figures to benchmarks/results and the plots to docs/images; the plots need matpl
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks._backup_model import log_normal, stragglers
 from benchmarks._cluster_model import MB, PAPER, PAPER_INCEPTION, ClusterModel, Shape, Step
 from benchmarks._coordinator_load import coordinator_load
 from benchmarks._paired import options, publish
@@ -47,6 +49,7 @@ def main() -> None:
     publish("scaling_null_step", null, as_json=given.json)
     publish("scaling_training", training, as_json=given.json)
     publish("scaling_backups", backups, as_json=given.json)
+    publish("scaling_backup_models", model_rows(), as_json=given.json)
     publish("scaling_coordinator", load, as_json=given.json)
     if given.json:
         from benchmarks._scaling_plots import draw
@@ -83,15 +86,34 @@ def training_rows(steps: int) -> list[dict[str, Any]]:
 
 
 def backup_rows(steps: int) -> list[dict[str, Any]]:
-    """Take the first 50 gradients of 50 workers and some backups: step in s, and speedup per worker used."""
-    rows, first_s = [], 0.0
+    """Take the first 50 gradients of 50 workers and some backups: step in s, and speedup per worker used.
+
+    By the simulation, and by two explicit models (`benchmarks/_backup_model.py`).
+    """
+    models = {"log-normal": log_normal(), "stragglers": stragglers()}
+    steps_s: dict[str, list[float]] = {"": []}
     for backups in range(6):
         shape = Shape(50 + backups, 17, backups=backups)
-        step_s = float(np.median(ClusterModel(PAPER, shape, PAPER_INCEPTION).synchronous(INCEPTION, 4 * steps)))
-        first_s = first_s or step_s
-        row = {"backups": backups, "step s": step_s, "normalised": first_s / step_s * 50 / (50 + backups)}
-        rows.append({**row, "paper s": PAPER_BACKUPS.get(backups, "")})
+        times = ClusterModel(PAPER, shape, PAPER_INCEPTION).synchronous(INCEPTION, 4 * steps)
+        steps_s[""].append(float(np.median(times)))
+        for name, model in models.items():
+            steps_s.setdefault(f"{name}: ", []).append(model.step_s(50, backups))
+    rows = []
+    for backups in range(6):
+        row: dict[str, Any] = {"backups": backups, "paper s": PAPER_BACKUPS.get(backups, "")}
+        for name, found_s in steps_s.items():
+            row[f"{name}step s"] = found_s[backups]
+            row[f"{name}normalised"] = found_s[0] / found_s[backups] * 50 / (50 + backups)
+        rows.append(row)
     return rows
+
+
+def model_rows() -> list[dict[str, Any]]:
+    """The parameters of the explicit models, and their steps for 25 workers, held out, and for 200, in s."""
+    return [
+        {**asdict(model), "25 workers": model.step_s(25), "200 workers": model.step_s(200)}
+        for model in (log_normal(), stragglers(), stragglers(0.01))
+    ]
 
 
 def load_rows() -> list[dict[str, Any]]:
