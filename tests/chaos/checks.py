@@ -33,6 +33,8 @@ from tests.chaos.schedule import COORDINATOR
 
 #: Variables that each step increments.
 _COUNTER = re.compile(r"(count|total) \d|adam/\d/count")
+#: The line after a traceback; lines of other threads may come before it.
+_ERROR = re.compile(r"[A-Za-z_][\w.]*(: |$)")
 #: The errors of a worker whose group is over.
 _LOSSES = f"{TaskLost.__module__}.{TaskLost.__name__}: "
 #: Exit statuses that a fault explains, beside 0.
@@ -145,7 +147,7 @@ def check_group(lives: Sequence[Life], lines: Iterable[tuple[str, str]]) -> Iter
     for task, text in lines:
         if text.startswith("Traceback (most recent call last)"):
             in_traceback.add(task)
-        elif task in in_traceback and text and not text.startswith(" "):
+        elif task in in_traceback and _ERROR.match(text):
             in_traceback.discard(task)
             errors[task].append(text)
         elif text.startswith("The above exception was the direct cause"):

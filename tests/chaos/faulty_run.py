@@ -58,7 +58,6 @@ class _FaultyRun(StopSignal):
         self._began_s, self._limit_s = time.monotonic(), limit_s
         self._outcome = Outcome()
         self._place = FaultyPlace(self._check_snapshot)
-        self._has_servers = "ps" in program.hazards.kinds
         self._changed = threading.Condition()
         #: Number of steps done, None while the first snapshots are not complete; and the newest state of the tasks.
         self._done: int | None = None
@@ -71,11 +70,11 @@ class _FaultyRun(StopSignal):
         plan = LaunchPlan(
             str(self._program.script),
             self._program.arguments(self._steps, self._folder),
-            stock={"ps": 2} if self._has_servers else {},
+            stock={"ps": self._program.servers} if self._program.servers else {},
             jobs={"worker": schedule.workers},
             restarts=dict.fromkeys(self._program.hazards.kinds, 100),
             state=str(self._folder / "state"),
-            snapshots=str(snapshots) if self._has_servers else "",
+            snapshots=str(snapshots) if self._program.servers else "",
             snapshot_every_s=SNAPSHOT_EVERY_S,
         )
         outcome = self._outcome
@@ -129,7 +128,7 @@ class _FaultyRun(StopSignal):
 
     def _is_committed(self) -> bool:
         """Whether a snapshot of all variables is committed, after the first steps."""
-        if not self._has_servers:
+        if not self._program.servers:
             return True
         parts = [int(part.name) for part in self._folder.glob("snapshots/ps-?/*") if part.name.isdigit()]
         if self._first_number is None:

@@ -20,9 +20,10 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "ps": ("kill", "kill", "terminate", "pause", "cut", "hold", "break", "full"),
     COORDINATOR: ("kill", "kill", "terminate", "pause", "cut", "full"),
 }
-#: Of processes that compute together, without faults of the connections that JAX makes.
+#: The same with workers that compute together: JAX itself aborts a process whose connection to its service breaks.
 GROUP_KINDS: Mapping[str, tuple[str, ...]] = {
-    role: tuple(kind for kind in kinds if kind not in ("break", "full")) for role, kinds in KINDS.items()
+    **KINDS,
+    "worker": tuple(kind for kind in KINDS["worker"] if kind != "break"),
 }
 #: Faults after which a process is started again. The launcher's pauses double with each, so a task has few of them.
 ENDS = ("kill", "terminate")

@@ -31,6 +31,7 @@ MAX_STALENESS = 2
 class Program:
     """A script, its number of steps, its arguments, the check of its results, and the faults that may come.
 
+    servers   number of parameter tasks; with a drawn schedule 2, or 0 without faults of "ps"
     is_group  whether the workers compute together and go on from checkpoints, all of them after the end of one
     """
 
@@ -39,6 +40,7 @@ class Program:
     arguments: Callable[[int, Path], tuple[str, ...]]
     check: Callable[[int, Mapping[str, float], Path], Iterator[str]]
     hazards: Hazards = field(default_factory=Hazards)
+    servers: int = 2
     is_group: bool = False
 
 
@@ -115,16 +117,19 @@ MODEL = Program(
 )
 DIGITS = Program(ROOT / "examples/digits.py", 800, lambda steps, _: ("--steps", str(steps)), _digits)
 
-ALL_REDUCE, HYBRID = (
-    Program(
-        ROOT / "tests/chaos/programs/group.py",
-        400,
-        functools.partial(_group_arguments, strategy),
-        _checkpoints,
-        Hazards({role: kinds for role, kinds in GROUP_KINDS.items() if role in roles}, (2, 3), (1, 1, 2)),
-        is_group=True,
-    )
-    for strategy, roles in (("AllReduce", {"worker", COORDINATOR}), ("Hybrid", {"worker", "ps", COORDINATOR}))
+HYBRID = Program(
+    ROOT / "tests/chaos/programs/group.py",
+    400,
+    functools.partial(_group_arguments, "Hybrid"),
+    _checkpoints,
+    Hazards(GROUP_KINDS, moments=(2, 3), at_once=(1, 1, 2)),
+    is_group=True,
+)
+ALL_REDUCE = replace(
+    HYBRID,
+    arguments=functools.partial(_group_arguments, "AllReduce"),
+    hazards=replace(HYBRID.hazards, kinds={role: GROUP_KINDS[role] for role in ("worker", COORDINATOR)}),
+    servers=0,
 )
 
 PROGRAMS = {
