@@ -151,6 +151,6 @@ def check_group(lives: Sequence[Life], lines: Iterable[tuple[str, str]]) -> Iter
             in_traceback.discard(task)
             errors[task].append(text)
         elif text.startswith("The above exception was the direct cause"):
-            errors[task].pop()
+            del errors[task][-1:]
     for task, texts in errors.items():
         yield from (f"{task} ended by {text}" for text in texts if not text.startswith(_LOSSES))

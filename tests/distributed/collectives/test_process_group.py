@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from dflow.distributed.collectives import process_group
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.process.termination import Terminated
 from dflow.distributed.wire.messages.process_groups import Exchange, Exchanged, GroupFormed
 from dflow.distributed.wire.messages.roster import Roster, TaskInfo
 from dflow.tracing.errors import StrategyError, TaskLost
@@ -23,6 +24,7 @@ class Coordinator:
 
     def __init__(self) -> None:
         self.session = self
+        self.asked: list[str] = []
         self.look: Callable[[Roster], None] | None = None
         self.refuse: Callable[[str], None] | None = None
 
@@ -36,7 +38,12 @@ class Coordinator:
 
     def ask(self, message: Exchange, timeout_s: float) -> Exchanged:
         """Answer an exchange of words."""
+        self.asked.append(message.name)
         return Exchanged((message.word,) * len(TASKS))
+
+    def leave(self, reason: str) -> None:
+        """Record the reason."""
+        self.asked.append(f"leave: {reason}")
 
     def lose(self, left: str) -> None:
         """Tell the group that the other member has left."""
@@ -94,3 +101,18 @@ def test_an_error_of_dflow_is_raised_without_a_wait(
     monkeypatch.setattr(process_group, "CAUSE_S", 1e9)
     with pytest.raises(StrategyError, match="of the step"):
         fail(group, StrategyError("of the step"))
+
+
+@pytest.mark.usefixtures("default_termination")
+@pytest.mark.parametrize("is_agreed", [True, False])
+def test_a_stop_of_all_processes_waits_for_their_checkpoint(
+    group: ProcessGroup, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, is_agreed: bool
+) -> None:
+    def end(status: int) -> NoReturn:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(process_group, "_end_now", end)
+    Terminated("SIGTERM has come to worker:1", is_agreed=is_agreed)
+    with pytest.raises(SystemExit, match="143"):
+        group._end_of_program()
+    assert coordinator.asked == ["the end of the program"] * is_agreed + ["leave: SIGTERM has come to worker:1"]
