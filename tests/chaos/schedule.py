@@ -20,10 +20,12 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "ps": ("kill", "kill", "terminate", "pause", "cut", "hold", "break", "full"),
     COORDINATOR: ("kill", "kill", "terminate", "pause", "cut", "full"),
 }
-#: The same with workers that compute together: JAX itself aborts a process whose connection to its service breaks.
+#: The same with workers that compute together: JAX itself aborts a process whose connection to its service breaks, and
+#: parameter tasks write parts of the program's checkpoints, which fail on a full disk.
 GROUP_KINDS: Mapping[str, tuple[str, ...]] = {
     **KINDS,
     "worker": tuple(kind for kind in KINDS["worker"] if kind != "break"),
+    "ps": tuple(kind for kind in KINDS["ps"] if kind != "full"),
 }
 #: Faults after which a process is started again. The launcher's pauses double with each, so a task has few of them.
 ENDS = ("kill", "terminate")
