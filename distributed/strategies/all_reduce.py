@@ -70,9 +70,10 @@ class AllReduce(Strategy):
 
     The loop ends in all processes at the same step: when the batches of one of them end, the others leave their batch
     of that step unused, and log that. After SIGTERM to one of them all raise SystemExit with the status 143 before the
-    same step, and the end of a `CheckpointManager`'s block saves the step before it. `run` raises StrategyError in all processes for batches of different shapes,
-    structures or scalars; TaskLost when a worker has left; DeadlineExceeded with the workers that are not ready for a
-    step; and VariableError for optimizers of variables that were not made in `variables()`.
+    same step, and the end of a `CheckpointManager`'s block saves the step before it. `run` raises StrategyError in all
+    processes for batches of different shapes, structures or scalars; TaskLost when a worker has left; DeadlineExceeded
+    with the workers that are not ready for a step; and VariableError for optimizers of variables that were not made in
+    `variables()`.
     """
 
     run_prefix = "all_reduce"
