@@ -102,13 +102,14 @@ class Trainer:
         steps    number of steps of the whole run, as the strategy counts them
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
 
-        Raises TrainingError for other batches, and a negative number of steps; and what the strategy, the evaluation,
+        Raises TrainingError for other batches, fewer than the steps use, and a negative number of steps; and what the strategy, the evaluation,
         the checkpoints and the callbacks raise.
         """
         total = operator.index(steps)
         if total < 0:
             raise TrainingError(f"Trainer: steps: expected at least 0, got {total}", "give 0 or more", at=caller())
         first = self._checkpoints.next_step if self._checkpoints else 0
+        _check_count(batches, total * self._strategy.batches_per_step)
         run = _TrainingRun(self, _by_number(batches), name or f"trainer_{next(_numbers)}", first, total)
         with ProgressBar(run.name, total, first, self._progress) as bar:
             result = run.result(bar)
@@ -335,6 +336,19 @@ def _checked_strategy(strategy: Any) -> Strategy:
 
 def _refusal(fact: str, remedy: str) -> TrainingError:
     return TrainingError(f"Trainer: {fact}", remedy, at=caller())
+
+
+def _check_count(batches: Any, needed: int) -> None:
+    """Raise TrainingError if there are fewer batches than needed, as far as their number is known."""
+    try:
+        count = len(batches)
+    except TypeError:
+        return
+    if count < needed:
+        raise _refusal(
+            f"batches: expected {needed} for all steps, got {count}",
+            "give dflow.data.batches(..., epochs=None), or fewer steps",
+        )
 
 
 def _by_number(batches: Any) -> Callable[[int], Any]:

@@ -254,6 +254,9 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         dflow.Trainer(program.step, dflow.connect())  # type: ignore[arg-type]
     with pytest.raises(dflow.TrainingError, match=r"(?s)by number, got a list_iterator, whose place.*give dflow.data"):
         program.trainer().run(iter([1]), steps=1)
+    with pytest.raises(dflow.TrainingError, match=r"(?s)batches: expected 3 for all steps, got 2\n.*epochs=None"):
+        program.trainer().run([DATA[0], DATA[1]], steps=3)
+    assert program.numbers == []
     with pytest.raises(dflow.TrainingError, match="steps: expected at least 0, got -1"):
         program.trainer().run(DATA, steps=-1)
     with pytest.raises(dflow.TrainingError, match="mode: expected 'min' or 'max', got 'least'"):
