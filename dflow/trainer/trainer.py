@@ -102,8 +102,8 @@ class Trainer:
         steps    number of steps of the whole run, as the strategy counts them
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
 
-        Raises TrainingError for other batches, fewer than the steps use, and a negative number of steps; and what the strategy, the evaluation,
-        the checkpoints and the callbacks raise.
+        Raises TrainingError for other batches, fewer than the steps use, and a negative number of steps; and what the
+        strategy, the evaluation, the checkpoints and the callbacks raise.
         """
         total = operator.index(steps)
         if total < 0:
