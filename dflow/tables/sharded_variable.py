@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 from dflow.scopes import colocate_with
 from dflow.tables.initial_part import initial_part
 from dflow.tables.routing import combined, route
-from dflow.tables.shard_layout import ShardLayout, shards_for
+from dflow.tables.shard_layout import ShardLayout, chosen_layout
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.updates import indices_refusal
@@ -48,7 +49,9 @@ class ShardedVariable(RowUpdates):
                element by element (constants, `jax.random` with Threefry keys, arithmetic); other ops run whole
     `shards`   number of shards; by default that of the tasks that new variables are spread over, in one process 1
     `by`       `rows` (neighbouring rows), `modulo` (row r in shard r % shards) or `columns`
-    `max_shard_bytes`  in place of `shards`: as many as keep each at this size or below
+    `max_shard_bytes`  in place of `shards`: as many as keep each at this size or below; with `traffic` beside `shards`
+    `traffic`  [rows]: how often each row was looked up. The shards have neighbouring rows, so many that the most used
+               shard is used as little as can be
     `near`     another sharded variable with as many rows: this one is divided alike, each shard beside the other's
     `name`, `dtype`, `trainable`  as for `dflow.Variable`; shard n is the variable `name/n`
     raises     VariableError as `dflow.Variable` does, and for a division that the array does not have
@@ -62,43 +65,30 @@ class ShardedVariable(RowUpdates):
         shards: int | None = None,
         by: str = "rows",
         max_shard_bytes: int | None = None,
+        traffic: Any = None,
         near: ShardedVariable | None = None,
         name: str | None = None,
         dtype: Any = None,
         trainable: bool = True,
     ) -> None:
-        if [shards, max_shard_bytes, near].count(None) < 2:
-            raise VariableError(
-                "a sharded variable: expected one of shards, max_shard_bytes and near, got more", "leave the others out"
-            )
         type = initial_type(initial, name)
         home = current_home() if near is None else near.shards[0].home
-        if near is not None:
-            shards, by = near.layout.shards, near.layout.by
-        elif max_shard_bytes is not None:
-            shards = shards_for(type.shape, type.dtype if dtype is None else dtype, by, max_shard_bytes)
-        elif shards is None:
-            divided = type.shape[by == "columns" :][:1] or (1,)
-            shards = max(1, min(home.spread, *divided))
-        self.layout: ShardLayout = ShardLayout(type.shape, shards, by)
-        if near is not None and near.layout.size != self.layout.size:
-            raise VariableError(
-                f"near: expected a sharded variable with {self.layout.size} {by}, got {near.shape}",
-                "leave it out, or give one that is divided alike",
-            )
-        beside = near.shards if near is not None else (None,) * shards
+        held = type if dtype is None else replace(type, dtype=np.dtype(dtype))
+        other = None if near is None else near.layout
+        self.layout: ShardLayout = chosen_layout(held, home.spread, shards, by, max_shard_bytes, traffic, other)
+        beside = near.shards if near is not None else (None,) * self.layout.shards
         if type.shape[0] > MOST_ROWS:
             raise VariableError(
                 f"rows of a sharded variable: expected at most {MOST_ROWS}, got {type.shape[0]}",
                 "divide it into several tables",
             )
-        parts = [self.layout.part(shard) for shard in range(shards)]
+        parts = [self.layout.part(shard) for shard in range(self.layout.shards)]
         row_bytes = type.size_bytes // max(1, type.shape[0])
 
         def make(part: AxisSlice, name: str | None) -> Any:
             return initial_part(initial, part, row_bytes, name) if callable(initial) else part.of(jnp.asarray(initial))
 
-        named = [None if name is None else f"{name}/{shard}" for shard in range(shards)]
+        named = [None if name is None else f"{name}/{shard}" for shard in range(self.layout.shards)]
         with home.together():
             #: The variables, in order; in a gradient or the result of a `jax.tree` function, arrays.
             self.shards: tuple[Any, ...] = tuple(

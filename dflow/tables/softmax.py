@@ -8,13 +8,13 @@ classes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dflow.scopes import colocate_with
-from dflow.tables.shard_layout import ShardLayout
 from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tracing.errors import InputError, VariableShapeError
 from dflow.tracing.near_names import suggests_keywords
@@ -105,7 +105,7 @@ def _checked(weights: ShardedVariable, hidden: Any, labels: Any, bias: ShardedVa
             f"{hidden.shape}",
             "give a hidden vector and a label for each example",
         )
-    if bias is not None and bias.layout != ShardLayout(weights.shape[:1], weights.layout.shards, weights.layout.by):
+    if bias is not None and bias.layout != replace(weights.layout, shape=weights.shape[:1]):
         raise VariableShapeError(
             f"the bias of a softmax over {weights.name!r}: expected {weights.shape[:1]} divided as the weights, got "
             f"{bias.shape} in {bias.layout.shards} shards by {bias.layout.by}",

@@ -33,7 +33,7 @@ class DividedArray:
 
     `type`   type of the whole
     `parts`  the indices that each variable has, in an order that is the same in every process; each index once
-    `here`   numbers of the parts whose share of the chunks this process writes
+    `here`   numbers of the parts whose chunks this process writes
     `piece`  returns the elements within some bounds of the part of a number, with the dtype that is stored
     """
 
@@ -67,9 +67,20 @@ class DividedArray:
         ]
         axis = self.parts[0].axis
         for number, along in enumerate(grid[axis]):
-            if number * len(self.parts) // len(grid[axis]) in self.here:
+            if self._writer(number, len(grid[axis]), along) in self.here:
                 for bounds in itertools.product(*grid[:axis], [along], *grid[axis + 1 :]):
                     yield tuple(itertools.starmap(slice, bounds)), self._chunk(bounds)
+
+    def _writer(self, number: int, count: int, along: tuple[int, int]) -> int:
+        """Return the number of the part whose process writes the chunks of these indices, the `number`-th of `count`.
+
+        If parts have neighbouring indices, it is the one that has the index in the middle: of uneven parts too, few
+        elements come from other processes.
+        """
+        if self.parts[0].step != 1:
+            return number * len(self.parts) // count
+        middle = sum(along) // 2
+        return next(place for place, part in enumerate(self.parts) if part.start <= middle < part.start + part.size)
 
     def _chunk(self, bounds: Bounds) -> npt.NDArray[Any]:
         axis = self.parts[0].axis

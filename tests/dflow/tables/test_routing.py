@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.tables.routing import combined, route
-from dflow.tables.shard_layout import ShardLayout
+from dflow.tables.shard_layout import ShardLayout, traffic_cuts
 from tests.effort import examples
 
 COMBINED = {"scatter_add": np.add, "scatter_sub": np.add, "scatter_mul": np.multiply, "scatter_max": np.maximum}
@@ -21,6 +22,8 @@ COMBINED = {"scatter_add": np.add, "scatter_sub": np.add, "scatter_mul": np.mult
 def cases(draw: Any) -> tuple[ShardLayout, np.ndarray[Any, Any]]:
     rows = draw(st.sampled_from([1, 2, 7, 12]))
     layout = ShardLayout((rows, 2), draw(st.integers(1, min(rows, 4))), draw(st.sampled_from(["rows", "modulo"])))
+    if layout.by == "rows" and draw(st.booleans()):
+        layout = replace(layout, cuts=traffic_cuts(np.arange(rows)[::-1], rows, layout.shards, rows))
     numbers = draw(st.lists(st.integers(-3, rows + 3), min_size=6, max_size=6))
     return layout, np.asarray(numbers, np.int32)
 

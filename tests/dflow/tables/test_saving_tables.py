@@ -45,7 +45,7 @@ _numbers = itertools.count()
 
 
 class Division(NamedTuple):
-    """A table's division over shards; 0 shards are one variable."""
+    """A table's division over shards, by one of `DIVISIONS` or by traffic; 0 shards are one variable."""
 
     shards: int
     by: str = "rows"
@@ -56,7 +56,10 @@ class Program:
 
     def __init__(self, cluster: Any, division: Division, rule: str = "adam", shape: tuple[int, ...] = SHAPE) -> None:
         self._container = f"n{next(_numbers)}"
-        options: Any = {"shards": division.shards, "by": division.by} if division.shards else {}
+        options: Any = {"shards": division.shards} if division.shards else {}
+        if division.shards:
+            uneven = division.by == "traffic"
+            options |= {"traffic": 1 / np.arange(1, shape[0] + 1)} if uneven else {"by": division.by}
         kind: Any = dflow.ShardedVariable if division.shards else dflow.Variable
         with cluster.parameter_servers(), dflow.container(self._container):
             self.table = kind(lambda: jnp.zeros(shape), name="table", **options)
@@ -115,7 +118,7 @@ def random_arrays(rule: str) -> dict[str, Any]:
     return found | ({"opt/0/count": np.int32(7)} if rule == "adam" else {})
 
 
-divisions = st.builds(Division, st.integers(0, 5), st.sampled_from(DIVISIONS))
+divisions = st.builds(Division, st.integers(0, 5), st.sampled_from([*DIVISIONS, "traffic"]))
 
 
 @settings(max_examples=examples(25), deadline=None)
@@ -192,9 +195,11 @@ def test_each_chunk_is_written_by_one_task(
     assert table.read().sum() == 320 * 64
 
 
-def test_few_rows_travel_of_an_uneven_division(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(divided_array, "_CHUNK_BYTES", 1 << 16)
-    layout, type = ShardLayout((10_000, 16), 3), ArrayType(jnp.dtype("float32"), (10_000, 16))
+@pytest.mark.parametrize("cuts", [(), (1000, 9000, 10_000)])
+def test_few_rows_travel_of_an_uneven_division(cuts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_bytes = 1 << 14 if cuts else 1 << 16
+    monkeypatch.setattr(divided_array, "_CHUNK_BYTES", chunk_bytes)
+    layout, type = ShardLayout((10_000, 16), 3, cuts=cuts), ArrayType(jnp.dtype("float32"), (10_000, 16))
     rows = Counter[bool]()
 
     def piece(here: int, number: int, bounds: Any) -> Any:
@@ -204,9 +209,9 @@ def test_few_rows_travel_of_an_uneven_division(monkeypatch: pytest.MonkeyPatch) 
 
     for here in range(3):
         array = DividedArray(type, [layout.part(number) for number in range(3)], [here], partial(piece, here))
-        assert all(data.nbytes <= 1 << 16 for _, data in array.pieces())
+        assert all(data.nbytes <= chunk_bytes for _, data in array.pieces())
     assert rows[True] + rows[False] == 10_000
-    assert rows[False] <= 10
+    assert rows[False] <= (chunk_bytes // 64 if cuts else 10)
 
 
 def test_a_table_is_saved_to_a_store_and_as_one_file(worker: Cluster, tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
-from dflow.tables.shard_layout import DIVISIONS, ShardLayout, shards_for
+from dflow.tables.shard_layout import DIVISIONS, ShardLayout, shards_for, traffic_cuts
 from dflow.tracing.rows.slices import AxisSlice
 from tests.effort import examples
 
@@ -58,6 +61,91 @@ def test_a_division_that_misses_or_repeats_a_row_is_refused(by: str) -> None:
 def test_what_cannot_be_divided_is_refused(shape: tuple[int, ...], shards: int, by: str, message: str) -> None:
     with pytest.raises(dflow.VariableError, match=message):
         ShardLayout(shape, shards, by)
+
+
+@st.composite
+def traffic(draw: st.DrawFn) -> tuple[np.ndarray[Any, Any], int, int]:
+    """Counts of lookups, a number of shards, and the most rows of a shard."""
+    counts = draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))
+    shards = draw(st.integers(1, len(counts)))
+    return np.array(counts), shards, draw(st.integers(-(-len(counts) // shards), len(counts)))
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(traffic())
+def test_no_division_by_traffic_has_a_less_used_largest_shard(case: tuple[np.ndarray[Any, Any], int, int]) -> None:
+    counts, shards, most = case
+    cuts = traffic_cuts(counts, len(counts), shards, most)
+    layout = ShardLayout((len(counts), 2), shards, cuts=cuts)
+    sizes = np.diff(layout.bounds)
+    assert sizes.min() >= 1
+    assert sizes.max() <= most
+    array = np.arange(2 * len(counts)).reshape(-1, 2)
+    np.testing.assert_array_equal(layout.joined([layout.part(shard).of(array) for shard in range(shards)]), array)
+
+    def largest(bounds: Any) -> int:
+        return max(counts[first:end].sum() for first, end in itertools.pairwise(bounds))
+
+    others = [
+        (0, *inner, len(counts))
+        for inner in itertools.combinations(range(1, len(counts)), shards - 1)
+        if np.diff((0, *inner, len(counts))).max() <= most
+    ]
+    assert not counts.any() or largest(layout.bounds) == min(map(largest, others))
+
+
+@pytest.mark.parametrize(
+    ("is_hashed", "parts"),
+    [
+        (False, {"rows": 94, "modulo": 33, "traffic": 26, "largest": 99}),
+        (True, {"rows": 35, "modulo": 34, "traffic": 25, "largest": 37}),
+    ],
+)
+def test_the_most_used_of_four_shards_of_a_zipf_stream(is_hashed: bool, parts: dict[str, int]) -> None:
+    """The figures of docs/tables.md, in percent of the lookups; traffic is measured on the first half of the stream."""
+    rows, draw = 100_000, np.random.default_rng(0)
+    ids = draw.zipf(1.1, 200_000) - 1
+    ids = ids[ids < rows]
+    ids = draw.permutation(rows)[ids] if is_hashed else ids
+    measured, later = np.array_split(ids, 2)
+    cuts = traffic_cuts(np.bincount(measured, minlength=rows), rows, 4, rows)
+    layouts = {by: ShardLayout((rows, 16), 4, by) for by in ("rows", "modulo")}
+    layouts["traffic"] = ShardLayout((rows, 16), 4, cuts=cuts)
+    found = {"largest": round(100 * np.diff(layouts["traffic"].bounds).max() / rows)}
+    for by, layout in layouts.items():
+        lookups = np.histogram(np.asarray(layout.places(later)), layout.bounds)[0]
+        found[by] = round(100 * lookups.max() / len(later))
+    assert found == parts
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ([1, 2], r"traffic: expected the number of lookups of each of 3 rows, at least 0, got int64 of \(2,\)"),
+        ([1, -1, 1], "of each of 3 rows, at least 0, got int64"),
+        ([1, np.nan, 1], "at least 0, got float64"),
+        (["a", "b", "c"], "at least 0, got <U1"),
+    ],
+)
+def test_traffic_that_is_no_count_is_refused(counts: Any, message: str) -> None:
+    with pytest.raises(dflow.VariableError, match=message):
+        traffic_cuts(counts, 3, 2, 3)
+
+
+def test_arguments_that_contradict_traffic() -> None:
+    counts = np.arange(6)
+    table = dflow.ShardedVariable(np.zeros((6, 2), np.float32), traffic=counts, shards=2)
+    assert table.layout.bounds == (0, 4, 6)
+    for options, message in (
+        ({"by": "modulo"}, "traffic: expected a division by rows, got by='modulo'"),
+        ({"near": table}, "traffic: expected a division by rows, got near"),
+        ({"shards": 2, "max_shard_bytes": 16}, "max_shard_bytes: expected room for 6 rows in 2 shards, got room for 2"),
+    ):
+        with pytest.raises(dflow.VariableError, match=message):
+            dflow.ShardedVariable(np.zeros((6, 2), np.float32), traffic=counts, **options)
+    even = dflow.ShardedVariable(np.zeros((6, 2), np.float32), traffic=counts, shards=2, max_shard_bytes=24)
+    assert even.layout.bounds == (0, 3, 6)
+    assert dflow.ShardedVariable(np.zeros(6), near=table).layout.bounds == (0, 4, 6)
 
 
 def test_shards_by_their_bytes() -> None:

@@ -21,6 +21,10 @@ SHAPE = (23, 4)
 IDS = jnp.array([[3, 3, 22], [0, -1, 40]])
 
 
+#: The divisions as arguments, by name.
+BY: dict[str, dict[str, Any]] = {by: {"by": by} for by in DIVISIONS} | {"traffic": {"traffic": 1 / np.arange(1, 24)}}
+
+
 def initial() -> Any:
     return jax.random.normal(jax.random.key(0), SHAPE)
 
@@ -36,10 +40,10 @@ def servers(request: Any) -> Iterator[Any]:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("by", DIVISIONS)
+@pytest.mark.parametrize("by", BY)
 def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     with servers():
-        table = dflow.ShardedVariable(initial, shards=3, by=by, name=f"as whole {by}")
+        table = dflow.ShardedVariable(initial, shards=3, name=f"as whole {by}", **BY[by])
     whole = dflow.Variable(initial)
     np.testing.assert_array_equal(table.read(), whole.read())
     np.testing.assert_array_equal(table.gather(IDS), whole.gather(IDS))
@@ -73,12 +77,12 @@ def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     np.testing.assert_array_equal(table.read(), now[::-1])
 
 
-@pytest.mark.parametrize("by", DIVISIONS)
+@pytest.mark.parametrize("by", BY)
 def test_optimizers_update_it_as_the_whole_variable(servers: Any, by: str) -> None:
     made = {}
     transformation = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
     for kind in (dflow.ShardedVariable, dflow.Variable):
-        options = {"shards": 3, "by": by} if kind is dflow.ShardedVariable else {}
+        options = {"shards": 3, **BY[by]} if kind is dflow.ShardedVariable else {}
         with servers():
             table = kind(initial, name=f"{kind.__name__} {by}", **options)
             made[kind] = table, dflow.Optimizer(transformation, [table], name=f"opt {kind.__name__} {by}")

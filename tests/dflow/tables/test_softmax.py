@@ -19,9 +19,17 @@ HIDDEN = jax.random.normal(jax.random.key(1), (2, 3, DIM))
 LABELS = jnp.array([[0, 36, 5], [17, 5, 30]])
 
 
+#: The divisions as arguments, by name.
+BY: dict[str, dict[str, Any]] = {
+    "rows": {},
+    "modulo": {"by": "modulo"},
+    "traffic": {"traffic": 1 / np.arange(1, CLASSES + 1)},
+}
+
+
 def tables(by: str) -> tuple[dflow.ShardedVariable, dflow.ShardedVariable]:
     weights = dflow.ShardedVariable(
-        lambda: jax.random.normal(jax.random.key(2), (CLASSES, DIM)), shards=3, by=by, name=f"weights {by}"
+        lambda: jax.random.normal(jax.random.key(2), (CLASSES, DIM)), shards=3, name=f"weights {by}", **BY[by]
     )
     bias = dflow.ShardedVariable(
         lambda: jax.random.normal(jax.random.key(3), (CLASSES,)), near=weights, name=f"bias {by}"
@@ -34,7 +42,7 @@ def dense(weights: Any, bias: Any, hidden: Any) -> Any:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("by", ["rows", "modulo"])
+@pytest.mark.parametrize("by", BY)
 def test_the_full_softmax_is_the_dense_one(by: str) -> None:
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
         with worker.parameter_servers():
