@@ -44,6 +44,7 @@ from dflow.tracing.devices.device_name import (
 from dflow.tracing.errors import DeviceError, InternalError, VariableError
 from dflow.tracing.ir.graph import Graph
 from dflow.tracing.ir.resource_op import ResourceOp
+from dflow.tracing.ir.row_marks import SUFFIX
 from dflow.tracing.jax_frontend import jit_disabled
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.source import at
@@ -81,7 +82,8 @@ class LocalHome:
                 f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n"
                 "  give one of them another name, or delete the first"
             )
-        key = key_of(variable.name, variable.serial)
+        is_marks = near is not None and variable.name == near.name + SUFFIX
+        key = near.key + SUFFIX if near is not None and is_marks else key_of(variable.name, variable.serial)
         make = initial if callable(initial) else lambda: initial
         self.store.create(key, variable.type, make, self._place(variable, near))
         self._named[variable.name] = variable

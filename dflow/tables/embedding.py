@@ -27,7 +27,7 @@ class Embedding(ShardedVariable):
     `initializer`  a function of (key, shape, dtype), such as those of `jax.nn.initializers`; by default normal with
                    the standard deviation 1 / sqrt(dim). Each task computes its own rows, as `ShardedVariable` says
     `key`          for the initialiser; by default made of the name, or without one of the number of the embedding
-    `shards`, `by`, `max_shard_bytes`, `traffic`, `name`, `trainable`  as for `ShardedVariable`
+    `shards`, `by`, `max_shard_bytes`, `traffic`, `track_changes`, `name`, `trainable`  as for `ShardedVariable`
     raises         VariableError as `ShardedVariable` does
 
     In a lookup the ids are deduplicated and divided by shard, and only ids and rows travel; so do the gradient's rows.
@@ -46,6 +46,7 @@ class Embedding(ShardedVariable):
         by: str = "rows",
         max_shard_bytes: int | None = None,
         traffic: Any = None,
+        track_changes: bool = False,
         name: str | None = None,
         dtype: Any = jnp.float32,
         trainable: bool = True,
@@ -63,6 +64,7 @@ class Embedding(ShardedVariable):
             by=by,
             max_shard_bytes=max_shard_bytes,
             traffic=traffic,
+            track_changes=track_changes,
             name=name,
             trainable=trainable,
         )

@@ -10,7 +10,7 @@ over it work on the shards, and their results have arrays where the variables we
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.scopes import colocate_with
+from dflow.tables.changed_rows import changed_rows, track_changed_rows
 from dflow.tables.initial_part import initial_part
 from dflow.tables.routing import combined, route
 from dflow.tables.shard_layout import ShardLayout, chosen_layout
 from dflow.tracing.errors import VariableError, VariableShapeError
+from dflow.tracing.ir.row_marks import LIFE, PERIOD
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.updates import indices_refusal
 from dflow.tracing.near_names import suggests_keywords
@@ -53,6 +55,8 @@ class ShardedVariable(RowUpdates):
     `traffic`  [rows]: how often each row was looked up. The shards have neighbouring rows, so many that the most used
                shard is used as little as can be
     `near`     another sharded variable with as many rows: this one is divided alike, each shard beside the other's
+    `track_changes`  whether `changed_rows` can be asked. It costs 4 bytes a row, beside the shards, and their update in
+               each update of rows. Not for a division by columns; all processes must give the same
     `name`, `dtype`, `trainable`  as for `dflow.Variable`; shard n is the variable `name/n`
     raises     VariableError as `dflow.Variable` does, and for a division that the array does not have
     """
@@ -67,6 +71,7 @@ class ShardedVariable(RowUpdates):
         max_shard_bytes: int | None = None,
         traffic: Any = None,
         near: ShardedVariable | None = None,
+        track_changes: bool = False,
         name: str | None = None,
         dtype: Any = None,
         trainable: bool = True,
@@ -76,10 +81,16 @@ class ShardedVariable(RowUpdates):
         held = type if dtype is None else replace(type, dtype=np.dtype(dtype))
         other = None if near is None else near.layout
         self.layout: ShardLayout = chosen_layout(held, home.spread, shards, by, max_shard_bytes, traffic, other)
-        beside = near.shards if near is not None else (None,) * self.layout.shards
-        if type.shape[0] > MOST_ROWS:
+        if track_changes and self.layout.axis != 0:
             raise VariableError(
-                f"rows of a sharded variable: expected at most {MOST_ROWS}, got {type.shape[0]}",
+                f"track_changes: expected a division by rows or modulo, got by {self.layout.by}",
+                "divide it by rows, or leave track_changes out",
+            )
+        beside = near.shards if near is not None else (None,) * self.layout.shards
+        most = MOST_ROWS - len((PERIOD, LIFE)) * track_changes
+        if type.shape[0] > most:
+            raise VariableError(
+                f"rows of a sharded variable: expected at most {most}, got {type.shape[0]}",
                 "divide it into several tables",
             )
         parts = [self.layout.part(shard) for shard in range(self.layout.shards)]
@@ -95,6 +106,8 @@ class ShardedVariable(RowUpdates):
                 Variable(make(part, one), name=one, dtype=dtype, near=other, trainable=trainable)
                 for part, one, other in zip(parts, named, beside, strict=True)
             )
+            for shard in self.shards if track_changes else ():
+                track_changed_rows(shard)
         for shard, part in zip(self.shards, parts, strict=True):
             shard.part = ArrayPart(type.shape, part)
         self.name = self.shards[0].name.removesuffix("/0") if name is not None else f"sharded_{self.shards[0].name}"
@@ -176,6 +189,18 @@ class ShardedVariable(RowUpdates):
         else:
             check_ids(array, self.shape[0], self.name, at(caller()))
         return self._indices("lookup", array)
+
+    def changed_rows(self, consumer: str) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Yield the rows that have changed since the consumer's last complete loop over them: numbers and rows.
+
+        consumer  a name of letters, digits, `_`, `.` and `-`, one for each copy that is kept up to date
+        yields    pieces of at most 64 MiB: i32[k], each number once, and the rows as they are now, [k, ...]
+        raises    VariableError for a table without `track_changes`, for another consumer, and inside traced code
+
+        A consumer's first loop yields all rows, and so does the first one after a restore or a return to a snapshot.
+        The rows count as used when the loop ends: a consumer that leaves it, or dies, gets them again.
+        """
+        return changed_rows(self.name, self.layout, self._variables("changed_rows"), consumer)
 
     def sum(self, axis: int | None = None) -> jax.Array:
         """The sum, along `axis` or of all elements; only sums of shards travel."""

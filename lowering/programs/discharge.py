@@ -14,6 +14,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node, Operand, Value
 from dflow.tracing.ir.op import OpDef
+from dflow.tracing.ir.row_marks import marked
 from dflow.tracing.ir.types import ArrayType, RefType, array_type_of
 from dflow.tracing.ir.updates import looked_up, updated
 from dflow.tracing.ir.wire_codecs import decoded, encoded
@@ -74,6 +75,10 @@ def _step(node: Node, env: dict[Value, Any]) -> None:
         ref = node.inputs[0]
         assert isinstance(ref, Value)
         env[ref] = updated(_KINDS[node.op], *values)
+    elif node.op is ops.var_mark:
+        ref = node.inputs[0]
+        assert isinstance(ref, Value)
+        env[ref] = marked(values[0], *values[2:])
     elif node.op in _RULES:
         env[node.outputs[0]] = _RULES[node.op](node.attributes, *values)
     else:

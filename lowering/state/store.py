@@ -32,6 +32,7 @@ from dflow.lowering.values.first_value import Making, first_value
 from dflow.lowering.values.host_values import device_copy
 from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divided
 from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
+from dflow.tracing.ir.row_marks import SUFFIX, fresh_marks, marked
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.ir.updates import KINDS, looked_up, operand_types, updated
 from dflow.tracing.rows.slices import AxisSlice
@@ -80,7 +81,11 @@ class Store:
             assert making is not None
             making.wait(key)
         try:
-            created = HeldValue(first_value(key, type, make, place), type)
+            value = first_value(key, type, make, place)
+            if key.endswith(SUFFIX):
+                value = _new_marks(type, value.sharding if value.committed else None)
+                self.table.has_marks = True
+            created = HeldValue(value, type)
             with self.table.lock:
                 self.table.entries[key] = created
         finally:
@@ -186,8 +191,14 @@ class Store:
     def replace(self, values: Mapping[str, jax.Array]) -> None:
         """Replace all of these values in one moment, or none. The store owns the arrays from then on.
 
+        All rows of variables whose changes are tracked are marked, in a new life of the marks.
+
         Raises VariableError when a variable does not exist, and VariableShapeError when a value has another type.
         """
+        if self.table.has_marks:
+            marks = {key if key.endswith(SUFFIX) else key + SUFFIX for key in values}.intersection(self.table.entries)
+            new = {key: _new_marks(self.type(key), place) for key, place in self.shardings(marks).items()}
+            values = {**values, **new}
         self.table.replace(values, lambda key, entry, value: _check_type(key, entry.type, value))
 
     def read_saved(
@@ -239,7 +250,8 @@ class Store:
         moved = [beside(operand, value) for operand in operands]
         if place is not None and not KINDS[kind].by_rows:
             moved = [jax.device_put(operand, place) for operand in operands]
-        self.call(_in_place(kind, place), [key], [], moved)
+        marks = [key + SUFFIX] if key + SUFFIX in self.table.entries else []
+        self.call(_in_place(kind, place, bool(marks)), [key, *marks], [], moved)
 
     def call(
         self,
@@ -296,6 +308,12 @@ class Store:
         return held
 
 
+def _new_marks(type: ArrayType, place: Sharding | None) -> jax.Array:
+    """Return marks of changed rows in a new life, with this sharding."""
+    marks = jnp.array(fresh_marks(type))
+    return marks if place is None else jax.device_put(marks, place)
+
+
 def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
     if held.type != type:
         raise VariableError(
@@ -305,13 +323,18 @@ def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:
 
 
 @cache
-def _in_place(kind: str, place: Sharding | None) -> Program:
-    """Return the program of an update in place; its result has the sharding `place`, if that is given."""
+def _in_place(kind: str, place: Sharding | None, has_marks: bool) -> Program:
+    """Return the program of an update in place, which also marks the changed rows if the variable has marks.
+
+    The value has the sharding `place`, if that is given.
+    """
 
     def update(written: Sequence[Any], read: Sequence[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
-        return [updated(kind, *written, *operands)], []
+        changed = operands[: KINDS[kind].by_rows]
+        return [updated(kind, written[0], *operands), *(marked(marks, *changed) for marks in written[1:])], []
 
-    return Program(jax_jit(update, donate_argnums=0, out_shardings=place))
+    places: Any = None if place is None else ([place, *[None] * has_marks], [])
+    return Program(jax_jit(update, donate_argnums=0, out_shardings=places))
 
 
 def has_view(value: jax.Array) -> bool:

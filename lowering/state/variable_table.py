@@ -34,6 +34,7 @@ import jax
 from dflow.lowering.state.held_value import HeldValue, StepState, within_the_step
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import DeadlineExceeded, VariableError
+from dflow.tracing.ir.row_marks import SUFFIX
 from dflow.tracing.jax_frontend import passes_handles
 
 Found = TypeVar("Found")
@@ -64,6 +65,8 @@ class VariableTable:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.entries: dict[str, HeldValue] = {}
+        #: Whether there are marks of changed rows.
+        self.has_marks = False
         #: Whether a thread is in a critical section. The lock alone would admit a signal handler on that thread.
         self._is_inside = False
         #: Notified when a step was dispatched, for waiting threads, and when a wait has ended, for steps that yield.
@@ -137,6 +140,8 @@ class VariableTable:
         while step.results is not None or step.written is None:
             if step.results is None:
                 entries = self._released(step.writes, step.reads)
+                if self.has_marks:
+                    self._check_marked(step)
                 _check_intact(keys, [entry.value for entry in entries])
                 step.take(entries)
                 continue
@@ -165,6 +170,15 @@ class VariableTable:
         if began:
             step.wanted = 0.0
             self._changed.notify_all()  # threads that yielded
+
+    def _check_marked(self, step: StepState) -> None:
+        """Raise VariableError if a step changes a variable and not the marks of its changed rows."""
+        for key in step.writes:
+            if key + SUFFIX in self.entries and key + SUFFIX not in step.writes:
+                raise VariableError(
+                    f"{step.name} writes variable {shown(key)!r} and does not mark the rows that it changes",
+                    "make the table with track_changes=True in every process that uses it",
+                )
 
     def _ended(self, step: StepState, *, has_failed: bool) -> None:
         """Notify waiting threads. Abort a failed step: values that it deleted go to the table, which reports them."""

@@ -171,6 +171,10 @@ class _Run:
 
     def _touch(self, node: Node) -> list[Any]:
         ref, *operands = node.inputs
+        if node.op is ops.var_mark:
+            name, values = ref_name(ref), [self._value(operand) for operand in operands[1:]]
+            self._state[name] = _marked(self._state[name], *values)
+            return []
         name, values = ref_name(ref), [self._value(operand) for operand in operands]
         if node.op.is_on_resource:
             return _used(node, self._state[name], values)
@@ -214,6 +218,17 @@ class _Run:
         results, after = interpret(body, operands, {name: self._state[outside] for name, outside in names.items()})
         self._state.update({names[name]: value for name, value in after.items()})
         return results
+
+
+def _marked(marks: Any, *indices: Any) -> Any:
+    """The marks of rows, of which the last but one is the present period and the last is no row's, after a change."""
+    held = np.array(marks)
+    rows = range(len(held) - 2)
+    for index in np.asarray(indices[0]).reshape(-1).tolist() if indices else rows:
+        place = index + len(rows) if index < 0 else index
+        if place in rows:
+            held[place] = held[-2]
+    return jnp.asarray(held)
 
 
 def _used(node: Node, model: HostModel, operands: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dflow.tracing.derivatives.custom_derivatives import CustomCall
 from dflow.tracing.errors import DflowError
+from dflow.tracing.ir.row_marks import marked
 from dflow.tracing.ir.updates import KINDS, looked_up, updated
 from dflow.tracing.jax_frontend import (
     Equation,
@@ -102,6 +103,17 @@ class State(dict[Any, Any]):
             return self.lookups.rows(variable, indices, once)
         return looked_up(self[variable], indices)
 
+    def mark(self, variables: Iterable[Any], *indices: Any) -> None:
+        """Mark the rows of these variables at `indices`, or all of them, as changed, if their marks are here."""
+        for variable in variables:
+            if variable.marks in self:
+                self[variable.marks] = marked(self[variable.marks], *indices)
+
+    def written(self, effects: Any) -> list[Any]:
+        """The variables that a program with these effects writes, and the marks of their rows if these are here."""
+        written = accesses(effects)[1]
+        return [*written, *(variable.marks for variable in written if variable.marks in self)]
+
     def of(self, variables: Iterable[Any]) -> list[Any]:
         """The values of these variables, in order."""
         return [self[variable] for variable in variables]
@@ -183,14 +195,17 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
             at=origin_of(equation).loc,
         )
     with origin_of(equation).restored():
-        return rule(equation, list(operands), state)
+        results = rule(equation, list(operands), state)
+    if equation.primitive.name not in _MARKING:
+        state.mark(accesses(equation.effects)[1])
+    return results
 
 
 def run_bodies(
     equation: Equation, operands: Sequence[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     """Run an equation of `BODIES` as `RunBody` says."""
-    written = accesses(equation.effects)[1]
+    written = state.written(equation.effects)
     with origin_of(equation).restored():
         run = _LOOKING[equation.primitive.name]
         results, values, places = run(equation.params, list(operands), state, written, found)
@@ -210,6 +225,7 @@ def _update(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     variable, kind = equation.params["handle"].variable, equation.params["kind"]
     # Of a variable that is only assigned there is no old value.
     state[variable] = updated(kind, state[variable], *operands) if KINDS[kind].reads else operands[0]
+    state.mark([variable], *(operands[:1] if KINDS[kind].by_rows else ()))
     return []
 
 
@@ -319,7 +335,7 @@ def _remat(params: Mapping[str, Any], operands: list[Any], state: State, written
 
 
 def _while(equation: Equation, operands: list[Any], state: State) -> list[Any]:
-    params, written = equation.params, accesses(equation.effects)[1]
+    params, written = equation.params, state.written(equation.effects)
     cond_end = params["cond_nconsts"]
     body_end = cond_end + params["body_nconsts"]
     cond_consts, body_consts, init = operands[:cond_end], operands[cond_end:body_end], operands[body_end:]
@@ -465,3 +481,5 @@ _RULES: Mapping[str, _Rule] = {
     "custom_jvp_call": _custom(CustomCall.with_jvp),
     "custom_vjp_call": _custom(CustomCall.with_vjp),
 }
+#: Equations whose rules mark the rows that they change; after another one that writes a variable all rows are marked.
+_MARKING = frozenset((update_p.name, *CALLS, *_LOOKING, "while"))

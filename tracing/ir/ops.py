@@ -14,6 +14,7 @@ from dflow.tracing.errors import GraphTypeError
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.op import OPS, BodySignature, OpDef, op
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
+from dflow.tracing.ir.row_marks import marks_type
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RefType, RowsType, TokenType, Type, strong
 from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type, operand_types
 from dflow.tracing.ir.wire_codecs import encoded_type
@@ -79,6 +80,21 @@ def _check_rows(name: str, ref: RefType, operands: Sequence[Type]) -> None:
 #: The updates of a variable, by their kind: `assign`, `assign_add`, ... `scatter_min`.
 UPDATES = {kind: _update(kind) for kind in KINDS}
 var_assign, var_assign_add = UPDATES["assign"], UPDATES["assign_add"]
+
+
+@op("var.mark", (Effect.READ, 0), (Effect.WRITE, 0), (Effect.READ, 1))
+def var_mark(marks: RefType, ref: RefType, /, *indices: ArrayType) -> tuple[Type, ...]:
+    """Mark the rows of the variable `ref` at `indices` as changed, or all of them without indices.
+
+    It reads the variable, so that it is ordered after the change.
+    """
+    if not isinstance(ref, RefType):
+        raise GraphTypeError(f"var.mark: the second operand is {ref}, not a variable")
+    if not ref.of.shape or marks != RefType(marks_type(ref.of.shape[0])):
+        raise GraphTypeError(f"var.mark: {marks} are not the marks of {ref}")
+    for each in indices:
+        _check_indices("var.mark", ref, each)
+    return (TokenType(),)
 
 
 @op("net.send", (Effect.SEND, None))

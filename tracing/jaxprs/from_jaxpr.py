@@ -25,6 +25,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.op import OpDef, numeric
 from dflow.tracing.ir.types import HOST_HANDLES, ArrayType, RefType, TokenType, Type, array_type_of, type_of_aval
+from dflow.tracing.ir.updates import KINDS
 from dflow.tracing.jax_frontend import (
     Equation,
     EquationOrigin,
@@ -63,11 +64,7 @@ def graph_of(
     Its inputs are, in order: a handle for each variable, queue and accumulator, the closed-over arrays, the arguments.
     """
     jaxpr, consts = keep_rows(jaxpr, consts)
-    reads, writes = accesses(jaxpr.effects)
-    variables = (
-        *sorted({*reads, *writes}, key=lambda variable: variable.serial),
-        *host_resources(jaxpr.effects),
-    )
+    variables = _touched(jaxpr.effects)
     builder = _Builder(variables)
     wanted = _wanted_names(jaxpr)
     named = zip(jaxpr.invars, argument_names, strict=True)
@@ -76,6 +73,14 @@ def graph_of(
     outputs = builder.inline(jaxpr, [*captured, *arguments])
     inputs = (*builder.refs.values(), *builder.constants, *arguments)
     return Graph(inputs, tuple(builder.nodes), tuple(outputs)), variables, tuple(builder.constants.values())
+
+
+def _touched(effects: Any) -> tuple[Any, ...]:
+    """The variables that effects are on, the marks of those that are written, the queues and the accumulators."""
+    reads, writes = accesses(effects)
+    marks = [variable.marks for variable in writes if variable.marks is not None]
+    variables = sorted({*reads, *writes, *marks}, key=lambda variable: variable.serial)
+    return *variables, *host_resources(effects)
 
 
 def clean_name(name: str) -> str:
@@ -200,7 +205,10 @@ class _Builder:
             ref = self.refs[params["handle"].variable]
             op = {read_p: ops.var_read, gather_p: ops.var_gather}.get(primitive) or ops.UPDATES[params["kind"]]
             outputs = self._results(names, equation, ref.name)
-            return self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
+            self._node(op, (ref, *inputs), outputs, {}, origin, origin_of(equation).device)
+            if primitive is update_p:
+                self._mark(params["handle"].variable, inputs[: KINDS[params["kind"]].by_rows], origin)
+            return outputs
         if primitive is check_ids_p:
             outputs = self._results(names, equation, "ids")
             return self._node(ops.ids_check, inputs, outputs, dict(params), origin, origin_of(equation).device)
@@ -261,8 +269,7 @@ class _Builder:
         attributes = dict(control.attributes)
         if control.op in ops.LOOPS and parallel is not None:
             attributes["parallel"] = parallel
-        reads, writes = accesses(equation.effects)
-        touched = [*sorted({*reads, *writes}, key=lambda variable: variable.serial), *host_resources(equation.effects)]
+        touched = _touched(equation.effects)
         bodies, constants = _bodies_of(control, touched)
         own, handed = inputs[: control.op.own_operands], inputs[control.op.own_operands :]
         operands = (*own, *(self.refs[resource] for resource in touched), *map(self.captured, constants), *handed)
@@ -276,11 +283,13 @@ class _Builder:
         border = _border(equation)
         writes, added = border.writes, border.added
         carried = [variable for variable in border.touched if variable not in added]
+        marks = [variable.marks for variable in writes if variable in carried and variable.marks is not None]
+        carried += marks
 
         def pure(values: list[Any], *operands: Any) -> tuple[list[Any], list[Any]]:
             zeros = {variable: jnp.zeros(variable.shape, variable.dtype) for variable in added}
             state = State({**dict(zip(carried, values, strict=True)), **zeros})
-            return apply(equation, operands, state), state.of(writes)
+            return apply(equation, operands, state), state.of([*writes, *marks])
 
         structs = [variable.type.struct for variable in carried]
         jaxpr, consts, _ = make_jaxpr(pure, structs, *(_array(operand).struct for operand in inputs))
@@ -292,10 +301,18 @@ class _Builder:
             [task] = tasks
             self.nodes[first:] = [replace(node, device=node.device or task) for node in self.nodes[first:]]
         count = len(equation.outvars)
-        for variable, value in zip(writes, results[count:], strict=True):
+        for variable, value in zip([*writes, *marks], results[count:], strict=True):
             update = ops.var_assign_add if variable in added else ops.var_assign
             self._node(update, (self.refs[variable], value), [], {}, origin, None)
+            if variable in added:
+                self._mark(variable, (), origin)
         return results[:count]
+
+    def _mark(self, variable: Any, indices: Sequence[Operand], origin: EquationOrigin) -> None:
+        """Mark the rows at `indices`, or all of them, as changed, if the variable's changes are tracked."""
+        if variable.marks is not None:
+            operands = (self.refs[variable.marks], self.refs[variable], *indices)
+            self._node(ops.var_mark, operands, [], {}, origin, None)
 
     def _read(self, variable: Any, origin: EquationOrigin) -> Value:
         ref = self.refs[variable]

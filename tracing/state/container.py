@@ -56,6 +56,16 @@ def container(name: str) -> Iterator[None]:
         _current.reset(token)
 
 
+@contextmanager
+def outside_containers() -> Iterator[None]:
+    """Make the resources created inside belong to no container, and have their names as they are given."""
+    token = _current.set("")
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
 def contained(name: str) -> str:
     """The name that a resource called `name` has in the current container."""
     return f"{_current.get()}/{name}" if _current.get() else name

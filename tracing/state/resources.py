@@ -21,6 +21,7 @@ import numpy as np
 
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.explicit_sharding import explicit_sharding, with_sharding
+from dflow.tracing.ir.row_marks import SUFFIX
 from dflow.tracing.ir.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
@@ -39,7 +40,7 @@ from dflow.tracing.state.variable_as_array import register_as_array
 _serials = itertools.count()
 
 _OF_LOCATION = ("home", "device", "key", "sharding")
-_OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "part", "loc", "handle", "namesakes")
+_OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "part", "marks", "loc", "handle", "namesakes")
 #: The attributes of a variable; setting any other is an error.
 _FIELDS = frozenset((*_OF_LOCATION, *_OTHERS))
 
@@ -126,7 +127,8 @@ class Variable(RowUpdates, jax.Array):
         self.serial = next(_serials)
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
-        self.name = contained(name or f"variable_{self.serial}")
+        self.name: str = contained(name or f"variable_{self.serial}")
+        _check_name(self.name, near)
         self.home: Home = near.home if near is not None else current_home()
         first = self.home.prepared(first, name)
         self.type = initial_type(first, name)
@@ -134,6 +136,8 @@ class Variable(RowUpdates, jax.Array):
         self.gradient = gradient
         #: The part that it has of an array that several variables divide; such an array is saved as one.
         self.part: ArrayPart | None = None
+        #: The variable that marks its changed rows, if these are tracked.
+        self.marks: Variable | None = None
         #: The sharding over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()
@@ -190,6 +194,8 @@ class Variable(RowUpdates, jax.Array):
     def forget(self, reason: str) -> None:
         """Free the value. Later use of the variable raises VariableError, which gives the reason."""
         remedy = "make it again, or keep what outlives it outside the container"
+        if self.marks is not None:
+            self.marks.forget(reason)
         self.home.forget(self, f"variable {self.name!r} {reason}", remedy)
         self.namesakes.discard(self)
 
@@ -377,6 +383,11 @@ class Variable(RowUpdates, jax.Array):
         device = self.__dict__.get("device")
         place = f" on {device}" if device else ""
         return f"<Variable {self.name!r}: {self.type}{place}>"
+
+
+def _check_name(name: str, near: Variable | None) -> None:
+    if name.endswith(SUFFIX) and (near is None or name != near.name + SUFFIX):
+        raise VariableError(f"a variable is named {name!r}, as only marks of changed rows are", "give it another name")
 
 
 def _remedy(wanted: ArrayType, given: ArrayType) -> str:

@@ -21,8 +21,8 @@ SHAPE = (23, 4)
 IDS = jnp.array([[3, 3, 22], [0, -1, 40]])
 
 
-#: The divisions as arguments, by name.
-BY: dict[str, dict[str, Any]] = {by: {"by": by} for by in DIVISIONS} | {"traffic": {"traffic": 1 / np.arange(1, 24)}}
+#: The divisions as arguments, by name. That by rows is uneven.
+BY: dict[str, dict[str, Any]] = {by: {"by": by} for by in DIVISIONS} | {"rows": {"traffic": 1 / np.arange(1, 24)}}
 
 
 def initial() -> Any:
