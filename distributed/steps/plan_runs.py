@@ -8,6 +8,7 @@ Invariants:
   run, which may compile a program again, have a thread each. A reader thread that waits for computed values hands over
   its other connections first.
 - A run that begins after another one can be cancelled from the beginning, and starts when the other has ended.
+- A run of this task's own step that begins ahead starts on the calling thread.
 - An item that makes others ready on its thread returns before they run, so that chains of steps which feed each other
   use no more stack than one.
 """
@@ -95,7 +96,9 @@ class PlanRuns:
         run = run_of(
             executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead, attempt, is_numbered
         )
-        start = partial(self._start, submit, run)
+        # Row numbers for a later step should be computed before the device is given the work of the present one.
+        is_own = is_ahead and step.origin == self._task
+        start = run.start if is_own else partial(self._start, submit, run)
         with self._lock:
             if step in self._runs:
                 raise InternalError(f"{self._task} already runs a plan in {describe(step)}")

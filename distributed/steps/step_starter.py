@@ -23,7 +23,7 @@ from dflow.distributed.wire.messages.plans import CancelStep, RunPlan
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.execute import Fetches
-from dflow.lowering.values.outcome import Outcome
+from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import DflowError
 
 _lives = itertools.count()
@@ -51,6 +51,13 @@ class StepParts:
         """The tasks whose parts have not ended, by name."""
         with self._lock:
             return sorted(self._running)
+
+    def raise_interrupt(self) -> None:
+        """Raise an interrupt of this process, if one has ended the parts."""
+        with self._lock:
+            outcome = self._outcome
+        if isinstance(outcome, BaseException):
+            raise_interrupt(outcome)
 
     def ended(self, task: str, outcome: Outcome[Fetches] | Reply[Ok]) -> None:
         """Record that the part of `task` has ended; later calls after an error do nothing."""
@@ -107,8 +114,8 @@ class StepStarter:
         """Start the plans `handles`, by task, on the other tasks of a step; `run_own` starts the one of this task.
 
         on_over   gets the first error, also one in starting, or the outcome of this task's part when all have ended
-        is_ahead  start the plans with the next message to each task, and ahead of `run_own`, until which `cancel`
-                  leaves no trace of the step; see `RunPlan`, also for `is_next`, `after` and `of`
+        is_ahead  start the plans with the next message to each task, and ahead of the call of the step, until which
+                  `cancel` leaves no trace of it; see `RunPlan`, also for `is_next`, `after` and `of`
         """
         parts = StepParts(handles, on_over)
         try:
@@ -126,15 +133,24 @@ class StepStarter:
         feeds: Sequence[Any],
         parts: StepParts,
         of: StepOfRun | None = None,
+        *,
+        is_ahead: bool = False,
     ) -> None:
-        """Run this task's part of a started step, unless that failed."""
+        """Run this task's part of a started step, unless that failed.
+
+        is_ahead  before `release_own`, do only what the feeds determine; see `StraightLine.early`
+        """
         if parts.is_over:
             return
         try:
             executable = self._plans.get(handles[self._name])
-            self._runs.run(executable, step, feeds, partial(parts.ended, self._name), of=of)
+            self._runs.run(executable, step, feeds, partial(parts.ended, self._name), is_ahead=is_ahead, of=of)
         except Exception as error:
             parts.ended(self._name, error)
+
+    def release_own(self, step: StepId) -> None:
+        """Run the rest of this task's part of a step, which `run_own` began ahead."""
+        self._runs.release(step)
 
     def cancel(self, step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
         """End all parts of a step with `error`."""

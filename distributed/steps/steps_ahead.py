@@ -1,13 +1,16 @@
 """The next steps of a training loop, begun on the other tasks before the loop calls them.
 
 Why: a step's first round trip fetches values. Begun with the messages that end an earlier step, it costs no messages of
-its own, and no waiting.
+its own, and no waiting. Rows of tables are looked up by row numbers, which the next batch determines: a loop that knows
+this batch begins the task's own part of the next step too, which sends them.
 
 Invariants:
 
 - A step is begun ahead only if the loop's iterations have one step each, the same as before. It changes no state
   before the loop calls it, so that it may be cancelled (`lowering.steps.begin_ahead`).
 - The values of a step are read after each update of the loop's earlier steps, except the newest `prefetch` ones.
+- A task's own part that begins ahead only computes and sends what its arguments determine (`StraightLine.early`). It is
+  used by a call with the same arrays, and cancelled by another one.
 - Steps begun ahead are cancelled when values they read may be outdated by this process itself: after another step, a
   write, an operation on a queue, a barrier, or a pause of the loop that takes longer than its steps do. The steps of
   another such loop in the process count as those of another worker.
@@ -19,11 +22,14 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import NoReturn
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
 
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.transport.base import Peer
@@ -36,13 +42,16 @@ from dflow.tracing.errors import StepCancelled, StrategyError, TransportClosed
 
 #: A pause of the loop up to this long never cancels, in s: it is as long as a short step.
 SHORT_S = 0.01
+#: Why a task's own part does not begin ahead: the next call's arguments cannot be told from its batch.
+OTHER_ARRAYS = "the function is called with other arrays than those of the batch"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BegunStep:
     """A step whose parts on other tasks have begun; `of` may have the number `LATER`.
 
     version  of its values, if the run's staleness is bounded; see `staleness`
+    leaves   the leaves of the arguments with which this task's own part has begun; None if it has not
     """
 
     step: StepId
@@ -51,6 +60,7 @@ class BegunStep:
     outcome: SimpleQueue[Outcome[Fetches]]
     of: StepOfRun
     version: int | None = None
+    leaves: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,10 +69,14 @@ class RegisteredStep:
 
     handles           the handle of each task's plan, by task
     released_at_call  the tasks to release when a step that began ahead is called; None if it cannot begin ahead
+    feeds             returns the feeds of this task's part, given the leaves of the arguments
+    why_not_own       why this task's own part cannot begin ahead; empty if it can
     """
 
     handles: Mapping[str, int]
     released_at_call: tuple[str, ...] | None
+    feeds: Callable[[Sequence[Any]], Sequence[Any]] = list
+    why_not_own: str = ""
 
 
 class StepsAhead:
@@ -71,6 +85,7 @@ class StepsAhead:
     run         name of the run that the loop's steps are of
     prefetch    number of the loop's newest updates that the values of a step may lack
     on_refusal  called with the reason, at most once, if steps of the loop cannot begin ahead
+    on_unused   called with the reason, at most once, if the next batch was given to no effect
     """
 
     def __init__(
@@ -80,10 +95,13 @@ class StepsAhead:
         prefetch: int,
         *,
         on_refusal: Callable[[str], None] = lambda why: None,
+        on_unused: Callable[[str], None] = lambda why: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._starter, self._run, self._prefetch, self._clock = starter, run, prefetch, clock
-        self._refusals = [on_refusal]
+        self._refusals, self._unused = [on_refusal], [on_unused]
+        #: The batches of the iteration and of the next one, if both are known.
+        self._batches: tuple[Any, Any] | None = None
         # A signal handler may change state on a thread that holds the lock, which is never held while sending.
         self._lock = threading.RLock()
         self._begun: deque[BegunStep] = deque()
@@ -122,13 +140,14 @@ class StepsAhead:
         self._version, self._why_not = version, why_not
 
     @contextlib.contextmanager
-    def iteration(self, steps: range) -> Iterator[None]:
+    def iteration(self, steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
         """Return the context of one iteration: the loop calls its step inside.
 
-        steps  the number of that step in the run, and those of the next steps of this loop, as far as they are known
+        steps    the number of that step in the run, and those of the next steps of this loop, as far as they are known
+        batches  the batch of this iteration and that of the next one, if it is known and should begin ahead
         """
         began_s = self._clock()
-        self._steps, self._calls, self._called = steps, 0, None
+        self._steps, self._calls, self._called, self._batches = steps, 0, None, batches
         self._paused = began_s - self._ended_s > max(self._took_s, SHORT_S)
         if self._paused:
             self.cancel("the loop paused")
@@ -151,8 +170,11 @@ class StepsAhead:
         """The newest call of the iteration."""
         return StepOfRun(self._run, self._steps[0], self._calls - 1)
 
-    def take(self, called: RegisteredStep) -> BegunStep | None:
-        """Return the step that was begun ahead for this call, if there is one; this counts as a call."""
+    def take(self, called: RegisteredStep, leaves: Sequence[Any] = ()) -> BegunStep | None:
+        """Return the step that was begun ahead for this call, if there is one; this counts as a call.
+
+        leaves  the leaves of the arguments
+        """
         self._calls += 1
         is_same, self._last = called is self._last, called
         why_not = self._why_not
@@ -162,15 +184,22 @@ class StepsAhead:
             why_not = "the function has branches, loops or copies on other tasks"
         if why_not and self._refusals:
             self._refusals.pop()(why_not)
+        if why_not:
+            self._note_unused(why_not)
         self._may_begin = is_same and not why_not and not self._paused
         if self._calls > 1 or not is_same:
             self.cancel("the loop calls another function")
+        elif self._begun_for_others(leaves):
+            self._note_unused(OTHER_ARRAYS)
+            self.cancel("the function is called with other arrays")
         with self._lock:
             begun = self._begun.popleft() if self._begun else None
         if begun is not None:
             self._called = begun.step, begun.peers
             is_numbered = begun.of.number != LATER
             of, released = (None, called.released_at_call or ()) if is_numbered else (self.current, begun.peers)
+            if begun.parts.is_over:  # it has failed, for instance by a wrong row number, so nothing of it is applied
+                released = ()
             try:
                 for task in released:
                     with contextlib.suppress(TransportClosed):  # the step fails by that itself
@@ -180,18 +209,26 @@ class StepsAhead:
                 raise
         return begun
 
-    def begin_more(self, step: StepId, peers: Mapping[str, Peer], handles: Mapping[str, int]) -> None:
-        """Begin the steps after `step`, which the loop has called; they leave with the next messages."""
+    def begin_more(
+        self, step: StepId, peers: Mapping[str, Peer], called: RegisteredStep, leaves: Sequence[Any] = ()
+    ) -> None:
+        """Begin the steps after `step`, which the loop has called; they leave with the next messages.
+
+        leaves  the leaves of the arguments of the call
+        """
         self._called = step, peers
         if not self._may_begin:
             return
+        following_leaves = self._following(called, leaves)
+        # Values that are sent before the call release nothing: the release at the call brings the number.
+        numbers = self._steps if following_leaves is None else range(0)
         cancels = self._cancels
         while (ahead := len(self._begun)) <= self._prefetch:
             following, outcome = self._starter.next_step(), SimpleQueue[Outcome[Fetches]]()
             after, is_next = step.number if ahead == self._prefetch else 0, self._prefetch == 0
-            of = StepOfRun(self._run, self._steps[ahead + 1] if ahead + 1 < len(self._steps) else LATER)
+            of = StepOfRun(self._run, numbers[ahead + 1] if ahead + 1 < len(numbers) else LATER)
             parts = self._starter.start(
-                following, peers, handles, outcome.put, is_ahead=True, is_next=is_next, after=after, of=of
+                following, peers, called.handles, outcome.put, is_ahead=True, is_next=is_next, after=after, of=of
             )
             # Values that are read after the update of `step` include it too.
             version = None if self._version is None else self._version + (after != 0)
@@ -202,6 +239,45 @@ class StepsAhead:
                     continue
             self._cancel(begun, "state changed")
             return
+        if following_leaves is not None:
+            self._begin_own(called, following_leaves)
+
+    def _following(self, called: RegisteredStep, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """Return the leaves of the next call's arguments; None if they are not known, or of other types."""
+        if self._batches is None:
+            return None
+        flat: list[tuple[list[Any], Any]] = [jax.tree_util.tree_flatten(batch) for batch in self._batches]
+        (now, tree), (then, later_tree) = flat
+        place_of = {id(leaf): place for place, leaf in enumerate(now)}
+        why_not = called.why_not_own
+        if not why_not and not all(id(leaf) in place_of for leaf in leaves):
+            why_not = OTHER_ARRAYS
+        if why_not:
+            self._note_unused(why_not)
+        if why_not or tree != later_tree:
+            return None
+        found = [then[place_of[id(leaf)]] for leaf in leaves]
+        return found if all(map(_are_alike, leaves, found)) else None
+
+    def _begin_own(self, called: RegisteredStep, leaves: Sequence[Any]) -> None:
+        """Begin this task's own part of the next step, with the arguments of its call."""
+        with self._lock:
+            begun = self._begun[0] if self._begun else None
+            if begun is None or begun.of.number != LATER:
+                return
+            begun.leaves = leaves
+        self._starter.run_own(begun.step, called.handles, called.feeds(leaves), begun.parts, is_ahead=True)
+        begun.parts.raise_interrupt()
+
+    def _begun_for_others(self, leaves: Sequence[Any]) -> bool:
+        """Whether this task's own part of the next step has begun with other arrays than these."""
+        with self._lock:
+            known = self._begun[0].leaves if self._begun else None
+        return known is not None and [*map(id, known)] != [*map(id, leaves)]
+
+    def _note_unused(self, why: str) -> None:
+        if self._batches is not None and self._unused:
+            self._unused.pop()(why)
 
     def state_changed(self) -> None:
         """Cancel the steps begun ahead, since this process changed state, or waited for others that may have."""
@@ -228,9 +304,18 @@ class NoSteps(StepsAhead):
     def __init__(self, why: str, remedy: str) -> None:
         self._error = why, remedy
 
-    def take(self, called: RegisteredStep) -> NoReturn:
+    def take(self, called: RegisteredStep, leaves: Sequence[Any] = ()) -> NoReturn:
         """Raise StrategyError."""
         raise StrategyError(*self._error)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether a plan for the one argument takes the other."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, jax.Array):
+        return bool(one.aval == other.aval and one.sharding == other.sharding)
+    return np.shape(one) == np.shape(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
 
 
 #: The loop whose iteration this thread runs.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,12 @@ class Async(Strategy):
                    step are fetched while the previous step computes; its gradients are then one update older.
                    It has no effect, with a warning, on steps that call several functions with variables on other
                    tasks, or one with branches or loops there, and where `max_staleness` is too small for it
+    lookahead      whether each batch is taken one step early, so that the ids of its lookups are at the tables when
+                   their rows may be read: with `prefetch=0` after this worker's update, which costs no staleness, and
+                   with 1 while the previous step computes. No batch is taken for a step that is not claimed. It has no
+                   effect, with a warning, where `prefetch` has none; on a function that sends nothing that its
+                   arguments alone determine, that donates them, or has branches or loops; and if it is not called with
+                   arrays of the batch as they are
     max_staleness  largest number of updates by other steps, also by those of this worker, between a step's reads and
                    its own update; the same for all workers of a run. A step waits until it can stay within the bound:
                    with 0, one step runs at a time. None sets no bound, and costs nothing
@@ -49,7 +55,13 @@ class Async(Strategy):
 
     @suggests_keywords
     def __init__(
-        self, cluster: StrategyCluster, *, prefetch: int = 0, max_staleness: int | None = None, job: str = "ps"
+        self,
+        cluster: StrategyCluster,
+        *,
+        prefetch: int = 0,
+        lookahead: bool = False,
+        max_staleness: int | None = None,
+        job: str = "ps",
     ) -> None:
         for name, count in (("prefetch", prefetch), ("max_staleness", max_staleness)):
             if count is not None and count < 0:
@@ -61,13 +73,14 @@ class Async(Strategy):
                 "give a smaller prefetch or a larger max_staleness",
             )
         self._cluster, self._prefetch, self._max_staleness, self._job = cluster, prefetch, max_staleness, job
+        self._lookahead = lookahead
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
         bound = self._max_staleness, self._job
         with self._cluster.shared_steps(run.name, self._prefetch, *bound) as shared_step:
             yield from self._claimed(run, shared_step)
 
-    def _claimed(self, run: StrategyRun, shared_step: Callable[[range], AbstractContextManager[None]]) -> Iterator[Any]:
+    def _claimed(self, run: StrategyRun, shared_step: Callable[..., AbstractContextManager[None]]) -> Iterator[Any]:
         coordinator, task = self._cluster.coordinator, self._cluster.task
         claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness)
         claimed = coordinator.ask(claim).steps
@@ -79,10 +92,11 @@ class Async(Strategy):
             done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
             try:
                 for number in claimed:
-                    if (batch := run.batches.take(number)) is END:
+                    batch, following = self._batches(run, number, claimed)
+                    if batch is END:
                         break
                     started, pending = time.perf_counter(), [batch]
-                    with shared_step(range(number, claimed.stop)), run.guard.step():
+                    with shared_step(range(number, claimed.stop), *following), run.guard.step():
                         try:
                             outcome = run.step(*arguments_of(batch))
                         except BaseException:
@@ -115,6 +129,15 @@ class Async(Strategy):
             is_whole = done.count == len(claimed)
             news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
             claimed = coordinator.ask(news).steps
+
+    def _batches(self, run: StrategyRun, number: int, claimed: range) -> tuple[Any, Sequence[tuple[Any, Any]]]:
+        """Return the batch of a step, and if the next one is taken early, a pair of the two."""
+        if not self._lookahead:
+            return run.batches.take(number), ()
+        run.batches.take_early(number)  # which copies it: an iterator may use its memory for the next one
+        batch = run.batches.take(number)
+        following = run.batches.take_early(number + 1) if number + 1 in claimed and batch is not END else END
+        return batch, () if following is END else ((batch, following),)
 
 
 @dataclass

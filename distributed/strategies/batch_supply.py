@@ -7,14 +7,25 @@ out or used twice.
 
 from __future__ import annotations
 
-import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
+
+import jax
+import numpy as np
 
 from dflow.tracing.errors import StrategyError
 
 #: In place of a batch, after the last one.
 END = object()
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """The error of taking a batch early, which is raised when its step takes it."""
+
+    error: Exception
 
 
 class BatchSupply:
@@ -23,6 +34,8 @@ class BatchSupply:
     def __init__(self, batches: Iterable[Any] | Callable[[int], Any]) -> None:
         self._of: Callable[[int], Any] | None = None
         self._rest: Iterator[Any] = iter(())
+        #: The batches of an iterable that were given back or taken early, or that of a function with its number.
+        self._early: deque[tuple[int | None, Any]] = deque()
         try:
             self._rest = iter(batches)  # type: ignore[arg-type]
         except TypeError:
@@ -40,9 +53,41 @@ class BatchSupply:
 
     def take(self, number: int) -> Any:
         """Return the batch of step `number`, or the iterable's next one; `END` after its last."""
-        return next(self._rest, END) if self._of is None else self._of(number)
+        if not self._has(number):
+            return self._next(number)
+        _, batch = self._early.popleft()
+        if isinstance(batch, _Failure):
+            raise batch.error
+        return batch
+
+    def take_early(self, number: int) -> Any:
+        """Return the batch that `take(number)` will return, with copies of its NumPy arrays.
+
+        `END` after the last batch, and in place of one whose error `take` will raise.
+        """
+        if not self._has(number):
+            self._early.clear()
+            try:
+                batch = self._next(number)
+                batch = batch if batch is END else jax.tree_util.tree_map(_owned, batch)
+            except Exception as error:
+                batch = _Failure(error)
+            self._early.append((number, batch))
+        _, batch = self._early[0]
+        return END if isinstance(batch, _Failure) else batch
 
     def put_back(self, batch: Any) -> None:
         """Give back a batch whose step failed: the next step of an iterable takes it."""
         if self._of is None:
-            self._rest = itertools.chain([batch], self._rest)
+            self._early.appendleft((None, batch))
+
+    def _has(self, number: int) -> bool:
+        return bool(self._early) and (self._of is None or self._early[0][0] == number)
+
+    def _next(self, number: int) -> Any:
+        return next(self._rest, END) if self._of is None else self._of(number)
+
+
+def _owned(leaf: Any) -> Any:
+    """Return an array that nobody else changes: an iterator may use the memory of a batch again."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf

@@ -11,7 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.steps.steps_ahead import StepsAhead
@@ -29,7 +29,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, Transpo
 #: Numbers of the steps of this process, over all runs.
 _numbers = itertools.count(1)
 
-SharedStep = Callable[[range], AbstractContextManager[None]]
+SharedStep = Callable[..., AbstractContextManager[None]]
 
 
 class BoundTasks(StrategyCluster, Protocol):
@@ -63,10 +63,10 @@ class StalenessBound:
         """Return the context of each step, entered when the step may begin, around the context `step`."""
 
         @contextmanager
-        def bounded(steps: range) -> Iterator[None]:
+        def bounded(steps: range, *batches: tuple[Any, Any]) -> Iterator[None]:
             self._begin()
             try:
-                with step(steps):
+                with step(steps, *batches):
                     yield
             finally:
                 self._end()

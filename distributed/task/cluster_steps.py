@@ -13,7 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from dflow.lowering.programs.program import LoweredProgram, lower_program
 from dflow.lowering.programs.shared_exports import SharedExports
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.state_backend import LoweredStep, Runner
-from dflow.lowering.steps.begin_ahead import released_at_call
+from dflow.lowering.steps.begin_ahead import released_at_call, why_not_own
 from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import Lowered, literals, make_plans
@@ -71,9 +71,11 @@ class ClusterSteps:
         self._loops: list[StepsAhead] = []
 
     @contextlib.contextmanager
-    def ahead(self, run: str, prefetch: int, on_refusal: Callable[[str], None]) -> Iterator[StepsAhead]:
+    def ahead(
+        self, run: str, prefetch: int, on_refusal: Callable[[str], None], on_unused: Callable[[str], None]
+    ) -> Iterator[StepsAhead]:
         """Return the context of a training loop whose steps begin ahead; see `StepsAhead`."""
-        loop = StepsAhead(self.server.starter, run, prefetch, on_refusal=on_refusal)
+        loop = StepsAhead(self.server.starter, run, prefetch, on_refusal=on_refusal, on_unused=on_unused)
         self._loops.append(loop)
         try:
             yield loop
@@ -148,8 +150,13 @@ class ClusterSteps:
         finally:
             compiling.shutdown(wait=False)
         first, last = list(step.traced.constants), step.literals
+
+        def feeds(leaves: Sequence[Any]) -> Sequence[Any]:
+            return [*first, *map(as_argument, leaves), *last]
+
         plans = {task: part.plan for task, part in step.plans.items()}
-        registered, epoch = RegisteredStep(handles, released_at_call(plans, self._task)), self.epoch
+        released, mine = released_at_call(plans, self._task), self.server.plans.get(handles[self._task])
+        registered, epoch = RegisteredStep(handles, released, feeds, why_not_own(mine, step.traced.donated)), self.epoch
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             nonlocal registered, epoch
@@ -157,8 +164,8 @@ class ClusterSteps:
                 epoch = self.epoch
                 # Equal plans have equal handles, except on tasks that were started again.
                 handles.update(self._registered(others))
-                registered = RegisteredStep(dict(handles), registered.released_at_call)
-            return self.run(registered, [*first, *map(as_argument, leaves), *last])
+                registered = replace(registered, handles=dict(handles))
+            return self.run(registered, leaves)
 
         weakref.finalize(run, self._unused.append, handles).atexit = False
         return run
@@ -183,20 +190,21 @@ class ClusterSteps:
                 with contextlib.suppress(DflowError):  # the task is gone, and its plans with it
                     self.server.peer(task).notify(ReleasePlan(handles[task]))
 
-    def run(self, called: RegisteredStep, feeds: Sequence[Any]) -> tuple[jax.Array, ...]:
+    def run(self, called: RegisteredStep, leaves: Sequence[Any]) -> tuple[jax.Array, ...]:
         """Run one step on every task that has a part in it; return this task's fetches.
 
+        leaves  the leaves of the arguments
         raises  the first error of any task, whose text names it; TaskLost when a task left
         """
         loop = CURRENT.get()
-        begun = loop.take(called) if loop is not None else None
+        begun = loop.take(called, leaves) if loop is not None else None
         step = self.server.starter.next_step() if begun is None else begun.step
         recorder = self.server.recorder
         began_ns = recorder.clock()
         recorder.append((began_ns, STEP_BEGAN, step, "", ""))
         try:
             try:  # not `with used.explained(...)`, which is six calls in each step
-                fetches = self._run(step, called.handles, feeds, begun, loop)
+                fetches = self._run(step, called, leaves, begun, loop)
             except DflowError as error:
                 self._requests.used.explain(error, called.handles)
                 raise
@@ -222,12 +230,12 @@ class ClusterSteps:
     def _run(
         self,
         step: StepId,
-        handles: Mapping[str, int],
-        feeds: Sequence[Any],
+        called: RegisteredStep,
+        leaves: Sequence[Any],
         begun: BegunStep | None,
         loop: StepsAhead | None,
     ) -> tuple[jax.Array, ...]:
-        starter, timeout_s = self.server.starter, self.timeout_s
+        starter, timeout_s, handles = self.server.starter, self.timeout_s, called.handles
         peers = starter.peers(handles) if begun is None else begun.peers
         end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue() if begun is None else begun.outcome
         try:
@@ -236,8 +244,11 @@ class ClusterSteps:
             else:
                 parts = begun.parts
             if loop is not None:
-                loop.begin_more(step, peers, handles)
-            starter.run_own(step, handles, feeds, parts)
+                loop.begin_more(step, peers, called, leaves)
+            if begun is not None and begun.leaves is not None:
+                starter.release_own(step)
+            else:
+                starter.run_own(step, handles, called.feeds(leaves), parts)
             if loop is not None:
                 for peer in peers.values():
                     peer.flush()

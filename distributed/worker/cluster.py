@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
+from typing import Any
 
 from dflow.distributed.client.coordinator_client import ANSWER_S, CoordinatorClient
 from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
@@ -201,25 +202,26 @@ class Cluster:
     @contextmanager
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
+    ) -> Iterator[Callable[..., AbstractContextManager[None]]]:
         """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
 
-        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its argument and `prefetch`,
-        `StalenessBound` for the rest.
+        It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its arguments and
+        `prefetch`, `StalenessBound` for the rest.
         """
         if self.is_standalone:
-            yield lambda steps: nullcontext()
+            yield lambda steps, batches=None: nullcontext()
             return
 
         def on_refusal(why: str) -> None:
             if prefetch:
                 LOGGER.warning("prefetch=%d has no effect: %s", prefetch, why)
 
-        with self.steps.ahead(run, prefetch, on_refusal) as loop:
+        on_unused = partial(LOGGER.warning, "lookahead=True has no effect: %s")
+        with self.steps.ahead(run, prefetch, on_refusal, on_unused) as loop:
 
             @contextmanager
-            def step(steps: range) -> Iterator[None]:
-                with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps):
+            def step(steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
+                with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps, batches):
                     yield
 
             if max_staleness is None:

@@ -3,15 +3,17 @@
 Why: a training loop fetches the parameters of its next step early. A part that begins ahead changes no state until it
 is released (`StraightRun.release`), so that the loop may still be left. The first values that a part receives from the
 starting task release it too. This file finds the parts that may change state before they receive such values.
+
+The starting task's own part may begin ahead with the arguments of a later call, to send the row numbers of lookups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from dflow.lowering.steps.executable import may_change, needs
+from dflow.lowering.steps.executable import Executable, may_change, needs
 from dflow.lowering.steps.plan import Plan, Recv
-from dflow.lowering.steps.straight_line import MOST_CHAINED, chained_waits, is_line_item
+from dflow.lowering.steps.straight_line import MOST_CHAINED, chained_waits, is_line_item, is_straight
 
 
 def released_at_call(plans: Mapping[str, Plan], origin: str) -> tuple[str, ...] | None:
@@ -23,6 +25,18 @@ def released_at_call(plans: Mapping[str, Plan], origin: str) -> tuple[str, ...] 
     if not all(map(_is_straight, others)):
         return None
     return tuple(plan.task for plan in others if _changes_by_itself(plan, origin))
+
+
+def why_not_own(executable: Executable, donated: Sequence[int]) -> str:
+    """Return why the part of the starting task itself cannot begin ahead of the call; empty if it can.
+
+    donated  the arguments that the part may overwrite
+    """
+    if not is_straight(executable):
+        return "the function has branches, loops or copies"
+    if not executable.sends_of_feeds:
+        return "the function sends nothing that its arguments alone determine, such as the ids of a lookup"
+    return "the function donates arguments" if donated else ""
 
 
 def _is_straight(plan: Plan) -> bool:

@@ -154,7 +154,24 @@ class Executable:
     @cached_property
     def changing(self) -> frozenset[int]:
         """The items that may change state, and the items that need one of these."""
-        found = {index for index, item in enumerate(self.plan.items) if may_change(item)}
+        return self._with_dependents(index for index, item in enumerate(self.plan.items) if may_change(item))
+
+    @cached_property
+    def stateful(self) -> frozenset[int]:
+        """The items that read or change state, and the items that need one of these."""
+        return self._with_dependents(index for index, item in enumerate(self.plan.items) if self._touched_by(item))
+
+    @cached_property
+    def sends_of_feeds(self) -> frozenset[int]:
+        """The sends of values that the feeds alone determine, such as the row numbers of a lookup."""
+        items = self.plan.items
+        received = self._with_dependents(index for index, item in enumerate(items) if isinstance(item, Recv))
+        sends = {index for index, item in enumerate(items) if isinstance(item, Send)}
+        return frozenset(sends - self.stateful - received)
+
+    def _with_dependents(self, items: Iterable[int]) -> frozenset[int]:
+        """Return the items, and the items that need one of these."""
+        found = {*items}
         ready = list(found)
         while ready:
             later = {*self.dependents[ready.pop()]} - found

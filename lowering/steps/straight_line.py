@@ -9,6 +9,10 @@ A run may begin ahead of the task that starts the step. Until that task releases
 it loses nothing: segments with items that may change state wait for the release. For this a segment without waits is
 divided in two: items that may change state, with the items that need them, and all other items.
 
+The part of the starting task itself may begin ahead too, with the arguments of a later call. Until the release it does
+only what these determine: it sends values, such as the row numbers of lookups, and receives. A plan with such sends has
+a further segment for that. State that it reads must be the one at the call.
+
 Invariants: an item runs when all that it needs is done. The first error ends a run and cancels its pending operations;
 later arrivals are ignored. A value is freed after the last item that takes it, or if segments share it, with the run.
 """
@@ -17,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
+from enum import Enum
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -49,11 +54,14 @@ class StraightLine:
     """A plan as segments, for the variables and resources of `store`.
 
     segments   the items of each segment, with their indices, in order
-    first      the segment without waits that changes no state, if there is one
+    first      the segments that begin without waits and change no state
+    early      the one of these that does what the feeds alone determine, if it sends something
     changing   the segments that may change state
+    later      all segments but `early`: a run ahead of the starting task itself leaves them to the release
     at_start   the segments that a run which is not held back begins with
     released   the tokens of each segment: one for each wait and each segment that it comes after
     tokens     the same for a run that begins ahead: one more for the release if the segment may change state
+    own_tokens the same for such a run of the starting task: one more for the release for the segments in `later`
     left       the tokens of the end: one for each segment and each wait
     after      segments that come after each wait, by the index of its item
     following  segments that come after each segment
@@ -65,21 +73,24 @@ class StraightLine:
         plan = executable.plan
         self.plan, self.executable, self.store = plan, executable, store
         before = _waits_before(executable)
-        groups: dict[tuple[frozenset[int], bool], list[int]] = {}
+        groups: dict[tuple[frozenset[int], _Part], list[int]] = {}
         for index in _in_order(executable):
-            is_apart = not before[index] and index in executable.changing
-            groups.setdefault((before[index], is_apart), []).append(index)
+            part = _Part.OTHER if before[index] else _part_of(index, executable)
+            groups.setdefault((before[index], part), []).append(index)
         number_of = {index: number for number, group in enumerate(groups.values()) for index in group}
         earlier = [
             {number_of[need] for index in group for need in executable.needs[index] if not _waits(plan.items[need])}
             - {number}
             for number, group in enumerate(groups.values())
         ]
-        self.first = [number for number, key in enumerate(groups) if key == (frozenset(), False)]
-        self.changing = [n for n, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)]
         counts = [len(waits) + len(earlier[number]) for number, (waits, _) in enumerate(groups)]
+        self.changing = [n for n, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)]
+        self.first = [n for n, count in enumerate(counts) if not count and n not in self.changing]
+        self.early = [number for number, (_, part) in enumerate(groups) if part is _Part.OF_FEEDS]
+        self.later = [number for number in range(len(groups)) if number not in self.early]
         self.released = list(map(_tokens, counts))
         self.tokens = [_tokens(count + (number in self.changing)) for number, count in enumerate(counts)]
+        self.own_tokens = [_tokens(count + (number in self.later)) for number, count in enumerate(counts)]
         self.at_start = [*self.first, *(number for number in self.changing if not counts[number])]
         self.after: dict[int, list[int]] = {}
         self.following: list[list[int]] = [[] for _ in groups]
@@ -123,6 +134,20 @@ class StraightLine:
             nothing = [(place, (None,) * (place.stop - place.start)) for place in ranges]
             done.append((index, _waits(item), do, nothing))
         return done
+
+
+class _Part(Enum):
+    """A segment of items without waits: what the feeds alone determine, what changes state, and the rest."""
+
+    OF_FEEDS = "of the feeds"
+    CHANGING = "changing"
+    OTHER = "other"
+
+
+def _part_of(index: int, executable: Executable) -> _Part:
+    if index in executable.changing:
+        return _Part.CHANGING
+    return _Part.OF_FEEDS if executable.sends_of_feeds and index not in executable.stateful else _Part.OTHER
 
 
 def _tokens(count: int) -> tuple[bool, ...]:
@@ -184,7 +209,8 @@ def _waits_before(executable: Executable) -> list[frozenset[int]]:
 class StraightRun:
     """One run of a straight line, from `start` on; its arguments are those of `execute.Execution`.
 
-    begins_ahead  whether state may change only after a call of `release`, or values of the task that starts the step
+    begins_ahead  whether state may change only after a call of `release`, or values of the task that starts the step;
+                  the part of that task itself does all but `StraightLine.early` after the release
     attempt       the attempt at a step of a shared run that this is part of; None for other steps
     is_numbered   whether the attempt is known; if not, `release` brings it, and values do not release the run
     """
@@ -210,10 +236,14 @@ class StraightRun:
         self.slots = list(line.slots)
         for slot, value in zip(plan.feeds, feeds, strict=True):
             self.slots[slot] = value
+        is_own = begins_ahead and plan.task == step.origin
+        #: The segments that the run begins with, and those that wait for the release.
+        self._at_start = line.early if is_own else line.first if begins_ahead else line.at_start
+        self._held_back = line.later if is_own else line.changing
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.
         #: Tokens of the parts that each segment comes after.
-        self._tokens = list(map(list, line.tokens if begins_ahead else line.released))
-        self._begins_ahead, self._is_numbered = begins_ahead, is_numbered
+        self._tokens = list(map(list, line.own_tokens if is_own else line.tokens if begins_ahead else line.released))
+        self._is_numbered = is_numbered and not is_own
         self.attempt = attempt
         #: A token until the run may change state.
         self._unreleased = [True] if begins_ahead else []
@@ -227,7 +257,7 @@ class StraightRun:
     def start(self) -> None:
         """Run the items that need no wait, on this thread. Does nothing if the run was cancelled before."""
         if self.line.segments:
-            self._run(list(self.line.first if self._begins_ahead else self.line.at_start))
+            self._run(list(self._at_start))
         else:
             self._complete()
 
@@ -259,7 +289,7 @@ class StraightRun:
             self._unreleased.pop()
         except IndexError:
             return []
-        return [number for number in self.line.changing if self._tokens[number].pop()]
+        return [number for number in self._held_back if self._tokens[number].pop()]
 
     def _run(self, numbers: list[int], rest: Iterator[_SegmentItem] | None = None) -> None:
         """Run segments, or the `rest` of the first, and then the segments that become ready by them."""

@@ -68,9 +68,9 @@ class TrainingWorker:
 
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> AbstractContextManager[Callable[[range], AbstractContextManager[None]]]:
+    ) -> AbstractContextManager[Callable[..., AbstractContextManager[None]]]:
         """Return a context that gives the context of each step."""
-        return nullcontext(lambda steps: nullcontext())
+        return nullcontext(lambda steps, batches=None: nullcontext())
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost."""
@@ -162,13 +162,13 @@ class StepsWorker(TrainingWorker):
     @contextmanager
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> Iterator[Callable[[range], AbstractContextManager[None]]]:
+    ) -> Iterator[Callable[..., AbstractContextManager[None]]]:
         """Return the context of a loop whose steps begin ahead."""
         self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)
 
         @contextmanager
-        def step(steps: range) -> Iterator[None]:
-            with self.unpaused(), self._loop.iteration(steps):
+        def step(steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
+            with self.unpaused(), self._loop.iteration(steps, batches):
                 yield
 
         try:
@@ -277,7 +277,7 @@ class StepsWorker(TrainingWorker):
         member = self._member
         over = SimpleQueue[Outcome[Fetches]]() if begun is None else begun.outcome
         parts = begun.parts if begun is not None else self._started(id, called, others, over)
-        self._loop.begin_more(id, others, called.handles)
+        self._loop.begin_more(id, others, called)
         member.sleep(COMPUTE_S)
         self._starter.run_own(id, called.handles, [np.int32(attempt.number)], parts)
         fetched(self._outcome(f"step {attempt.step}", over))

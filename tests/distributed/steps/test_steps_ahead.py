@@ -77,7 +77,7 @@ class Loop:
                 begun = self.ahead.take(registered)
                 step = self.starter.next_step() if begun is None else begun.step
                 self.calls[step.number] = self.ahead.current
-                self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered.handles)
+                self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered)
                 found.append(step.number)
             self.now_s += took_s
         return found
