@@ -7,6 +7,7 @@ of large variables. The worker with index 0 measures; the others only take part 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -22,11 +23,14 @@ import numpy as np
 import optax
 
 import dflow
+from benchmarks import _clicks, _clicks_dflow
 from benchmarks._paired import in_turn
 from benchmarks._plain_exchange import TLS_PORT, PlainClient
 from benchmarks._slow_link import Control
 
 VARIABLES, SIDE, BATCH = 20, 64, 8
+#: Rows of the table of the click-through model, and examples of its batches.
+ROWS, CLICKS_BATCH = 100_000, 64
 #: Bytes of the values that a training step reads, and of its gradients.
 STEP_BYTES = VARIABLES * SIDE * SIDE * 4
 #: Steps before each measurement, for the sockets to adapt to the link.
@@ -68,14 +72,16 @@ def delays(cluster: Any, given: argparse.Namespace) -> dict[str, Any]:
     """
     link = Control(given.control)
     link.set(0.0, 0.0)
-    step, x = training_step(cluster), jnp.ones((BATCH, SIDE))
+    looks_up, x = "lookahead" in given.strategies, jnp.ones((BATCH, SIDE))
+    step = _clicks_dflow.make_step(cluster, ROWS, None) if looks_up else training_step(cluster)
     plain, nearest = PlainClient(given.servers), PlainClient(given.servers[:1])
     carried_s = [timed(partial(nearest.exchange, 0, CARRIED_BYTES)) for _ in range(3)]
     runs = {name: steps_of(cluster, given, step, name) for name in given.strategies if name != "step"}
     ways: dict[str, Way] = {name: partial(next_of, run) for name, run in runs.items()}
     if "step" in given.strategies:
         ways["step"] = lambda: float(step(x))
-    ways["sockets"] = partial(plain.step, STEP_BYTES)
+    if not looks_up:
+        ways["sockets"] = partial(plain.step, STEP_BYTES)
     found, orders = [], random.Random(0)
     # Loss comes last: the sockets send less for a while after it.
     clean, lossy = ([each for each in given.links if bool(each[1]) == loses] for loses in (False, True))
@@ -98,9 +104,16 @@ def delays(cluster: Any, given: argparse.Namespace) -> dict[str, Any]:
 
 def steps_of(cluster: Any, given: argparse.Namespace, step: Any, name: str) -> Any:
     """Return the results of a run of `step` by a strategy: one for each step that is measured, or more."""
-    strategy = {"Async": dflow.distributed.Async, "Sync": dflow.distributed.Sync}[name]
+    strategy = {
+        "Async": dflow.distributed.Async,
+        "Sync": dflow.distributed.Sync,
+        "lookahead": partial(dflow.distributed.Async, lookahead=True),
+        "prefetch": partial(dflow.distributed.Async, lookahead=True, prefetch=1),
+    }[name]
     count = given.rounds * len(given.links) * (given.steps + WARM_UP)
     batches = iter(lambda: jnp.ones((BATCH, SIDE)), None)
+    if "lookahead" in given.strategies:
+        batches = itertools.cycle([_clicks.draw(number, CLICKS_BATCH, ROWS) for number in range(16)])
     return strategy(cluster).run(step, batches, steps=count if name == "Sync" else LONG_RUN, name=name)
 
 

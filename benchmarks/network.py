@@ -8,8 +8,10 @@ lower quartiles of the step times, over the measured round-trip times of a small
 round trips of a step, and as its value at 0 the *rest*; their spread is that of lines through rounds drawn with
 repetition. *sockets* gets the values and sends the gradients over plain sockets. *step* is a `dflow.jit` function,
 *Async* and *Sync* are the strategies; a worker of *Async* claims 16 steps at a time by one more round trip, which no
-quartile shows. *losses* has the times with 1 ms of delay where the link loses packets. *rates*: steps on variables of
-100 MB in all; *fetch* reads them, *train* sends as many bytes back. *TLS* is plain sockets under TLS 1.3.
+quartile shows. *losses* has the times with 1 ms of delay where the link loses packets. *lookups*: the same lines for
+the click-through model of `_clicks`, whose table is on two ps tasks, by `Async`, with `lookahead=True` and then with
+`prefetch=1` too; `/ Async` is the ratio of the step times at the longest delay, round by round. *rates*: steps on
+variables of 100 MB in all; *fetch* reads them, *train* sends as many bytes back. *TLS* is plain sockets under TLS 1.3.
 
 All tasks share a secret, so their connections are under TLS. Delay and loss are made by a process that passes packets
 on (`_slow_link`), the rate by the kernel. *links* has what that process could carry at no delay, and how late it passed
@@ -43,6 +45,8 @@ LOSSES, LOSSY_S = (0.001, 0.01), 1e-3
 #: Clusters of ps tasks and workers, with the ways to do a step on each.
 CLUSTERS = {(1, 1): ("step", "Async"), (2, 1): ("step", "Async"), (1, 2): ("Sync",), (2, 2): ("Sync",)}
 GIGABITS = (1, 10)
+#: The ways to do a step with lookups.
+LOOKUPS = ("Async", "lookahead", "prefetch")
 #: Number of times that the rounds are drawn again, for the spread of the lines.
 RESAMPLED = 300
 
@@ -50,16 +54,18 @@ Found = list[dict[str, Any]]
 
 
 def main() -> None:
-    given = options(__doc__, part=("all", "delays", "rates"), rounds=7, steps=20, mb=100)
+    given = options(__doc__, part=("all", "delays", "lookups", "rates"), rounds=7, steps=20, mb=100)
     with tempfile.TemporaryDirectory(prefix="dflow-network-") as name:
         folder = Path(name)
         if reason := why_not(folder):
             print(f"network: skipped, since {reason}")
             return
         make_secret(folder / "secret")
-        if given.part != "rates":
+        if given.part in ("all", "delays"):
             delays(folder, given.rounds, given.steps, as_json=given.json)
-        if given.part != "delays":
+        if given.part in ("all", "lookups"):
+            publish("network_lookups", lookups(folder, given.rounds, given.steps), as_json=given.json)
+        if given.part in ("all", "rates"):
             publish("network_rates", at_rates(folder, given.rounds, given.mb), as_json=given.json)
 
 
@@ -69,7 +75,8 @@ def delays(folder: Path, rounds: int, steps: int, *, as_json: bool) -> None:
     losses: Found = []
     links: Found = []
     for (ps, workers), strategies in CLUSTERS.items():
-        found, link = with_delays(folder, ps, workers, strategies, rounds, steps)
+        links_with_loss = [(delay, 0.0) for delay in DELAYS_S] + [(LOSSY_S, loss) for loss in LOSSES]
+        found, link = with_delays(folder, ps, workers, strategies, rounds, steps, links_with_loss)
         tasks = {"ps": ps, "workers": workers}
         for way in (*strategies, "sockets"):
             trips.append({"step": way, **tasks, **fitted(found, way)})
@@ -78,6 +85,20 @@ def delays(folder: Path, rounds: int, steps: int, *, as_json: bool) -> None:
     publish("network_round_trips", trips, as_json=as_json)
     publish("network_losses", losses, as_json=as_json)
     publish("network_links", links, as_json=as_json)
+
+
+def lookups(folder: Path, rounds: int, steps: int) -> Found:
+    """Return a row for each way to do a step with lookups."""
+    clean = [(delay, 0.0) for delay in DELAYS_S]
+    found, _ = with_delays(folder, 2, 1, LOOKUPS, rounds, steps, clean)
+    longest = [each["times"] for each in found if each["delay"] == max(DELAYS_S)]
+    rows: Found = []
+    for way in LOOKUPS:
+        ratio, low, high = median_ratio(
+            *([statistics.median(times[each]) for times in longest] for each in (way, "Async"))
+        )
+        rows.append({"step": way, **fitted(found, way), "/ Async": ratio, "  p10": low, "  p90": high})
+    return rows
 
 
 def fitted(found: Found, way: str) -> dict[str, Any]:
@@ -145,10 +166,15 @@ def at_rates(folder: Path, rounds: int, mb: int) -> Found:
 
 
 def with_delays(
-    folder: Path, ps: int, workers: int, strategies: Sequence[str], rounds: int, steps: int
+    folder: Path,
+    ps: int,
+    workers: int,
+    strategies: Sequence[str],
+    rounds: int,
+    steps: int,
+    links: Sequence[tuple[float, float]],
 ) -> tuple[Found, dict[str, Any]]:
-    """Run a cluster over a link with delays and losses; return what worker 0 found, and the state of the link."""
-    links = [(delay, 0.0) for delay in DELAYS_S] + [(LOSSY_S, loss) for loss in LOSSES]
+    """Run a cluster over a link, a delay in s and a loss; return what worker 0 found, and the state of the link."""
     words = ["--steps", str(steps), "--links", json.dumps(links), "--strategies", *strategies]
     with contextlib.ExitStack() as stack:
         hosts = [stack.enter_context(Host(number, folder)) for number in range(ps + workers)]

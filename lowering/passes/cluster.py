@@ -6,7 +6,8 @@ nodes that it depends on. An order edge from a node of another device counts as 
 The nodes of one device and one stage form one cluster. So a cluster's inputs are all ready before it starts, none of
 them depends on the cluster, and it does not wait for a queue that none of its nodes depends on. If another device of
 the task waits for some of its results and the rest is long, the rest forms a second cluster after it. Values for other
-tasks form a cluster of their own if the rest of the stage changes state and has nothing to do with them.
+tasks form a cluster of their own if the rest of the stage changes state and has nothing to do with them, or if the rest
+needs values of other tasks and they do not: the row numbers of a lookup do not wait for the weights of a layer.
 
 Reads, and nodes that depend on reads alone, move to the stage of their first user. Thus an update reads its variables
 in the call that writes them, and no other step runs between. If the users depend on different queues, the reads move to
@@ -45,8 +46,9 @@ class FormClusters(Pass):
                 groups.setdefault((stages[node], node.device), []).append(node)
         fresh = graph.fresh_names()
         moved: dict[Value, Value] = {}
+        received = set[Node]() if is_whole else _received(graph)
         for (stage, _), group in groups.items():
-            for nodes in _sent_and_rest(graph, group):
+            for nodes in _sent_and_rest(graph, group, received):
                 first, rest = early_and_rest(graph, nodes)
                 for place, part, earlier in ((_FIRST, first, ()), (_REST, rest, first)):
                     if part:
@@ -57,7 +59,30 @@ class FormClusters(Pass):
         return Graph(graph.inputs, tuple(_reordered(node, moved) for _, node in ranked), graph.outputs)
 
 
-def _sent_and_rest(graph: Graph, nodes: Sequence[Node]) -> Sequence[Sequence[Node]]:
+def _received(graph: Graph) -> set[Node]:
+    """Return the nodes that need values of other tasks."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        needed = (graph.producers.get(value) for value in (*node.values, *node.after))
+        if node.op is ops.net_recv or any(producer in found for producer in needed):
+            found.add(node)
+    return found
+
+
+def _sent_and_rest(graph: Graph, nodes: Sequence[Node], received: Set[Node]) -> Sequence[Sequence[Node]]:
+    """Return the nodes of a stage and device as one group, or as several: values for other tasks come before the rest.
+
+    They do not wait for values of other tasks, nodes that are in `received`, if they do not need them. Those that touch
+    state stay with the rest, so that no other step runs between them.
+    """
+    early = _with_needed(graph, nodes, {node for node in nodes if node not in received and _is_sent(graph, node)})
+    if not early or received.isdisjoint(nodes) or any(node.effects for node in early):
+        return _sent_and_changes(graph, nodes)
+    rest = [node for node in nodes if node not in early]
+    return [node for node in nodes if node in early], *_sent_and_changes(graph, rest)
+
+
+def _sent_and_changes(graph: Graph, nodes: Sequence[Node]) -> Sequence[Sequence[Node]]:
     """Return the nodes of a stage and device as one group, or as two: values for other tasks, and changes of state.
 
     Variables that are only read and sent are not copied by a call, and they can be sent before the step changes state.
@@ -70,9 +95,7 @@ def _sent_and_rest(graph: Graph, nodes: Sequence[Node]) -> Sequence[Sequence[Nod
     for node in nodes:
         rest.update([node] if any(graph.producers.get(value) in rest for value in (*node.values, *node.after)) else ())
     apart = [node for node in nodes if node not in rest]
-    if not any(
-        user.op is ops.net_send for node in apart for value in node.outputs for user in graph.uses.get(value, ())
-    ):
+    if not any(_is_sent(graph, node) for node in apart):
         return (nodes,)
     return apart, [node for node in nodes if node in rest]
 
@@ -93,6 +116,10 @@ def early_and_rest(graph: Graph, nodes: Sequence[Node]) -> tuple[Sequence[Node],
         first = _with_needed(graph, nodes, first | stateful)
     rest = [node for node in nodes if node not in first]
     return ([node for node in nodes if node in first], rest) if exceeds(rest, LEAST_REST) else (nodes, ())
+
+
+def _is_sent(graph: Graph, node: Node) -> bool:
+    return any(user.op is ops.net_send for value in node.outputs for user in graph.uses.get(value, ()))
 
 
 def _is_copied(graph: Graph, node: Node) -> bool:
