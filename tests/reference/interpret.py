@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.errors import DflowError, InternalError
+from dflow.tracing.errors import DflowError, InputError, InternalError
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect, commute
 from dflow.tracing.ir.graph import Graph, Node, Operand, Value
@@ -160,6 +160,8 @@ class _Run:
             return []
         if node.op is ops.dev_copy:
             return [self._value(node.inputs[0])]
+        if node.op is ops.ids_check:
+            return [_checked(self._value(node.inputs[0]), node.attributes["size"])]
         if node.op is ops.net_encode:
             return [_rounded(node.attributes["codec"], np.asarray(self._value(node.inputs[0])))]
         if node.op is ops.net_decode:
@@ -294,6 +296,12 @@ def _rounded(codec: str, value: Any) -> Any:
         most = float(float_limits(value.dtype).max)
         left = np.where(np.isfinite(small), np.clip(small * scale, -most, most), small)
         return jnp.asarray(left.astype(value.dtype))
+
+
+def _checked(ids: Any, size: int) -> Any:
+    if any(not 0 <= number < size for number in np.asarray(ids).reshape(-1).tolist()):
+        raise InputError(f"ids: expected numbers from 0 to {size - 1}, got {ids}")
+    return ids
 
 
 def ref_name(operand: Operand) -> str:
