@@ -73,10 +73,10 @@ class StraightLine:
         plan = executable.plan
         self.plan, self.executable, self.store = plan, executable, store
         before = _waits_before(executable)
-        groups: dict[tuple[frozenset[int], _Part], list[int]] = {}
+        groups: dict[tuple[frozenset[int], _SegmentKind], list[int]] = {}
         for index in _in_order(executable):
-            part = _Part.OTHER if before[index] else _part_of(index, executable)
-            groups.setdefault((before[index], part), []).append(index)
+            kind = _SegmentKind.OTHER if before[index] else _kind_of(index, executable)
+            groups.setdefault((before[index], kind), []).append(index)
         number_of = {index: number for number, group in enumerate(groups.values()) for index in group}
         earlier = [
             {number_of[need] for index in group for need in executable.needs[index] if not _waits(plan.items[need])}
@@ -86,7 +86,7 @@ class StraightLine:
         counts = [len(waits) + len(earlier[number]) for number, (waits, _) in enumerate(groups)]
         self.changing = [n for n, group in enumerate(groups.values()) if not executable.changing.isdisjoint(group)]
         self.first = [n for n, count in enumerate(counts) if not count and n not in self.changing]
-        self.early = [number for number, (_, part) in enumerate(groups) if part is _Part.OF_FEEDS]
+        self.early = [number for number, (_, kind) in enumerate(groups) if kind is _SegmentKind.OF_FEEDS]
         self.later = [number for number in range(len(groups)) if number not in self.early]
         self.released = list(map(_tokens, counts))
         self.tokens = [_tokens(count + (number in self.changing)) for number, count in enumerate(counts)]
@@ -136,7 +136,7 @@ class StraightLine:
         return done
 
 
-class _Part(Enum):
+class _SegmentKind(Enum):
     """A segment of items without waits: what the feeds alone determine, what changes state, and the rest."""
 
     OF_FEEDS = "of the feeds"
@@ -144,10 +144,12 @@ class _Part(Enum):
     OTHER = "other"
 
 
-def _part_of(index: int, executable: Executable) -> _Part:
+def _kind_of(index: int, executable: Executable) -> _SegmentKind:
     if index in executable.changing:
-        return _Part.CHANGING
-    return _Part.OF_FEEDS if executable.sends_of_feeds and index not in executable.stateful else _Part.OTHER
+        return _SegmentKind.CHANGING
+    return (
+        _SegmentKind.OF_FEEDS if executable.sends_of_feeds and index not in executable.stateful else _SegmentKind.OTHER
+    )
 
 
 def _tokens(count: int) -> tuple[bool, ...]:

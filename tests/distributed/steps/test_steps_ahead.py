@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from dflow.distributed.steps.step_starter import StepStarter
-from dflow.distributed.steps.steps_ahead import CURRENT, SHORT_S, RegisteredStep, StepsAhead
+from dflow.distributed.steps.step_starter import StepParts, StepStarter
+from dflow.distributed.steps.steps_ahead import CURRENT, OTHER_ARRAYS, SHORT_S, RegisteredStep, StepsAhead
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.plans import LATER, ReleaseStep
 from dflow.lowering.queues.channel import StepId
@@ -26,15 +28,24 @@ class Starter:
         self.begun: list[tuple[int, int]] = []
         self.cancelled: list[int] = []
         self.of: dict[int, StepOfRun] = {}
+        #: The steps whose own part has begun ahead, each with its feeds; what happens in that part.
+        self.own: list[tuple[int, list[Any]]] = []
+        self.happens: Callable[[StepParts], None] = lambda parts: None
 
     def next_step(self) -> StepId:
         self.number += 1
         return StepId(TASK, self.number)
 
-    def start(self, step: StepId, *_: Any, is_ahead: bool, is_next: bool, after: int, of: StepOfRun) -> None:
+    def start(self, step: StepId, *_: Any, is_ahead: bool, is_next: bool, after: int, of: StepOfRun) -> StepParts:
         assert is_ahead
         self.is_next, self.of[step.number] = is_next, of
         self.begun.append((step.number, after))
+        return StepParts([TASK], lambda outcome: None)
+
+    def run_own(self, step: StepId, handles: Any, feeds: list[Any], parts: StepParts, *, is_ahead: bool) -> None:
+        assert is_ahead
+        self.own.append((step.number, feeds))
+        self.happens(parts)
 
     def cancel(self, step: StepId, *_: Any) -> None:
         self.cancelled.append(step.number)
@@ -59,8 +70,14 @@ class Loop:
     def __init__(self, prefetch: int = 0, claims: Sequence[int] = (100,)) -> None:
         self.starter, self.now_s = Starter(), 100.0
         self.refusals: list[str] = []
+        self.unused: list[str] = []
         self.ahead = StepsAhead(
-            cast(StepStarter, self.starter), "run", prefetch, on_refusal=self.refusals.append, clock=lambda: self.now_s
+            cast(StepStarter, self.starter),
+            "run",
+            prefetch,
+            on_refusal=self.refusals.append,
+            on_unused=self.unused.append,
+            clock=lambda: self.now_s,
         )
         ends = itertools.accumulate(claims)
         self.claimed = iter(
@@ -70,14 +87,17 @@ class Loop:
         #: The calls of the iterations by step number, as the loop knows them.
         self.calls: dict[int, StepOfRun] = {}
 
-    def call(self, *steps: RegisteredStep, took_s: float = 0.001) -> list[int]:
+    def call(
+        self, *steps: RegisteredStep, took_s: float = 0.001, leaves: Sequence[Any] = (), following: Any = None
+    ) -> list[int]:
+        """Call steps with arguments of these leaves; `following` is the batch of the next iteration."""
         found = []
-        with self.ahead.iteration(next(self.claimed)):
+        with self.ahead.iteration(next(self.claimed), None if following is None else (leaves, following)):
             for registered in steps:
-                begun = self.ahead.take(registered)
+                begun = self.ahead.take(registered, leaves)
                 step = self.starter.next_step() if begun is None else begun.step
                 self.calls[step.number] = self.ahead.current
-                self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered)
+                self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered, leaves)
                 found.append(step.number)
             self.now_s += took_s
         return found
@@ -214,9 +234,10 @@ def test_a_step_begun_while_state_changes_is_cancelled() -> None:
     loop.call(step)
     start = loop.starter.start
 
-    def changes_meanwhile(*args: Any, **options: Any) -> None:
-        start(*args, **options)
+    def changes_meanwhile(*args: Any, **options: Any) -> StepParts:
+        parts = start(*args, **options)
         loop.ahead.state_changed()
+        return parts
 
     loop.starter.start = changes_meanwhile  # type: ignore[method-assign]
     loop.call(step)
@@ -229,4 +250,90 @@ def test_a_step_whose_release_is_interrupted_is_cancelled() -> None:
         loop.call(step)
     with pytest.raises(KeyError):  # the loop of this test has no peers
         loop.call(step)
+    assert loop.starter.cancelled == [loop.starter.begun[-1][0]]
+
+
+def batch(number: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    return np.full(2, number), np.full(3, number, np.float32)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_the_own_part_of_the_next_step_begins_with_its_batch(prefetch: int) -> None:
+    loop, step, batches = Loop(prefetch), registered(), [batch(number) for number in range(12)]
+    called = [loop.call(step, leaves=now, following=then)[0] for now, then in itertools.pairwise(batches)]
+    # The first iteration shows what the step is, and the second one begins the third.
+    assert [number for number, _ in loop.starter.own[:-1]] == called[2:]
+    for (_, feeds), expected in zip(loop.starter.own, batches[2:], strict=True):
+        assert [*map(id, feeds)] == [*map(id, expected)]
+    # Values that are sent ahead release nothing.
+    assert all(of.number == LATER for number, of in loop.starter.of.items() if number in called[2:])
+    assert {notice.step for notice in loop.peer.released} == {*called[2:]}
+    assert (loop.starter.cancelled, loop.unused) == ([], [])
+
+
+def test_the_leaves_of_a_call_may_be_some_of_the_batch_in_another_order() -> None:
+    loop, step = Loop(), registered()
+    for now, then in itertools.pairwise(map(batch, range(4))):
+        loop.call(step, leaves=now[::-1], following=dict(zip("ab", then, strict=True)))
+    assert loop.starter.own == []  # it has another structure
+    one, two, three = map(batch, range(3))
+    for now, then in ((one, two), (two, three)):
+        with loop.ahead.iteration(next(loop.claimed), ({"a": now}, {"a": then})):
+            leaves = [now[1]]
+            loop.ahead.take(step, leaves)
+            loop.ahead.begin_more(loop.starter.next_step(), {"ps": cast(Peer, loop.peer)}, step, leaves)
+    assert [[*map(id, feeds)] for _, feeds in loop.starter.own] == [[id(two[1])], [id(three[1])]]
+
+
+OTHER_TYPES = [
+    (np.full(2, 1), np.full(4, 1, np.float32)),
+    (np.full(2, 1), np.full(3, 1)),
+    (np.full(2, 1), 1.0),
+    (np.full(2, 1), jnp.full(3, 1, jnp.float32)),
+]
+
+
+@pytest.mark.parametrize("following", OTHER_TYPES, ids=["shape", "dtype", "scalar", "class"])
+def test_a_batch_of_other_types_is_not_begun(following: Any) -> None:
+    loop, step = Loop(), registered()
+    loop.call(step, leaves=batch(0), following=batch(1))
+    loop.call(step, leaves=batch(1), following=following)
+    assert (loop.starter.own, loop.unused) == ([], [])
+
+
+def test_a_call_with_other_arrays_than_those_begun_cancels_them() -> None:
+    loop, step = Loop(), registered()
+    batches = [batch(number) for number in range(4)]
+    for now, then in itertools.pairwise(batches[:3]):
+        loop.call(step, leaves=now, following=then)
+    (ahead, _) = loop.starter.own[-1]
+    assert loop.call(step, leaves=batch(2), following=batches[3]) != [ahead]
+    assert loop.starter.cancelled == [ahead]
+    assert loop.unused == [OTHER_ARRAYS]
+
+
+def test_why_own_parts_cannot_begin_is_reported_once() -> None:
+    loop, step = Loop(), RegisteredStep({}, (), why_not_own="it rains")
+    for now, then in itertools.pairwise(map(batch, range(5))):
+        loop.call(step, leaves=now, following=then)
+    assert (loop.starter.own, loop.unused, loop.refusals) == ([], ["it rains"], [])
+
+
+def test_of_a_step_that_has_failed_before_its_call_nothing_is_released() -> None:
+    loop, step = Loop(), registered()
+    loop.starter.happens = lambda parts: parts.ended(TASK, ZeroDivisionError())
+    batches = [batch(number) for number in range(4)]
+    for now, then in itertools.pairwise(batches):
+        loop.call(step, leaves=now, following=then)
+    assert len(loop.starter.own) == 2
+    assert loop.peer.released == []
+
+
+def test_an_interrupt_while_the_own_part_of_a_later_step_begins_is_raised() -> None:
+    loop, step = Loop(), registered()
+    loop.starter.happens = lambda parts: parts.ended(TASK, KeyboardInterrupt())
+    loop.call(step, leaves=batch(0), following=batch(1))
+    one = batch(1)
+    with pytest.raises(KeyboardInterrupt):
+        loop.call(step, leaves=one, following=batch(2))
     assert loop.starter.cancelled == [loop.starter.begun[-1][0]]

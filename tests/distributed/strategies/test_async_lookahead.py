@@ -357,7 +357,7 @@ def two_calls(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
 
 
 def donates(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
-    return dflow.jit(lambda ids, targets: step(ids, targets), donate_argnums=1)
+    return dflow.jit(step, donate_argnums=1)
 
 
 def looks_nothing_up(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
@@ -400,7 +400,7 @@ def test_where_lookahead_has_no_effect_that_is_logged(
 
 
 def test_a_function_that_is_called_with_part_of_the_batch_looks_ahead(worker: Cluster, fed: list[bool]) -> None:
-    table, step = model(worker)
+    _, step = model(worker)
     batches = drawn(8)
     named = ({"targets": targets, "ids": ids, "note": "unused"} for ids, targets in batches)
     run = Async(worker, lookahead=True).run(lambda batch: step(batch["ids"], batch["targets"]), named, steps=MANY)

@@ -14,7 +14,7 @@ from dflow.lowering.queues.channel import Deliver, StepId
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps import line_items
 from dflow.lowering.steps.executable import Executable
-from dflow.lowering.steps.plan import Call, Plan, Recv, Send
+from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
 from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.payload_layout import PayloadLayout
 
@@ -40,6 +40,16 @@ class Channel:
 class Run:
     """A run of a plan: it sends a value, counts, receives a value, and adds it to the count."""
 
+    items: tuple[Item, ...] = (
+        Call(0, (), (), (), (0,)),
+        Send("w", ORIGIN, (0,)),
+        Call(1, (), (), (), (1,), touches_anything=True),
+        Recv("x", ORIGIN, (2,), F32),
+        Call(2, (), (), (1, 2), (3,), touches_anything=True),
+    )
+    plan = Plan(TASK, 4, items, fetches=(3,))
+    feeds: tuple[Any, ...] = ()
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.done: list[Any] = []
@@ -52,21 +62,14 @@ class Run:
 
             return Program(call)
 
-        items = (
-            Call(0, (), (), (), (0,)),
-            Send("w", ORIGIN, (0,)),
-            Call(1, (), (), (), (1,), touches_anything=True),
-            Recv("x", ORIGIN, (2,), F32),
-            Call(2, (), (), (1, 2), (3,), touches_anything=True),
-        )
         programs = [program("read", X), program("count", COUNT), program("add", SUM)]
-        executable = Executable(Plan(TASK, 4, items, fetches=(3,)), programs)
+        executable = Executable(self.plan, programs)
         found = run_of(
             executable,
             Store(),
             self.channel,
             StepId(ORIGIN, 1),
-            (),
+            self.feeds,
             self.done.append,
             lambda work: work(),
             begins_ahead=True,
@@ -141,3 +144,47 @@ def test_copies_of_what_is_sent_from_a_gpu_start_with_its_computation(
     found = run_of(executable, Store(), Sending(), StepId(ORIGIN, 1), (), lambda _: None, lambda work: work())
     found.start()
     assert events == ["copies a", "copies b"] * on_gpu + ["sends a", "sends b"]
+
+
+class OwnRun(Run):
+    """A run ahead of the starting task's own part: a lookup by the feed, between two uses of its own variables."""
+
+    items = (
+        Call(1, (), (), (), (1,), touches_anything=True),
+        Call(0, (), (), (0,), (2,)),
+        Send("ids", TASK, (2,)),
+        Send("count", TASK, (1,)),
+        Recv("x", TASK, (3,), F32),
+        Call(2, (), (), (1, 3), (4,)),
+        Send("gradient", TASK, (4,)),
+    )
+    plan = Plan(ORIGIN, 5, items, fetches=(4,), feeds=(0,))
+    feeds = (X,)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda order: " ".join(act.__name__ for act in order))
+def test_an_own_part_sends_what_its_feeds_determine_and_the_rest_after_the_release(
+    order: Sequence[Callable[[Run], None]],
+) -> None:
+    run = OwnRun()
+    for number, act in enumerate(order):
+        act(run)
+        if release not in order[: number + 1]:
+            assert (run.calls, run.channel.sent, run.run.is_ahead) == ([("read", X)], ["ids"], True)
+    assert sorted(run.calls, key=str) == [("add", COUNT, X), ("count",), ("read", X)]
+    assert sorted(run.channel.sent) == ["count", "gradient", "ids"]
+    assert [float(value) for (value,) in run.done] == [float(SUM)]
+
+
+@pytest.mark.parametrize(
+    ("items", "early"),
+    [
+        (OwnRun.items, {2}),
+        ((Read(("w",), (1,)), Call(0, (), (), (0, 1), (2,)), Send("ids", TASK, (2,))), set()),
+        ((Call(0, (), ("w",), (0,), (2,)), Send("ids", TASK, (2,)), Send("feed", TASK, (0,))), {2}),
+        ((Recv("x", TASK, (1,), F32), Send("ids", TASK, (0,), after=(0,))), set()),
+        ((Call(0, ("w",), (), (0,), (2,)), Send("ids", TASK, (0,), after=(0,))), set()),
+    ],
+)
+def test_the_sends_that_the_feeds_determine(items: tuple[Item, ...], early: set[int]) -> None:
+    assert Executable(Plan(ORIGIN, 5, items, feeds=(0,))).sends_of_feeds == early
