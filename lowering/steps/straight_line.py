@@ -147,9 +147,9 @@ class _SegmentKind(Enum):
 def _kind_of(index: int, executable: Executable) -> _SegmentKind:
     if index in executable.changing:
         return _SegmentKind.CHANGING
-    return (
-        _SegmentKind.OF_FEEDS if executable.sends_of_feeds and index not in executable.stateful else _SegmentKind.OTHER
-    )
+    if executable.sends_of_feeds and index not in executable.stateful:
+        return _SegmentKind.OF_FEEDS
+    return _SegmentKind.OTHER
 
 
 def _tokens(count: int) -> tuple[bool, ...]:
