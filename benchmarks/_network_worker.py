@@ -29,8 +29,13 @@ from benchmarks._plain_exchange import TLS_PORT, PlainClient
 from benchmarks._slow_link import Control
 
 VARIABLES, SIDE, BATCH = 20, 64, 8
-#: Rows of the table of the click-through model, and examples of its batches.
+#: Rows of the table of the click-through model, and examples of its batches; options of `Async` for its steps.
 ROWS, CLICKS_BATCH = 100_000, 64
+LOOKUPS: dict[str, Any] = {
+    "lookups": {},
+    "lookahead": {"lookahead": True},
+    "prefetch": {"lookahead": True, "prefetch": 1},
+}
 #: Bytes of the values that a training step reads, and of its gradients.
 STEP_BYTES = VARIABLES * SIDE * SIDE * 4
 #: Steps before each measurement, for the sockets to adapt to the link.
@@ -72,16 +77,17 @@ def delays(cluster: Any, given: argparse.Namespace) -> dict[str, Any]:
     """
     link = Control(given.control)
     link.set(0.0, 0.0)
-    looks_up, x = "lookahead" in given.strategies, jnp.ones((BATCH, SIDE))
-    step = _clicks_dflow.make_step(cluster, ROWS, None) if looks_up else training_step(cluster)
+    step, x = training_step(cluster), jnp.ones((BATCH, SIDE))
     plain, nearest = PlainClient(given.servers), PlainClient(given.servers[:1])
     carried_s = [timed(partial(nearest.exchange, 0, CARRIED_BYTES)) for _ in range(3)]
-    runs = {name: steps_of(cluster, given, step, name) for name in given.strategies if name != "step"}
+    trained = {name: step for name in given.strategies if name in ("Async", "Sync")}
+    if looks_up := [name for name in given.strategies if name in LOOKUPS]:
+        trained |= dict.fromkeys(looks_up, _clicks_dflow.make_step(cluster, ROWS, None))
+    runs = {name: steps_of(cluster, given, one, name) for name, one in trained.items()}
     ways: dict[str, Way] = {name: partial(next_of, run) for name, run in runs.items()}
     if "step" in given.strategies:
         ways["step"] = lambda: float(step(x))
-    if not looks_up:
-        ways["sockets"] = partial(plain.step, STEP_BYTES)
+    ways["sockets"] = partial(plain.step, STEP_BYTES)
     found, orders = [], random.Random(0)
     # Loss comes last: the sockets send less for a while after it.
     clean, lossy = ([each for each in given.links if bool(each[1]) == loses] for loses in (False, True))
@@ -104,15 +110,10 @@ def delays(cluster: Any, given: argparse.Namespace) -> dict[str, Any]:
 
 def steps_of(cluster: Any, given: argparse.Namespace, step: Any, name: str) -> Any:
     """Return the results of a run of `step` by a strategy: one for each step that is measured, or more."""
-    strategy = {
-        "Async": dflow.distributed.Async,
-        "Sync": dflow.distributed.Sync,
-        "lookahead": partial(dflow.distributed.Async, lookahead=True),
-        "prefetch": partial(dflow.distributed.Async, lookahead=True, prefetch=1),
-    }[name]
+    strategy = dflow.distributed.Sync if name == "Sync" else partial(dflow.distributed.Async, **LOOKUPS.get(name, {}))
     count = given.rounds * len(given.links) * (given.steps + WARM_UP)
-    batches = iter(lambda: jnp.ones((BATCH, SIDE)), None)
-    if "lookahead" in given.strategies:
+    batches: Any = iter(lambda: jnp.ones((BATCH, SIDE)), None)
+    if name in LOOKUPS:
         batches = itertools.cycle([_clicks.draw(number, CLICKS_BATCH, ROWS) for number in range(16)])
     return strategy(cluster).run(step, batches, steps=count if name == "Sync" else LONG_RUN, name=name)
 

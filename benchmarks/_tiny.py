@@ -61,7 +61,12 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     ),
     "memory": ({"WIDTH": to(16)}, ONE_ROUND),
     "network": (
-        {"CLUSTERS": first, "DELAYS_S": to((1e-4, 1e-3)), "LOSSES": first, "GIGABITS": first},
+        {
+            "CLUSTERS": to({(1, 1): ("step", "lookups", "lookahead")}),
+            "DELAYS_S": to((1e-4, 1e-3)),
+            "LOSSES": first,
+            "GIGABITS": first,
+        },
         (*ONE_ROUND, "--steps", "2", "--mb", "1"),
     ),
     "null_step": ({}, (*ONE_ROUND, "--steps", "4", "--ps", "1")),

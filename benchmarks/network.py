@@ -8,10 +8,11 @@ lower quartiles of the step times, over the measured round-trip times of a small
 round trips of a step, and as its value at 0 the *rest*; their spread is that of lines through rounds drawn with
 repetition. *sockets* gets the values and sends the gradients over plain sockets. *step* is a `dflow.jit` function,
 *Async* and *Sync* are the strategies; a worker of *Async* claims 16 steps at a time by one more round trip, which no
-quartile shows. *losses* has the times with 1 ms of delay where the link loses packets. *lookups*: the same lines for
-the click-through model of `_clicks`, whose table is on two ps tasks, by `Async`, with `lookahead=True` and then with
-`prefetch=1` too; `/ Async` is the ratio of the step times at the longest delay, round by round. *rates*: steps on
-variables of 100 MB in all; *fetch* reads them, *train* sends as many bytes back. *TLS* is plain sockets under TLS 1.3.
+quartile shows. *lookups*, *lookahead* and *prefetch* are steps of `Async` for the click-through model of `_clicks`: the
+second with `lookahead=True`, the third with `prefetch=1` too. Their own table has the ratios of the step times at the
+longest delay to those of *lookups*, round by round. *losses* has the times with 1 ms of delay where the link loses
+packets. *rates*: steps on variables of 100 MB in all; *fetch* reads them, *train* sends as many bytes back. *TLS* is
+plain sockets under TLS 1.3.
 
 All tasks share a secret, so their connections are under TLS. Delay and loss are made by a process that passes packets
 on (`_slow_link`), the rate by the kernel. *links* has what that process could carry at no delay, and how late it passed
@@ -43,10 +44,9 @@ RUN_S, STOP_S = 600.0, 10.0
 DELAYS_S = (1e-4, 1e-3, 3e-3, 1e-2)
 LOSSES, LOSSY_S = (0.001, 0.01), 1e-3
 #: Clusters of ps tasks and workers, with the ways to do a step on each.
-CLUSTERS = {(1, 1): ("step", "Async"), (2, 1): ("step", "Async"), (1, 2): ("Sync",), (2, 2): ("Sync",)}
+LOOKUPS = ("lookups", "lookahead", "prefetch")
+CLUSTERS = {(1, 1): ("step", "Async"), (2, 1): ("step", "Async", *LOOKUPS), (1, 2): ("Sync",), (2, 2): ("Sync",)}
 GIGABITS = (1, 10)
-#: The ways to do a step with lookups.
-LOOKUPS = ("Async", "lookahead", "prefetch")
 #: Number of times that the rounds are drawn again, for the spread of the lines.
 RESAMPLED = 300
 
@@ -54,51 +54,37 @@ Found = list[dict[str, Any]]
 
 
 def main() -> None:
-    given = options(__doc__, part=("all", "delays", "lookups", "rates"), rounds=7, steps=20, mb=100)
+    given = options(__doc__, part=("all", "delays", "rates"), rounds=7, steps=20, mb=100)
     with tempfile.TemporaryDirectory(prefix="dflow-network-") as name:
         folder = Path(name)
         if reason := why_not(folder):
             print(f"network: skipped, since {reason}")
             return
         make_secret(folder / "secret")
-        if given.part in ("all", "delays"):
+        if given.part != "rates":
             delays(folder, given.rounds, given.steps, as_json=given.json)
-        if given.part in ("all", "lookups"):
-            publish("network_lookups", lookups(folder, given.rounds, given.steps), as_json=given.json)
-        if given.part in ("all", "rates"):
+        if given.part != "delays":
             publish("network_rates", at_rates(folder, given.rounds, given.mb), as_json=given.json)
 
 
 def delays(folder: Path, rounds: int, steps: int, *, as_json: bool) -> None:
     """Measure and print the round trips of a step, and its times with loss."""
     trips: Found = []
+    lookups: Found = []
     losses: Found = []
     links: Found = []
     for (ps, workers), strategies in CLUSTERS.items():
-        links_with_loss = [(delay, 0.0) for delay in DELAYS_S] + [(LOSSY_S, loss) for loss in LOSSES]
-        found, link = with_delays(folder, ps, workers, strategies, rounds, steps, links_with_loss)
+        found, link = with_delays(folder, ps, workers, strategies, rounds, steps)
         tasks = {"ps": ps, "workers": workers}
         for way in (*strategies, "sockets"):
             trips.append({"step": way, **tasks, **fitted(found, way)})
             losses.append({"step": way, **tasks, **lossy(found, way)})
+        lookups += [{"step": way, **tasks, **to_lookups(found, way)} for way in strategies if way in LOOKUPS]
         links.append({**tasks, **link})
     publish("network_round_trips", trips, as_json=as_json)
+    publish("network_lookups", lookups, as_json=as_json)
     publish("network_losses", losses, as_json=as_json)
     publish("network_links", links, as_json=as_json)
-
-
-def lookups(folder: Path, rounds: int, steps: int) -> Found:
-    """Return a row for each way to do a step with lookups."""
-    clean = [(delay, 0.0) for delay in DELAYS_S]
-    found, _ = with_delays(folder, 2, 1, LOOKUPS, rounds, steps, clean)
-    longest = [each["times"] for each in found if each["delay"] == max(DELAYS_S)]
-    rows: Found = []
-    for way in LOOKUPS:
-        ratio, low, high = median_ratio(
-            *([statistics.median(times[each]) for times in longest] for each in (way, "Async"))
-        )
-        rows.append({"step": way, **fitted(found, way), "/ Async": ratio, "  p10": low, "  p90": high})
-    return rows
 
 
 def fitted(found: Found, way: str) -> dict[str, Any]:
@@ -114,6 +100,14 @@ def fitted(found: Found, way: str) -> dict[str, Any]:
     row = {f"{1e3 * delay:g} ms": 1e3 * time for delay, time in zip(DELAYS_S, step_times(times), strict=True)}
     row |= {"round trips": slope, "p10": slope_low, "p90": slope_high}
     return row | {"rest ms": 1e3 * rest, " p10": 1e3 * rest_low, " p90": 1e3 * rest_high}
+
+
+def to_lookups(found: Found, way: str) -> dict[str, Any]:
+    """Return the step time at the longest delay, and its ratio to that of *lookups*."""
+    longest = [each["times"] for each in found if (each["delay"], each["loss"]) == (max(DELAYS_S), 0.0)]
+    times, plain = ([statistics.median(rounds[name]) for rounds in longest] for name in (way, "lookups"))
+    ratio, low, high = median_ratio(times, plain)
+    return {"ms": 1e3 * statistics.median(times), "/ lookups": ratio, "p10": low, "p90": high}
 
 
 def line_through(trips: Any, times: Any) -> Any:
@@ -166,15 +160,10 @@ def at_rates(folder: Path, rounds: int, mb: int) -> Found:
 
 
 def with_delays(
-    folder: Path,
-    ps: int,
-    workers: int,
-    strategies: Sequence[str],
-    rounds: int,
-    steps: int,
-    links: Sequence[tuple[float, float]],
+    folder: Path, ps: int, workers: int, strategies: Sequence[str], rounds: int, steps: int
 ) -> tuple[Found, dict[str, Any]]:
-    """Run a cluster over a link, a delay in s and a loss; return what worker 0 found, and the state of the link."""
+    """Run a cluster over a link with delays and losses; return what worker 0 found, and the state of the link."""
+    links = [(delay, 0.0) for delay in DELAYS_S] + [(LOSSY_S, loss) for loss in LOSSES]
     words = ["--steps", str(steps), "--links", json.dumps(links), "--strategies", *strategies]
     with contextlib.ExitStack() as stack:
         hosts = [stack.enter_context(Host(number, folder)) for number in range(ps + workers)]
