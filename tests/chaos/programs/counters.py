@@ -2,8 +2,9 @@
 
     counters.py STEPS SECONDS [MAX_STALENESS]
 
-Each batch takes SECONDS to come, as from a slow disk. At the end a worker reports the results `count 0` and `count 1`,
-and with MAX_STALENESS each worker the most updates that a step of its last process missed, as `missed by` and its name.
+Each batch takes SECONDS to come, as from a slow disk. Every second worker looks ahead. At the end a worker reports the
+results `count 0` and `count 1`, and with MAX_STALENESS each worker the most updates that a step of its last process
+missed, as `missed by` and its name.
 """
 
 import sys
@@ -47,7 +48,7 @@ def batches() -> Iterator[jax.Array]:
 
 
 most = 0
-strategy = dflow.distributed.Async(cluster, max_staleness=max_staleness)
+strategy = dflow.distributed.Async(cluster, max_staleness=max_staleness, lookahead=cluster.index % 2 == 1)
 for missed in strategy.run(step, batches(), steps=steps, name="train"):
     most = max(most, *map(int, missed))
 if max_staleness is not None:

@@ -149,7 +149,8 @@ def test_the_result_is_that_of_one_process_to_which_nothing_happened(tasks: Task
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_each_batch_of_a_function_is_used_once(tasks: Tasks) -> None:
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_each_batch_of_a_function_is_used_once(tasks: Tasks, lookahead: bool) -> None:
     with tasks.worker.parameter_servers():
         used = []
         for index in range(2):
@@ -168,7 +169,7 @@ def test_each_batch_of_a_function_is_used_once(tasks: Tasks) -> None:
         for variable in used:
             variable.scatter_add(number[None], jnp.ones(1))
 
-    for _ in Async(tasks.worker).run(step, batch, steps=STEPS, name="run"):
+    for _ in Async(tasks.worker, lookahead=lookahead).run(step, batch, steps=STEPS, name="run"):
         pass
     assert tasks.worker.epoch == 2
     for variable in used:
