@@ -130,7 +130,7 @@ IDS_EDGES = ("table/0/ids", "table/1/ids")
 ROWS_EDGES = ("table/0_1", "table/1_1")
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("prefetch", [0, 1])
 def test_the_lookup_of_the_next_batch_is_under_way_before_the_gradient_leaves(
     messages: Messages, memory: MemoryCluster, worker: Cluster, prefetch: int
 ) -> None:
@@ -174,15 +174,12 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 BATCHES = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.sampled_from([IDS, IDS, IDS, 2])), min_size=3, max_size=9)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_each_lookup_sees_its_workers_updates_except_the_newest_ones(
-    worker: Cluster, fed: list[bool], prefetch: int
-) -> None:
+def test_each_lookup_sees_its_workers_updates_except_the_newest_one(worker: Cluster, fed: list[bool]) -> None:
     table, step = model(worker)
 
-    @given(BATCHES)
-    @settings(max_examples=examples(6), deadline=None)
-    def check(sizes: list[tuple[int, int]]) -> None:
+    @given(BATCHES, st.sampled_from([0, 0, 1, 2]))
+    @settings(max_examples=examples(16), deadline=None)
+    def check(sizes: list[tuple[int, int]], prefetch: int) -> None:
         table.assign(jnp.zeros(table.shape))
         batches = [drawn(1, seed, size)[0] for seed, size in sizes]
         run = Async(worker, prefetch=prefetch, lookahead=True).run(step, iter(batches), steps=MANY)
@@ -297,10 +294,7 @@ def test_variables_of_the_worker_are_those_of_the_call(worker: Cluster, fed: lis
     assert sum(fed) == 6
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_each_batch_is_used_once_by_workers_that_look_ahead(
-    workers: list[Cluster], fed: list[bool], prefetch: int
-) -> None:
+def test_each_batch_is_used_once_by_workers_that_look_ahead(workers: list[Cluster], fed: list[bool]) -> None:
     def train(worker: Cluster) -> tuple[Any, Any]:
         with worker.parameter_servers():
             times = dflow.ShardedVariable(lambda: jnp.zeros((60, 1)), name="times")
@@ -309,7 +303,7 @@ def test_each_batch_is_used_once_by_workers_that_look_ahead(
         def count(number: Any) -> Any:
             times.scatter_add(number, jnp.ones((1, 1)))
 
-        strategy = Async(worker, prefetch=prefetch, lookahead=True)
+        strategy = Async(worker, prefetch=1, lookahead=True)
         for _ in strategy.run(count, lambda number: np.array([number]), steps=60, name="by number"):
             pass
         # No batch of an iterator is taken for a step that is not done.
@@ -325,7 +319,7 @@ def test_each_batch_is_used_once_by_workers_that_look_ahead(
     assert any(fed)
 
 
-@pytest.mark.parametrize(("limit", "prefetch"), [(2, 0), (6, 0), (12, 1)])
+@pytest.mark.parametrize(("limit", "prefetch"), [(6, 0), (12, 1)])
 def test_a_lookup_stays_within_the_bound_of_staleness(
     workers: list[Cluster], fed: list[bool], limit: int, prefetch: int
 ) -> None:
@@ -345,15 +339,11 @@ def test_a_lookup_stays_within_the_bound_of_staleness(
 
     with ThreadPoolExecutor(3) as pool:
         assert max(itertools.chain(*pool.map(train, workers))) <= limit
-    assert any(fed) == (limit >= 6)
+    assert any(fed)
 
 
 def other_arrays(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
     return lambda ids, targets: step(jnp.asarray(ids), targets)
-
-
-def two_calls(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
-    return lambda *batch: (step(*batch), step(*batch))[0]
 
 
 def donates(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
@@ -375,7 +365,6 @@ def own_ids(step: Callable[..., Any], worker: Cluster) -> Callable[..., Any]:
     ("made", "why"),
     [
         (other_arrays, "the function is called with other arrays than those of the batch"),
-        (two_calls, "an iteration calls several functions"),
         (donates, "the function donates arguments"),
         (
             looks_nothing_up,
