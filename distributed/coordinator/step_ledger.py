@@ -51,6 +51,7 @@ class _Worker(msgspec.Struct, frozen=True):
     `step_s`         duration of its steps before that claim, in s; 0 if unknown
     `is_void`        whether the runs have returned to an earlier state since that claim
     `max_staleness`  the bound of its steps; None for none
+    `least`          as in `ClaimSteps`
     """
 
     task: str
@@ -63,6 +64,7 @@ class _Worker(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     is_void: bool = False
     max_staleness: int | None = None
+    least: int = 1
 
     @property
     def held(self) -> range:
@@ -405,7 +407,7 @@ class _LedgerRun:
         known = self.workers.get(claim.task)
         step_s = claim.step_s or (known.step_s if known is not None else 0.0)
         made = _Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more, step_s=step_s)
-        self._save(msgspec.structs.replace(made, max_staleness=claim.max_staleness))
+        self._save(msgspec.structs.replace(made, max_staleness=claim.max_staleness, least=claim.least))
         if claim.more:
             self.waiting[claim.task] = ask
         else:
@@ -437,19 +439,18 @@ class _LedgerRun:
             # Claimed steps may still return to the pool.
             if not self.pool and self.holding:
                 break
-            steps = self._take(self.workers[task].step_s)
+            steps = self._take(self.workers[task])
             del self.waiting[task]
             self._save(msgspec.structs.replace(self.workers[task], first=steps.start, count=len(steps), answered=True))
             replies.append(SendReply(ask, Claimed(steps.start, len(steps), self.sums)))
         return replies
 
-    def _take(self, step_s: float) -> range:
-        """Return the next claim of a worker whose steps take this long, 0 if unknown."""
-        if not self.pool:
-            return range(self.total_steps, self.total_steps)
+    def _take(self, worker: _Worker) -> range:
+        """Return the next claim of a worker."""
         share = len(self.pool) // (SHARE_DIVISOR * len(self.sharing))
-        most = min(LARGEST_CLAIM, int(CLAIM_WORK_S / step_s)) if step_s > 0 else FIRST_CLAIM
-        return self.pool.take(max(1, min(most, share)))
+        most = min(LARGEST_CLAIM, int(CLAIM_WORK_S / worker.step_s)) if worker.step_s > 0 else FIRST_CLAIM
+        count = max(1, min(max(most, worker.least), share))
+        return self.pool.take(count) if self.pool else range(self.total_steps, self.total_steps)
 
     def record(self, *, is_copy: bool = False) -> _RunRecord:
         """Return the run without its workers; with `is_copy`, the steps that they hold are in the pool."""
@@ -467,8 +468,8 @@ class _LedgerRun:
         self.done, self.pool, self.left_over, self.sums = copy.done, _index_set(copy.pool), IndexSet(), copy.sums
         for task, worker in list(self.workers.items()):
             is_waiting = task in self.waiting
-            void = _Worker(task, worker.number, answered=not is_waiting, takes_part=worker.takes_part, is_void=True)
-            self._save(msgspec.structs.replace(void, step_s=worker.step_s, max_staleness=worker.max_staleness))
+            void = msgspec.structs.replace(worker, first=0, count=0, done=0, answered=not is_waiting, is_void=True)
+            self._save(void)
         self._save()
 
     def _save(self, worker: _Worker | None = None) -> None:

@@ -25,6 +25,9 @@ from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsD
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 
+#: Least number of steps of a claim with lookahead: the first one's batch is not taken early.
+LEAST_CLAIM = 8
+
 
 class Async(Strategy):
     """Runs a training step on every worker until all workers together have done `steps` steps.
@@ -82,7 +85,8 @@ class Async(Strategy):
 
     def _claimed(self, run: StrategyRun, shared_step: Callable[..., AbstractContextManager[None]]) -> Iterator[Any]:
         coordinator, task = self._cluster.coordinator, self._cluster.task
-        claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness)
+        least = LEAST_CLAIM if self._lookahead else 1
+        claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness, least=least)
         claimed = coordinator.ask(claim).steps
         reported_s = time.monotonic()
         # The batch of the step that runs, and the number of failures of this step.

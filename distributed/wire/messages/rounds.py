@@ -51,6 +51,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     `sums`       sums by name over the steps that are `done`, added to those of the run when these steps are counted;
                  only for a run whose workers send no `StepsDone`
     `is_training` whether the run's steps are counted in the status of the cluster; the first claim fixes it
+    `least`      number of steps to claim at least, however long they take, up to the worker's share of the rest
     """
 
     speaker = "task"
@@ -68,6 +69,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     max_staleness: int | None = None
     sums: dict[str, float] = msgspec.field(default_factory=dict)
     is_training: bool = True
+    least: int = 1
 
 
 class StepsDone(Notice, frozen=True):

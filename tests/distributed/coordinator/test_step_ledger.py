@@ -240,12 +240,22 @@ def test_progress_keeps_the_newest_of_each_worker() -> None:
 
 
 @pytest.mark.parametrize(
-    ("step_s", "count"), [(0.0, FIRST_CLAIM), (1e-6, LARGEST_CLAIM), (0.01, 100), (0.4, 2), (0.9, 1), (50.0, 1)]
+    ("step_s", "least", "count"),
+    [
+        (0.0, 1, FIRST_CLAIM),
+        (1e-6, 8, LARGEST_CLAIM),
+        (0.01, 8, 100),
+        (0.4, 1, 2),
+        (0.9, 1, 1),
+        (50.0, 1, 1),
+        (50.0, 8, 8),
+        (50.0, 10**9, 24_996),  # of one worker, a quarter of the rest
+    ],
 )
-def test_a_claim_is_about_a_second_of_work(step_s: float, count: int) -> None:
+def test_a_claim_is_about_a_second_of_work(step_s: float, least: int, count: int) -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A, total=100_000))
-    [reply] = ledger.claim(*asked(2, A, done=16, total=100_000, step_s=step_s))
+    [reply] = ledger.claim(*asked(2, A, done=16, total=100_000, step_s=step_s, least=least))
     assert reply.message == Claimed(16, count)
 
 
