@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dflow.distributed.process.termination import Terminated
+from dflow.distributed.strategies.batch_supply import BatchSupply
 from dflow.distributed.strategies.strategy import Strategy
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.devices.task_name import split_task_name, task_name
@@ -208,19 +209,14 @@ class _TrainingRun:
 
     def _steps(self, start: int, stop: int, bar: ProgressBar) -> None:
         """Do this worker's part of the steps from `start` to `stop` - 1."""
-        each, taken = self._strategy.batches_per_step, 0
-
-        def numbered(number: int) -> Any:
-            nonlocal taken
-            taken = number
-            return self._by_number(number + start * each)
-
+        each = self._strategy.batches_per_step
+        batches = BatchSupply(lambda number: self._by_number(number + start * each))
         look_s = time.monotonic() + LOOK_S
-        run = self._strategy.run(self._step, numbered, steps=stop - start, name=f"{self.name} {start}-{stop}")
+        run = self._strategy.run(self._step, batches, steps=stop - start, name=f"{self.name} {start}-{stop}")
         with closing(cast(Any, run)), self._saved_at_stop():
             for outcome in run:
                 self._means.add(outcome)
-                self._done = start + taken // each + 1
+                self._done = start + batches.taken // each + 1
                 for callback in self._on_step:
                     self._note(callback.on_step(self._done, outcome))
                 if time.monotonic() >= look_s:

@@ -20,7 +20,7 @@ import msgspec
 
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.strategies.batch_supply import END
+from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun, arguments_of
 from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
@@ -123,7 +123,7 @@ class AllReduce(Strategy):
     def run(
         self,
         step: Callable[..., Any],
-        batches: Iterable[Any] | Callable[[int], Any],
+        batches: Iterable[Any] | Callable[[int], Any] | BatchSupply,
         *,
         steps: int,
         name: str | None = None,

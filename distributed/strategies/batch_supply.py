@@ -34,6 +34,8 @@ class BatchSupply:
     def __init__(self, batches: Iterable[Any] | Callable[[int], Any]) -> None:
         self._of: Callable[[int], Any] | None = None
         self._rest: Iterator[Any] = iter(())
+        #: Number of the step whose batch was taken last, -1 before the first; not early.
+        self.taken = -1
         #: The batches of an iterable that were given back or taken early, or that of a function with its number.
         self._early: deque[tuple[int | None, Any]] = deque()
         try:
@@ -53,6 +55,7 @@ class BatchSupply:
 
     def take(self, number: int) -> Any:
         """Return the batch of step `number`, or the iterable's next one; `END` after its last."""
+        self.taken = number
         if not self._has(number):
             return self._next(number)
         _, batch = self._early.popleft()

@@ -128,7 +128,7 @@ class Strategy:
     def run(
         self,
         step: Callable[..., Any],
-        batches: Iterable[Any] | Callable[[int], Any],
+        batches: Iterable[Any] | Callable[[int], Any] | BatchSupply,
         *,
         steps: int,
         name: str | None = None,
@@ -157,10 +157,11 @@ class Strategy:
             ) from None
         if count < 0:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
+        supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
         run = name or f"{self.run_prefix}_{next(_run_numbers[self.run_prefix])}"
         with held_back_in_steps() as guard:
             try:
-                yield from self.results(StrategyRun(run, count, step, BatchSupply(batches), guard))
+                yield from self.results(StrategyRun(run, count, step, supply, guard))
             except Terminated as terminated:
                 if not terminated.is_agreed:
                     self._cluster.coordinator.leave(terminated.reason)

@@ -209,6 +209,23 @@ def test_all_workers_end_with_the_same_evaluation(tmp_path: Path) -> None:
     assert (tmp_path / "step_5").exists()
 
 
+class Numbers(dflow.Callback):
+    """Notes the numbers of the steps."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def on_step(self, steps: int, outcome: Any) -> None:
+        self.numbers.append(steps)
+
+
+def test_a_step_has_its_number_also_if_later_batches_are_taken_early() -> None:
+    numbers = Numbers()
+    trainer = dflow.Trainer(lambda number: number, Async(dflow.connect(), lookahead=True), callbacks=[numbers])
+    assert trainer.run(float, steps=20).steps == 20
+    assert numbers.numbers == list(range(1, 21))
+
+
 def test_steps_undone_by_a_return_to_a_snapshot_are_done_again() -> None:
     runs: list[str] = []
 
