@@ -112,8 +112,10 @@ def main() -> None:
         optimizer.apply(gradients)
         return {"loss": value}
 
+    # The ids of a worker's next batch are sent while its present step runs.
+    strategy = dflow.distributed.Async(cluster, lookahead=True)
     # Batch 0 is held out. The number of a step determines its batch, whichever worker does it.
-    run = dflow.distributed.Async(cluster).run(train_step, lambda step: draw(step + 1, given.batch), steps=given.steps)
+    run = strategy.run(train_step, lambda step: draw(step + 1, given.batch), steps=given.steps)
     for number, metrics in enumerate(run, 1):
         if number % 250 == 0:
             print(f"{number:5d} steps done here, loss {metrics['loss']:.4f}", flush=True)
