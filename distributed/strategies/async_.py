@@ -37,9 +37,10 @@ class Async(Strategy):
     of the step, from 0 to `steps` - 1: each is used once, by the worker that does this step.
 
     prefetch       number of the worker's own newest updates that a step may lack, at least 0. With 1, the values for a
-                   step are fetched while the previous step computes; its gradients are then one update older.
-                   It has no effect, with a warning, on steps that call several functions with variables on other
-                   tasks, or one with branches or loops there, and where `max_staleness` is too small for it
+                   step are fetched while the previous step computes, rows of tables only with `lookahead`; its
+                   gradients are then one update older. It has no effect, with a warning, on steps that call several
+                   functions with variables on other tasks, or one with branches or loops there, and where
+                   `max_staleness` is too small for it
     lookahead      whether each batch is taken one step early, so that the ids of its lookups are at the tables when
                    their rows may be read: with `prefetch=0` after this worker's update, which costs no staleness, and
                    with 1 while the previous step computes. No batch is taken for a step that is not claimed. It has no
