@@ -43,8 +43,8 @@ class Hybrid(AllReduce):
     job      the job whose tasks have the tables
 
     Tables are made within `cluster.parameter_servers()`, and the other variables within `variables()`, where each
-    worker has a copy on its first device. Each kind has its own optimizer; the step gives gradients once to that
-    of the tables, and at most once to each other one. All else is as in `AllReduce`, but the step sees the worker's own
+    worker has a copy on its first device. Each kind has its own optimizer, and the step gives gradients to
+    each once. All else is as in `AllReduce`, but the step sees the worker's own
     part of the batch alone: the result is that of one process with all parts if the loss is a mean over the batch.
     `run` also raises StrategyError for a step that gives no gradients to tables: train that by `AllReduce`.
     """

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,40 @@ class _RoundAccumulator(ConditionalAccumulator):
     is_saved = False
 
 
+class OptimizersTogether:
+    """The optimizers of one step as one, whose gradients are a tuple of those of each."""
+
+    def __init__(self, optimizers: Sequence[GivenOptimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.name = " and ".join(optimizer.name for optimizer in optimizers)
+
+    @property
+    def variables(self) -> Any:
+        """The variables of each."""
+        return tuple(optimizer.variables for optimizer in self.optimizers)
+
+    def apply_mean(self, gradients: Any) -> None:
+        """Update the variables of each by the mean of several workers' gradients."""
+        for optimizer, part in zip(self.optimizers, gradients, strict=True):
+            optimizer.apply_mean(part)
+
+
+#: Those that steps or runs use, by the identity of the optimizers: equal ones share accumulators and traces.
+_together: WeakValueDictionary[tuple[int, ...], OptimizersTogether] = WeakValueDictionary()
+
+
+def together(optimizers: Sequence[GivenOptimizer]) -> GivenOptimizer:
+    """Return several optimizers as one; the optimizer itself if it is the only one."""
+    if len(optimizers) == 1:
+        return optimizers[0]
+    return _together.setdefault(tuple(map(id, optimizers)), OptimizersTogether(optimizers))
+
+
+def each_of(optimizer: GivenOptimizer) -> tuple[GivenOptimizer, ...]:
+    """Return the optimizers that `together` has made one of."""
+    return optimizer.optimizers if isinstance(optimizer, OptimizersTogether) else (optimizer,)
+
+
 @dataclass(frozen=True)
 class GradientTypes:
     """The types of a step's gradients, and the task of each.
@@ -63,9 +98,13 @@ class GradientTypes:
     @staticmethod
     def of(optimizer: GivenOptimizer, spec: Any, host: str) -> GradientTypes:
         """Return the types `spec` of an optimizer's gradients with their tasks."""
-        variables = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
-        extra = len(_leaves(spec)) - len(variables)
-        return GradientTypes(host, spec, (*(variable.device for variable in variables), *[host] * extra))
+        several = each_of(optimizer)
+        tasks: list[str] = []
+        for one, its_spec in zip(several, spec if len(several) > 1 else [spec], strict=True):
+            variables = jax.tree_util.tree_leaves(one.variables, is_leaf=is_variable)
+            extra = len(_leaves(its_spec)) - len(variables)
+            tasks += [*(variable.device for variable in variables), *[host] * extra]
+        return GradientTypes(host, spec, tuple(tasks))
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -118,9 +157,13 @@ class Gradients:
         self,
         types: GradientTypes,
         accumulators: Mapping[str, ConditionalAccumulator],
+        optimizer: GivenOptimizer,
         dense: DenseGradients | None = None,
     ) -> None:
         self.types, self._accumulators, self._dense = types, accumulators, dense
+        #: By optimizer, its gradients in the step that is traced; None before it has given them.
+        self._given: WeakKeyDictionary[GivenOptimizer, Any] = WeakKeyDictionary()
+        self._given.update(dict.fromkeys(each_of(optimizer)))
         #: The accumulator of the host.
         self.accumulator = accumulators[types.host]
         self.name = f"{self.accumulator.name} {next(_serials)}"
@@ -138,7 +181,12 @@ class Gradients:
         if self._dense is not None and self._dense.takes(optimizer):
             self._dense.apply(optimizer, gradients)
             return
-        leaves, number = _leaves(gradients), self._round.read()
+        self._given[optimizer] = gradients
+        if any(given is None for given in self._given.values()):
+            return  # all go into the average together, or none
+        leaves = _leaves([*self._given.values()])
+        self._given.update(dict.fromkeys(self._given))
+        number = self._round.read()
         # Ready with the gradients, so that it travels with them, without further messages. With the smallest one,
         # since a gradient computed on another task would be sent here for this.
         smallest = min(jax.tree_util.tree_leaves(leaves), key=np.size)
@@ -168,6 +216,7 @@ class Gradients:
         # By their home: eager operations would take a fifth of the processor time of a small step.
         own = self._round.home
         own.update(self._round, "assign", np.int32(number))
+        self._given.update(dict.fromkeys(self._given))  # an earlier trace may have failed
         with applying(self):
             outcome = step(*arguments_of(batch))
         return outcome, bool(np.asarray(own.read(self._is_fresh)))

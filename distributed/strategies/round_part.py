@@ -19,7 +19,7 @@ from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.long_wait import waited_for
-from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes
+from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, together
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
@@ -98,7 +98,7 @@ class RoundPart:
             known.create()
             return known
         accumulators = types.accumulators(agreed.accumulator, agreed.wanted, self._cluster.parameter_servers)
-        return kept.setdefault(agreed.accumulator, Gradients(types, accumulators, self._dense))
+        return kept.setdefault(agreed.accumulator, Gradients(types, accumulators, optimizer, self._dense))
 
     def _be_hosted(self, optimizer: GivenOptimizer, gradients: Gradients, steps: int, wanted: int) -> None:
         """Register the update that the host applies averages with; no effect if another worker has done so."""
@@ -141,7 +141,7 @@ class RoundPart:
             self._cluster.requests.ask(self._host, message)
 
 
-#: An optimizer and the types of its gradients, and those whose gradients `DenseGradients` takes.
+#: The optimizers as one and the types of their gradients, and those whose gradients `DenseGradients` takes.
 _Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]]]
 
 
@@ -154,43 +154,47 @@ class _Found:
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Record the optimizer, and the types of the gradients."""
-        leaves = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
-        note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves])
+        note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in _leaves(gradients)])
         self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
-    def only(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> _Look:
-        """Return the step's only optimizer, its gradients' types, and the optimizers whose gradients `dense` takes.
+    def found(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> _Look:
+        """Return the step's optimizers as one, its gradients' types, and the optimizers whose gradients `dense` takes.
 
-        Raises StrategyError for none or several, or for one that is given gradients several times.
+        Raises StrategyError for none, or for one that is given gradients several times.
         """
-        beside = [one for one in self._seen if self._dense is not None and self._dense.takes(one[0])]
-        own = [one for one in self._seen if one not in beside]
+        optimizers = [optimizer for optimizer, _ in self._seen]
+        to_dense = [self._dense is not None and self._dense.takes(optimizer) for optimizer in optimizers]
         # A function that is called several times, or a loop, is traced once.
-        times = times_noted(jaxpr) - len(beside) if len(own) == 1 else len(own)
-        if times != 1 or len({optimizer for optimizer, _ in beside}) < len(beside):
-            names = ", ".join(optimizer.name for optimizer, _ in self._seen) or "none"
+        times = times_noted(jaxpr)
+        if all(to_dense) or not times == len(optimizers) == len({*optimizers}):
+            count = 0 if all(to_dense) else max(times, len(optimizers))
+            names = ", ".join(optimizer.name for optimizer in optimizers) or "none"
             raise StrategyError(
-                f"{getattr(step, '__name__', 'the step')} gives gradients {times} times (to {names}), and a "
-                f"synchronous step gives them once",
-                "call apply of one dflow.Optimizer, once, outside of loops: add up the gradients of microbatches "
-                "before; optax.multi_transform treats variables differently",
+                f"{getattr(step, '__name__', 'the step')} gives gradients {count} times (to {names}), and a "
+                f"synchronous step gives them once to each optimizer",
+                "call apply of each dflow.Optimizer once, outside of loops: add up gradients of microbatches before",
             )
-        [(optimizer, spec)], noted = own, noted_rows(jaxpr, consts)
-        tree: Any
-        leaves, tree = jax.tree_util.tree_flatten(spec, is_leaf=is_row_gradient)
-        # Gradients applied in a loop are noted only in the loop's body, and taken as dense.
-        rows = noted[self._seen.index(own[0])] if len(noted) == len(self._seen) else [None] * len(leaves)
-        return optimizer, tree.unflatten(map(_by_rows, leaves, rows)), beside
+        noted = noted_rows(jaxpr, consts)
+        if len(noted) != len(optimizers):  # those in a loop are noted only in the loop's body, and taken as dense
+            noted = [[None] * len(_leaves(spec)) for _, spec in self._seen]
+        specs = [
+            _with_rows(spec, rows)
+            for (_, spec), rows, is_dense in zip(self._seen, noted, to_dense, strict=True)
+            if not is_dense
+        ]
+        own = together([one for one, is_dense in zip(optimizers, to_dense, strict=True) if not is_dense])
+        beside = [one for one, is_dense in zip(self._seen, to_dense, strict=True) if is_dense]
+        return own, specs[0] if len(specs) == 1 else tuple(specs), beside
 
 
-#: By step and types of its arguments: its optimizer and the types of its gradients, cached as they need a trace.
+#: By step and types of its arguments: its optimizers and the types of its gradients, cached as they need a trace.
 _looks: WeakKeyDictionary[Any, dict[Any, _Look]] = WeakKeyDictionary()
 #: By optimizer and name of the accumulator: the applier that gives the gradients to the accumulator.
 _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictionary()
 
 
 def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseGradients | None) -> _Look:
-    """Return the only optimizer of a step, and the types of the gradients given to it; traces at the first call."""
+    """Return the optimizers of a step, and the types of the gradients given to them; traces at the first call."""
     leaves, tree = jax.tree_util.tree_flatten(arguments)
     # A trace depends on the shapes and dtypes of arrays, and on other leaves themselves.
     key = dense, tree, tuple((leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf for leaf in leaves)
@@ -203,14 +207,25 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
         found = _Found(dense)
         with applying(found):
             jaxpr = step.trace(*arguments).jaxpr
-        looks[key] = found.only(step, *closed_parts(jaxpr))
+        looks[key] = found.found(step, *closed_parts(jaxpr))
     return looks[key]
+
+
+def _leaves(gradients: Any) -> list[Any]:
+    leaves: list[Any] = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
+    return leaves
 
 
 def _typed(part: Any) -> Any:
     if is_row_gradient(part):
         return RowGradient(_typed(part.indices), _typed(part.rows), part.shape)
     return jax.ShapeDtypeStruct(jnp.shape(part), jnp.result_type(part))
+
+
+def _with_rows(spec: Any, rows: Sequence[Any]) -> Any:
+    """Return the types of an optimizer's gradients, with `rows` of those that have rows."""
+    tree: Any = jax.tree_util.tree_structure(spec, is_leaf=is_row_gradient)
+    return tree.unflatten(map(_by_rows, _leaves(spec), rows))
 
 
 def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:

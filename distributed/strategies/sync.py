@@ -51,9 +51,9 @@ class Sync(Strategy):
     raises          StrategyError if this many backup workers leave no worker to wait for
 
     A function of batches is given the number `round` * n + `index` of n workers, where `index` is the worker's. The
-    step gives its gradients to one `dflow.Optimizer`, once, and computes them from the variables' values of its
-    round. `run` raises StrategyError for a step without gradients, or with several optimizers; DeadlineExceeded, naming
-    the workers that gave no gradient.
+    step gives gradients to each `dflow.Optimizer` once, and computes them from the variables' values of its round; an
+    update has those of all optimizers, or none. `run` raises StrategyError for a step without gradients, or that
+    gives them several times; DeadlineExceeded, naming the workers that gave no gradient.
     """
 
     run_prefix = "sync_run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 
 import dflow
 from dflow.distributed.worker.cluster import Cluster
-from dflow.tracing.errors import DflowError, StrategyError, VariableError
+from dflow.tracing.errors import StrategyError, VariableError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.wire_codecs import decoded, encoded
 from tests.distributed.strategies.sync_programs import Sync, pair, together
@@ -70,6 +71,24 @@ def embedding(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, 
     return model, optimizer, step
 
 
+def by_two(cluster: Cluster, transformation: Any, prefix: str) -> tuple[Any, Any, Any]:
+    """As `embedding`, with an optimizer for the table and another for the layer."""
+    with cluster.parameter_servers():
+        table = dflow.Variable(lambda: jax.random.normal(jax.random.key(1), (50, 3)), name=f"{prefix}/table")
+        out = dflow.Variable(lambda: jnp.ones((3, 1)), name=f"{prefix}/out")
+        of_table = dflow.Optimizer(transformation, [table], name=f"{prefix}/of table")
+        of_out = dflow.Optimizer(optax.adam(1e-2), {"out": out}, name=f"{prefix}/of out")
+
+    @dflow.jit
+    def step(rows: Any, y: Any) -> Any:
+        value, gradients = dflow.value_and_grad(lambda: jnp.mean((table[rows] @ out - y) ** 2), [out, table])()
+        of_out.apply({"out": gradients[0]})
+        of_table.apply(gradients[1:])
+        return value
+
+    return [table, out], SimpleNamespace(slots=[of_table.slots, of_out.slots]), step
+
+
 ROUNDS, EACH = 5, 4
 
 
@@ -90,8 +109,9 @@ def numbers(prefix: str) -> list[tuple[Any, Any]]:
         (embedding, lambda: optax.sgd(0.1)),
         (embedding, lambda: optax.adam(1e-2)),
         (embedding, lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9))),
+        (by_two, lambda: optax.adagrad(0.1)),
     ],
-    ids=["momentum", "clipped adamw", "rows sgd", "rows adam", "rows clipped momentum"],
+    ids=["momentum", "clipped adamw", "rows sgd", "rows adam", "rows clipped momentum", "two optimizers"],
 )
 def test_three_workers_have_the_weights_of_one_process_on_all_their_batches(
     workers: list[Cluster], make: Callable[..., Any], transformation: Callable[[], Any]
@@ -171,7 +191,10 @@ def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
     scanned = dflow.jit(lambda x: jax.lax.scan(lambda c, _: (optimizer.apply([c]) or c, c), x, None, 3)[0])
     looped = dflow.jit(lambda x: jax.lax.fori_loop(0, jnp.int32(x), lambda _, c: optimizer.apply([c]) or c, x))
     nested = dflow.jit(lambda x: [inner(x), inner(x)] and x)
-    cases: list[tuple[Any, type[DflowError], str]] = [
+    with cluster.parameter_servers():
+        second = dflow.Optimizer(optax.sgd(1.0), [dflow.Variable(0.0, name="further")], name="second")
+    apart = dflow.jit(lambda x: [inner(x), second.apply([x])] and x)
+    cases: list[tuple[Any, type[Exception], str]] = [
         (
             scanned,
             StrategyError,
@@ -180,6 +203,7 @@ def test_what_cannot_be_synchronous_is_refused(workers: list[Cluster]) -> None:
         (looped, StrategyError, r"gives gradients 2 times \(to opt\)"),
         (nested, StrategyError, r"gives gradients 2 times \(to opt\)"),
         (dflow.jit(lambda x: x), StrategyError, r"gives gradients 0 times \(to none\)"),
+        (apart, jax.errors.UnexpectedTracerError, "whose trace has ended"),
         (twice, StrategyError, r"gives gradients 2 times \(to opt, opt\)"),
         (dflow.jit(lambda x: own.apply([x])), VariableError, "'near' of 'own' lives in this process"),
         (lambda x: optimizer.apply([x]), StrategyError, r"is not a function of dflow.jit(.|\n)*decorate it"),
