@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import numpy as np
 
 from dflow.tracing.errors import StrategyError
@@ -68,11 +67,14 @@ class BatchSupply:
 
         `END` after the last batch, and in place of one whose error `take` will raise.
         """
+        # Not for the whole module: the command line imports it, and has no time to import JAX.
+        from jax import tree_util
+
         if not self._has(number):
             self._early.clear()
             try:
                 batch = self._next(number)
-                batch = batch if batch is END else jax.tree_util.tree_map(_owned, batch)
+                batch = batch if batch is END else tree_util.tree_map(_owned, batch)
             except Exception as error:
                 batch = _Failure(error)
             self._early.append((number, batch))
