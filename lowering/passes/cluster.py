@@ -9,10 +9,10 @@ the task waits for some of its results and the rest is long, the rest forms a se
 tasks form a cluster of their own if the rest of the stage changes state and has nothing to do with them, or if the rest
 needs values of other tasks and they do not: the row numbers of a lookup do not wait for the weights of a layer.
 
-Reads, and nodes that depend on reads alone, move to the stage of their first user. Thus an update reads its variables
-in the call that writes them, and no other step runs between. If the users depend on different queues, the reads move to
-the stage that depends on the queues common to all. Nodes made of reads that only return results to the caller stay in
-the stage of the reads.
+Reads, lookups, and nodes that depend on reads alone move to the stage of their first user. Thus an update reads its
+variables in the call that writes them, and no other step runs between. If the users depend on different queues, the
+reads move to the stage that depends on the queues common to all. Nodes made of reads that only return results to the
+caller stay in the stage of the reads.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def _crosses(node: Node, next: Node) -> bool:
 
 
 def _sink_reads(graph: Graph, stages: dict[Node, _ClusterStage], bits: Mapping[Node, int]) -> dict[Node, _ClusterStage]:
-    """Move nodes that depend on reads alone to the stage of their first user, or of the first node ordered after them.
+    """Move reads, lookups, and nodes that depend on reads alone, to the stage of the first node after them.
 
     A node made of reads whose results only go to the caller does not count as a user: it stays in the reads' stage.
     """
@@ -230,7 +230,7 @@ def _sink_reads(graph: Graph, stages: dict[Node, _ClusterStage], bits: Mapping[N
             ]
             if not limits:
                 last.add(node)
-            elif node in floating:
+            elif node in floating or (node.effects and not node.must_run and not node.bodies):
                 stages[node] = _first(limits, stages[node], ends)
     for node in graph.nodes:
         if node in last:
