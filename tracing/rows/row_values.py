@@ -291,6 +291,10 @@ def _div(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     return rests[0] if (is_zero(rests[0]) and not is_zero(rests[1])) or _is_one(rests[1]) else None
 
 
+def _and(equation: Equation, rests: Sequence[Any]) -> Rest | None:
+    return next(filter(is_zero, rests), None)
+
+
 def _select(equation: Equation, rests: Sequence[Any]) -> Rest | None:
     which, *cases = rests
     if isinstance(which, Fill) and which.is_known:
@@ -318,6 +322,7 @@ _SIMPLE: dict[str, Callable[[Equation, Sequence[Any]], Rest | None]] = {
     "sub": lambda equation, rests: rests[0] if is_zero(rests[1]) else None,
     "mul": _mul,
     "div": _div,
+    "and": _and,
     "select_n": _select,
     "convert_element_type": _convert,
     "copy": lambda equation, rests: rests[0],
