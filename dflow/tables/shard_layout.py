@@ -110,6 +110,7 @@ def chosen_layout(
     max_shard_bytes: int | None,
     traffic: Any,
     near: ShardLayout | None,
+    together: int = 1,
 ) -> ShardLayout:
     """The division that arguments of `ShardedVariable` ask for, over `spread` shards if they leave the number open.
 
@@ -122,6 +123,12 @@ def chosen_layout(
     if traffic is not None and (near is not None or by != "rows"):
         other = f"by={by!r}" if near is None else "near"
         raise VariableError(f"traffic: expected a division by rows, got {other}", "leave one of the two out")
+    if together > 1 and (near is not None or by != "rows" or traffic is not None or type.shape[0] % together):
+        raise VariableError(
+            f"together={together}: expected a division by rows that have this divisor, without traffic and near, got "
+            f"{type.shape} by {by}",
+            "leave the others out",
+        )
     if near is not None:
         layout = ShardLayout(type.shape, near.shards, near.by)
         if layout.size != near.size:
@@ -134,8 +141,11 @@ def chosen_layout(
         shards = shards_for(type.shape, type.dtype, by, max_shard_bytes)
     elif shards is None:
         divided = type.shape[by == "columns" :][:1] or (1,)
-        shards = max(1, min(spread, *divided))
+        shards = max(1, min(spread, divided[0] // together))
     layout = ShardLayout(type.shape, shards, by)
+    if together > 1:
+        units = ShardLayout((layout.size // together,), shards)
+        return replace(layout, cuts=tuple(bound * together for bound in units.bounds[1:]))
     if traffic is None:
         return layout
     most_bytes = type.size_bytes if max_shard_bytes is None else max_shard_bytes

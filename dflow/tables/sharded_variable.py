@@ -57,6 +57,7 @@ class ShardedVariable(RowUpdates):
     `near`     another sharded variable with as many rows: this one is divided alike, each shard beside the other's
     `track_changes`  whether `changed_rows` can be asked. It costs 4 bytes a row, beside the shards, and their update in
                each update of rows. Not for a division by columns; all processes must give the same
+    `together`  number of neighbouring rows that stay in one shard: a divisor of their number. Without `traffic`
     `name`, `dtype`, `trainable`  as for `dflow.Variable`; shard n is the variable `name/n`
     raises     VariableError as `dflow.Variable` does, and for a division that the array does not have
     """
@@ -72,6 +73,7 @@ class ShardedVariable(RowUpdates):
         traffic: Any = None,
         near: ShardedVariable | None = None,
         track_changes: bool = False,
+        together: int = 1,
         name: str | None = None,
         dtype: Any = None,
         trainable: bool = True,
@@ -80,7 +82,9 @@ class ShardedVariable(RowUpdates):
         home = current_home() if near is None else near.shards[0].home
         held = type if dtype is None else replace(type, dtype=np.dtype(dtype))
         other = None if near is None else near.layout
-        self.layout: ShardLayout = chosen_layout(held, home.spread, shards, by, max_shard_bytes, traffic, other)
+        self.layout: ShardLayout = chosen_layout(
+            held, home.spread, shards, by, max_shard_bytes, traffic, other, together
+        )
         if track_changes and self.layout.axis != 0:
             raise VariableError(
                 f"track_changes: expected a division by rows or modulo, got by {self.layout.by}",

@@ -154,3 +154,14 @@ def test_shards_by_their_bytes() -> None:
     assert shards_for((10, 4), "float32", "rows", 160) == 1
     with pytest.raises(dflow.VariableError, match="max_shard_bytes: expected at least 16"):
         shards_for((10, 4), "float32", "rows", 15)
+
+
+def test_rows_stay_together() -> None:
+    table = dflow.ShardedVariable(np.zeros((20, 2), np.float32), shards=3, together=4)
+    assert table.layout.bounds == (0, 8, 16, 20)
+    assert dflow.ShardedVariable(np.zeros(20), near=table).layout.bounds == (0, 8, 16, 20)
+    for options in ({"together": 3}, {"together": 4, "by": "modulo"}, {"together": 4, "near": table}):
+        with pytest.raises(dflow.VariableError, match="expected a division by rows that have this divisor"):
+            dflow.ShardedVariable(np.zeros((20, 2), np.float32), **options)
+    with pytest.raises(dflow.VariableError, match=r"shards of an array of \(5,\) by rows: expected 1 to 5, got 6"):
+        dflow.ShardedVariable(np.zeros((20, 2), np.float32), shards=6, together=4)
