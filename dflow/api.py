@@ -16,6 +16,8 @@ from dflow.scopes import colocate_with, device
 from dflow.tables.embedding import Embedding
 from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tables.softmax import sampled_softmax_cross_entropy, softmax_cross_entropy
+from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
+from dflow.tables.wide_ids import WideIds, wide_ids
 from dflow.tracing.derivatives.autodiff import grad, hvp, jvp, value_and_grad, vjp
 from dflow.tracing.derivatives.loops import while_loop
 from dflow.tracing.derivatives.unread_variables import UnreadVariableWarning
@@ -91,6 +93,7 @@ __all__ = [
     "Exported",
     "FIFOQueue",
     "FeedError",
+    "FoundIds",
     "Function",
     "Generator",
     "GraphNameError",
@@ -129,6 +132,9 @@ __all__ = [
     "Variable",
     "VariableError",
     "VariableShapeError",
+    "Vocabulary",
+    "VocabularyCounts",
+    "WideIds",
     "assign",
     "check_kernel",
     "colocate_with",
@@ -170,5 +176,6 @@ __all__ = [
     "variables",
     "vjp",
     "while_loop",
+    "wide_ids",
     "wire",
 ]

@@ -9,11 +9,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from dflow.calls.function import jit
+from dflow.tables.growing_table import (
+    counts,
+    find,
+    grow,
+    key_of_literals,
+    looked_up_only,
+    refuse_found,
+    rows_of,
+    shape_of_ids,
+)
 from dflow.tables.sharded_variable import ShardedVariable, register
+from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import as_code
 
 #: Numbers of the embeddings without a name.
 _unnamed = itertools.count()
@@ -27,6 +39,8 @@ class Embedding(ShardedVariable):
     `initializer`  a function of (key, shape, dtype), such as those of `jax.nn.initializers`; by default normal with
                    the standard deviation 1 / sqrt(dim). Each task computes its own rows, as `ShardedVariable` says
     `key`          for the initialiser; by default made of the name, or without one of the number of the embedding
+    `vocabulary`   settings with which the table gives rows to ids of 64 bits as they are used. `rows` is then the
+                   number of ids that can have one, rounded up to whole buckets, and `by` is "rows"
     `shards`, `by`, `max_shard_bytes`, `traffic`, `track_changes`, `name`, `trainable`  as for `ShardedVariable`
     raises         VariableError as `ShardedVariable` does
 
@@ -47,6 +61,7 @@ class Embedding(ShardedVariable):
         max_shard_bytes: int | None = None,
         traffic: Any = None,
         track_changes: bool = False,
+        vocabulary: Vocabulary | None = None,
         name: str | None = None,
         dtype: Any = jnp.float32,
         trainable: bool = True,
@@ -58,16 +73,27 @@ class Embedding(ShardedVariable):
         draw = jax.nn.initializers.normal(dim**-0.5) if initializer is None else initializer
         seed = f"embedding {next(_unnamed)}" if name is None else name
         drawn_from = jax.random.key(zlib.crc32(seed.encode())) if key is None else key
+        together = 1 if vocabulary is None else vocabulary.bucket + 1
+        if vocabulary is not None:
+            rows = -(-rows // vocabulary.bucket) * together
+
+        def drawn(key: Any) -> Any:
+            return draw(key, (rows, dim), dtype)
+
         super().__init__(
-            lambda: draw(drawn_from, (rows, dim), dtype),
+            lambda: drawn(drawn_from),
             shards=shards,
             by=by,
             max_shard_bytes=max_shard_bytes,
             traffic=traffic,
             track_changes=track_changes,
+            together=together,
             name=name,
             trainable=trainable,
         )
+        if vocabulary is not None:
+            key_again = key_of_literals(drawn_from)
+            grow(self, vocabulary, lambda: drawn(key_again()), name)
 
     def __call__(self, ids: Any) -> jax.Array:
         """The rows of `ids`, integers of any shape: an array of shape `ids.shape + (dim,)`.
@@ -75,10 +101,57 @@ class Embedding(ShardedVariable):
         Raises InputError, while the step runs and before it changes the table, for an id that is not from 0 to
         `rows` - 1, which it names; VariableShapeError for ids that are no integers. In an exported function, which runs
         without this check, the row of such an id is NaN.
+
+        With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere `WideIds`, NumPy's
+        integers or strings. An id without a row of its own has the one that its bucket shares.
         """
+        if self.vocabulary is not None:
+            return self._rows_found(ids)
+        refuse_found(ids, self.name)
         given = self.checked(ids)
         is_row = (given >= 0) & (given < self.shape[0])
         return jnp.where(is_row[..., None], self.rows(jnp.where(is_row, given, 0)), jnp.nan)
+
+    @property
+    def vocabulary(self) -> Vocabulary | None:
+        """The settings of its vocabulary; None if it has none."""
+        ids = getattr(self.shards[0], "vocabulary", None)
+        return None if ids is None else ids.config
+
+    def find(self, ids: Any) -> FoundIds:
+        """Find the rows of ids, to look them up in a step that trains the table: `table(found)`, `table.bag(found)`.
+
+        ids     `WideIds`, NumPy's integers or strings, of any shape
+        raises  VariableError for a table without a vocabulary; InputError as `wide_ids` does
+
+        Nothing changes here. Give the result to the optimizer with the gradients, which are those of these rows:
+        `optimizer.apply(gradients, found=found)` gives rows to the new ids.
+        """
+        return find(self, ids)
+
+    def counts(self) -> VocabularyCounts:
+        """Numbers of ids found, admitted, evicted and so on. Raises VariableError if it has no vocabulary."""
+        return counts(self)
+
+    def compiled(self, what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled form of a function of the table, made once."""
+        made: dict[str, Callable[..., Any]] = self.__dict__.setdefault("_compiled", {})
+        return made.setdefault(what, jit(function))
+
+    def _rows_found(self, ids: Any) -> jax.Array:
+        if not isinstance(ids, FoundIds):
+            return looked_up_only(self, ids)
+        if ids.table is not self:
+            raise InputError(f"table {self.name!r}: expected ids found in it, got ids found in {ids.table.name!r}")
+        return rows_of(ids)
+
+    def _indices(self, method: str, indices: Any) -> jax.Array:
+        if self.vocabulary is not None:
+            raise VariableError(
+                f"{method}: table {self.name!r} has a vocabulary, and its rows have no fixed numbers",
+                f"look ids up by {as_code(self.name)}(ids)",
+            )
+        return super()._indices(method, indices)
 
     def bag(
         self,
@@ -98,7 +171,7 @@ class Embedding(ShardedVariable):
         raises    as a lookup does; InputError for an unknown `combine`, shapes that do not fit, and `segments` without
                   `bags`
         """
-        shape = np.shape(ids)
+        shape = shape_of_ids(ids)
         factors = None if weights is None else jnp.asarray(weights, self.dtype)
         if not shape:
             raise InputError("ids of a bag: expected a dimension of ids, got a scalar", "look it up: table(id)")

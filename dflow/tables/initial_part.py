@@ -29,14 +29,14 @@ def initial_part(initial: Callable[[], Any], part: AxisSlice, row_bytes: int, na
     def at(start: Any) -> Any:
         return block(start * part.step)
 
-    if _largest(at) > 4 * rows * row_bytes:
+    if largest(at) > 4 * rows * row_bytes:
         return sliced(initial, part)
     # The last block repeats rows of the one before it, so that all have one size and share their programs.
     starts = [*range(0, part.size - rows, rows), part.size - rows]
     return InitialOps(at, name, starts)
 
 
-def _largest(block: Callable[[Any], Any]) -> int:
+def largest(block: Callable[[Any], Any]) -> int:
     """The size in bytes of the largest array that a block's program computes."""
     jaxpr = jax.make_jaxpr(block)(np.int32(0)).jaxpr
     avals = (var.aval for equation in equations_within(jaxpr) for var in equation.outvars)

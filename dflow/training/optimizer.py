@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ import optax
 
 from dflow.calls.function import jit
 from dflow.distributed.strategies.applying import current_applier, refuse_own_variables
+from dflow.tables.vocabulary import FoundIds
 from dflow.tracing.derivatives.uncalled import refuse_uncalled
 from dflow.tracing.devices.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
@@ -25,7 +27,7 @@ from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.initial_value import Initial
-from dflow.tracing.state.resources import Variable, add_update, is_variable, path_name, read
+from dflow.tracing.state.resources import RowIds, Variable, add_update, is_variable, path_name, read
 from dflow.tracing.state.variable_trees import structure_text
 from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
@@ -100,12 +102,17 @@ class Optimizer:
         self.name = name or derived_name(self._variables)
         #: The transformation's state, with variables for arrays.
         self.slots = self._make_slots()
+        for variable in self._variables:
+            if variable.vocabulary is not None:
+                variable.vocabulary.optimizers.append(weakref.ref(self))
         #: The names of extra arguments with which the transformation was tried.
         self._checked: set[frozenset[str]] = set()
 
-    def apply(self, gradients: Any, **extra: Any) -> None:
+    def apply(self, gradients: Any, *, found: Any = (), **extra: Any) -> None:
         """Update the variables by `gradients`, a pytree of arrays and `RowGradient`s in their structure.
 
+        found  the results of `table.find` that the gradients were computed with, one or several, for each table that
+               has a vocabulary; their ids are admitted to it
         extra  further arguments of the transformation, by optax's names: `value` of `optax.polyak_sgd` and
                `optax.contrib.reduce_on_plateau`; `value`, `grad` and `value_fn` of `optax.lbfgs`; `grad_fn` of
                `optax.contrib.sam`. A function among them takes the parameters' values, structured as the variables
@@ -125,6 +132,7 @@ class Optimizer:
         that has no mean, such as a function.
         """
         refuse_own_variables(self)
+        by_shard = self._found_by_shard(found)
         given = wire(self._flat(gradients), self._codec) if self._codec != "none" else self._flat(gradients)
         extra = read(extra)
         applier = current_applier()
@@ -133,8 +141,10 @@ class Optimizer:
         if applier is not None:
             refuse_examples(given, self._variables)
             applier.apply(self, (self._tree.unflatten(given), as_averaged(extra)))
+            for shard, looked in by_shard.items():
+                _ids_of(shard).admit(looked)
             return
-        self._update(given, extra)
+        self._update(given, extra, by_shard)
 
     def apply_mean(self, given: Any) -> None:
         """Update the variables by the mean of the gradients and extra arguments that `apply` has handed to a strategy.
@@ -144,18 +154,71 @@ class Optimizer:
         gradients, extra = given
         self._update(self._flat(gradients), extra)
 
-    def _update(self, given: list[Any], extra: dict[str, Any]) -> None:
-        if not is_tracing() and not extra and any(map(is_row_gradient, given)):
-            self._update_compiled(given)
+    def initial_rows(self, variable: Variable, rows: Any) -> list[tuple[Variable, Any]]:
+        """Return the slots that have rows of a variable, each with its initial rows for those of the variable.
+
+        Raises VariableError for a slot of the variable that has no row for each of the variable's.
+        """
+        parameters = [rows if one is variable else jnp.zeros(one.shape, one.dtype) for one in self._variables]
+        initial = jax.tree_util.tree_leaves(self._transformation.init(self._tree.unflatten(parameters)))
+        slots = jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable)
+        own = [
+            (slot, value)
+            for slot, owner, value in zip(slots, self._slot_owners, initial, strict=True)
+            if owner is variable
+        ]
+        for slot, value in own:
+            if slot.shape[:1] != variable.shape[:1] or value.shape != (*rows.shape[:1], *slot.shape[1:]):
+                raise VariableError(
+                    f"slot {slot.name!r} of {slot.shape}: expected a row for each of {variable.name!r}, whose rows "
+                    f"begin again for other ids",
+                    "take a transformation that treats rows alike, such as optax.adagrad or optax.adam",
+                )
+        return own
+
+    def _found_by_shard(self, found: Any) -> dict[Variable, list[Any]]:
+        """Return what was found in the shards of tables with a vocabulary. Raises GraphTypeError."""
+        given = [found] if isinstance(found, FoundIds) else [*found]
+        growing: dict[Variable, list[Any]] = {
+            variable: [] for variable in self._variables if variable.vocabulary is not None
+        }
+        for one in given:
+            for shard, looked in zip(one.table.shards, one.shards, strict=bool(one.shards)):
+                if shard not in growing:
+                    raise GraphTypeError(
+                        f"found: expected ids found in tables of {self.name!r}, got ids found in {one.table.name!r}",
+                        "give them to the optimizer of that table",
+                    )
+                growing[shard].append(looked)
+        tables = {shard for one in given for shard in one.table.shards}
+        if missing := [shard.name for shard in growing if shard not in tables]:
+            raise GraphTypeError(
+                f"apply: expected found=, the ids found in the table of {missing[0]!r}, got none",
+                "write found = table.find(ids) before the loss, look up table(found) in it, and call "
+                "optimizer.apply(gradients, found=found)",
+            )
+        return growing
+
+    def _update(self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]] | None = None) -> None:
+        if not is_tracing() and not extra and (found or any(map(is_row_gradient, given))):
+            looked = None if found is None else [found.get(variable, []) for variable in self._variables]
+            self._update_compiled(given, looked)
         else:
-            self._update_in_order(given, extra)
+            self._update_in_order(given, extra, found)
 
     @jit
-    def _update_compiled(self, given: list[Any]) -> None:
+    def _update_compiled(self, given: list[Any], looked: list[list[Any]] | None) -> None:
         """Update only the rows outside of traced code too."""
-        self._update_in_order(given, {})
+        found = None
+        if looked is not None:
+            pairs = zip(self._variables, looked, strict=True)
+            found = {variable: list(one) for variable, one in pairs if variable.vocabulary is not None}
+        self._update_in_order(given, {}, found)
 
-    def _update_in_order(self, given: list[Any], extra: dict[str, Any]) -> None:
+    def _update_in_order(
+        self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]] | None
+    ) -> None:
+        """Update by gradients; those of tables with vocabularies are of `found`, or of a synchronous step."""
         with with_state(), naming_extra(extra) as extra:
             arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
             updates, state = self._transformation.update(
@@ -165,15 +228,26 @@ class Optimizer:
                 **extra,
             )
             slots = self._slots_of(state)
-            touched = {}
+            #: For some variables, a mask of the rows that are updated.
+            masks: dict[Variable, Any] = {}
+            #: The updates of shards with vocabularies.
+            growing: dict[Variable, Any] = {}
             if self._lazy_rows:
-                touched = {v: _touched_rows(v, gradient) for v, gradient in zip(self._variables, arrays, strict=True)}
+                masks = {v: _touched_rows(v, gradient) for v, gradient in zip(self._variables, arrays, strict=True)}
             flat = self._tree.flatten_up_to(updates)
             for variable, update in zip(self._variables, flat, strict=True):
-                add_update(variable, jnp.where(touched[variable], update, 0) if touched else update)
+                changed = jnp.where(masks[variable], update, 0) if variable in masks else update
+                if variable.vocabulary is not None:
+                    mask = variable.vocabulary.begin_update(changed, None if found is None else found[variable])
+                    mask = mask.reshape(-1, *[1] * (variable.ndim - 1))
+                    masks[variable] = mask & masks[variable] if variable in masks else mask
+                    changed = growing[variable] = jnp.where(mask, changed, 0)
+                add_update(variable, changed)
             for slot, owner, value in zip(slots, self._slot_owners, jax.tree_util.tree_leaves(state), strict=True):
-                is_by_row = owner is not None and owner in touched and slot.shape == owner.shape
-                slot.assign(jnp.where(touched[owner], value, slot.read()) if is_by_row else value)
+                mask = None if owner is None or not _has_its_rows(slot, owner) else masks.get(owner)
+                slot.assign(value if mask is None else jnp.where(mask, value, slot.read()))
+            for shard, looked in (found or {}).items():
+                _ids_of(shard).admit(looked, growing[shard])
 
     def _slots_of(self, state: Any) -> list[Variable]:
         """Return the slots in the order of the arrays of a new state. Raises GraphTypeError for another structure."""
@@ -367,6 +441,16 @@ def _divide(tables: Sequence[_Path], slots: Sequence[Variable], owners: Sequence
         if all(slot.shape == owner.shape for slot, owner in pairs):
             for slot, owner in pairs:
                 slot.part = owner.part
+
+
+def _has_its_rows(slot: Variable, owner: Variable) -> bool:
+    """Whether a slot has a row for each row of its variable, which other rows do not change."""
+    return slot.ndim == owner.ndim and slot.shape[:1] == owner.shape[:1]
+
+
+def _ids_of(shard: Variable) -> RowIds:
+    assert shard.vocabulary is not None
+    return shard.vocabulary
 
 
 def _touched_rows(variable: Variable, gradient: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import msgspec
@@ -149,6 +149,9 @@ def restore_named(
         restored = {name: named[name] for name in report.restored}
         if _restored(files, restored, of):
             use_beside_namesakes(_variables_of(restored))
+            for variable in _variables_of(restored):
+                if variable.vocabulary is not None and of(cast(StateBackend, variable.home)):
+                    variable.vocabulary.restored()
             return report
     raise CheckpointError(
         f"{place} was replaced {_ATTEMPTS} times while it was read",
@@ -333,8 +336,14 @@ def _entries(tree: Any, task: str) -> Iterator[NamedArray]:
                 yield from _slots(path, leaf, task)
             case Generator():
                 yield NamedArray((leaf.key,), _name_of(path, leaf.key, "generator", task), leaf.impl)
+            case Variable() if leaf.is_saved:
+                array = NamedArray((leaf,), _name_of(path, leaf, "variable", task))
+                yield array
+                if leaf.vocabulary is not None:
+                    for kind, variable in leaf.vocabulary.saved.items():
+                        yield NamedArray((variable,), f"{array.name}/{kind}")
             case Variable():
-                yield NamedArray((leaf,), _name_of(path, leaf, "variable", task))
+                continue
             case HostResource():
                 raise CheckpointError(
                     f"{task} was given {leaf.title}, and what is in queues and accumulators is not saved",

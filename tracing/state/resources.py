@@ -11,9 +11,10 @@ closed over, have the variable itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,9 @@ _serials = itertools.count()
 
 _OF_LOCATION = ("home", "device", "key", "sharding")
 _OTHERS = ("serial", "is_named", "name", "type", "trainable", "gradient", "part", "marks", "loc", "handle", "namesakes")
+_OF_TABLES = ("vocabulary", "is_saved")
 #: The attributes of a variable; setting any other is an error.
-_FIELDS = frozenset((*_OF_LOCATION, *_OTHERS))
+_FIELDS = frozenset((*_OF_LOCATION, *_OTHERS, *_OF_TABLES))
 
 #: Attributes of variables in other frameworks, and how they are written here.
 _ELSEWHERE = {
@@ -53,6 +55,27 @@ _ELSEWHERE = {
     "load": "; write {0}.assign(value)",
     "set_value": "; write {0}.assign(value)",
 }
+
+
+class RowIds(Protocol):
+    """The part of a shard's vocabulary that optimizers and checkpoints use; see `ShardVocabulary`."""
+
+    #: The variables that a checkpoint of the shard has too, by the end of their names.
+    saved: Mapping[str, Variable]
+    #: The optimizers of the shard: its own rows in their slots begin again with those of the shard.
+    optimizers: list[ref[Any]]
+
+    def begin_update(self, update: Any, found: Any) -> Any:
+        """Begin an update of the shard's rows; return a mask of the rows that still have the ids of its gradients."""
+        ...
+
+    def admit(self, found: Any, update: Any = None) -> None:
+        """Give rows to ids that were looked up, after the update of the shard's rows; without it if others do that."""
+        ...
+
+    def restored(self) -> None:
+        """Note that the variables have values of a checkpoint."""
+        ...
 
 
 class Variable(RowUpdates, jax.Array):
@@ -138,6 +161,10 @@ class Variable(RowUpdates, jax.Array):
         self.part: ArrayPart | None = None
         #: The variable that marks its changed rows, if these are tracked.
         self.marks: Variable | None = None
+        #: The ids that its rows belong to, of a shard of a table with a vocabulary; another step may change them.
+        self.vocabulary: RowIds | None = None
+        #: Whether a checkpoint has it.
+        self.is_saved = True
         #: The sharding over devices; None is one device, or wherever in this process JAX puts it.
         self.sharding = sharding
         self.loc = caller()

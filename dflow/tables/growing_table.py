@@ -1,0 +1,220 @@
+"""A table with a growing vocabulary: lookups of ids of 64 bits over the shards, each with its own ids."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.scopes import colocate_with
+from dflow.tables.id_routing import route_ids
+from dflow.tables.initial_part import BLOCK_BYTES, largest
+from dflow.tables.shard_vocabulary import BLOCK, ShardVocabulary, first_ledger
+from dflow.tables.sharded_variable import ShardedVariable
+from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
+from dflow.tables.wide_ids import WideIds, wide_ids
+from dflow.tracing.errors import InputError, VariableError
+from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.primitives.first_rows import first_rows
+from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.slices import AxisSlice, sliced_at
+from dflow.tracing.source import as_code, caller
+from dflow.tracing.state.context import spread_here
+from dflow.tracing.state.resources import Variable, name
+
+if TYPE_CHECKING:
+    from dflow.tables.embedding import Embedding
+
+
+LOGGER = logging.getLogger("dflow")
+
+
+def grow(table: Embedding, config: Vocabulary, initial: Callable[[], Any], named: str | None) -> None:
+    """Give each shard of a new table its ids. `named` is the name that the user gave the table."""
+    if spread_here() is not None:
+        raise VariableError(
+            f"table {table.name!r} has a vocabulary: expected it on parameter tasks or in one process, got a copy or "
+            f"a part in each worker",
+            "make it within cluster.parameter_servers(), and train it by Async, Sync or Hybrid",
+        )
+    rows = table.shape[0]
+    buckets, each = rows // (config.bucket + 1), config.bucket + 1
+    row = sliced_at(initial, AxisSlice(0, 0, 1))
+    row_bytes = math.prod(table.shape[1:]) * table.dtype.itemsize
+    if largest(row) > max(4 * row_bytes, BLOCK_BYTES // BLOCK):
+        raise VariableError(
+            f"a table with a vocabulary: expected an initialiser that computes each row by itself, got one that makes "
+            f"arrays of {largest(row)} bytes for a row",
+            "take one that works element by element, as those of jax.nn.initializers but orthogonal",
+        )
+    saved = {"ids": (rows, 2), "born": (rows,), "seen": (rows,)}
+    saved |= {"uses": (rows,)} if config.evict == "lfu" else {}
+    saved |= {"sightings": (rows,)} if config.admit_after > 1 else {}
+
+    def beside(kind: str, shape: tuple[int, ...]) -> ShardedVariable:
+        called = None if named is None else f"{named}/{kind}"
+        return ShardedVariable(lambda: jnp.zeros(shape, jnp.uint32), near=table, name=called, trainable=False)
+
+    made = {kind: beside(kind, shape) for kind, shape in saved.items()}
+    for number, shard in enumerate(table.shards):
+        called = None if named is None else f"{named}/ledger/{number}"
+        ledger = Variable(first_ledger, name=called, near=shard, trainable=False)
+        ledger.is_saved = False
+        first = table.layout.bounds[number]
+
+        def values(rows: Any, first: int = first) -> Any:
+            return jax.vmap(lambda place: row(place)[0])(rows + first)
+
+        own = {kind: variable.shards[number] for kind, variable in made.items()}
+        shard.vocabulary = ShardVocabulary(shard, config, (buckets, first // each), values, own, ledger)
+
+
+def key_of_literals(key: Any) -> Callable[[], Any]:
+    """A function that makes a key of `jax.random` of literals, so that tasks make it and it is not sent to them."""
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    words = np.asarray(jax.random.key_data(key) if is_typed else key)
+    impl = jax.random.key_impl(key) if is_typed else None
+
+    def make() -> Any:
+        made = jnp.stack([jnp.uint32(word) for word in words.ravel().tolist()]).reshape(words.shape)
+        return made if impl is None else jax.random.wrap_key_data(made, impl=impl)
+
+    return make
+
+
+def shape_of_ids(ids: Any) -> tuple[int, ...]:
+    """The shape of ids in any form."""
+    if isinstance(ids, FoundIds):
+        return ids.shape
+    return np.shape(ids.low if isinstance(ids, WideIds) else ids)
+
+
+def refuse_found(ids: Any, table: str) -> None:
+    """Raise InputError for ids that a table without a vocabulary does not take."""
+    if isinstance(ids, FoundIds | WideIds):
+        raise InputError(
+            f"table {table!r}: expected integers, got {type(ids).__name__}",
+            "make the table with vocabulary=dflow.Vocabulary()",
+        )
+
+
+def find(table: Embedding, ids: Any) -> FoundIds:
+    """See `Embedding.find`."""
+    _own_ids(table)
+    wide = _wide(ids)
+    if is_tracing():
+        found = _find(table, wide)
+        _report_refused(table, found)
+        return found
+    compiled: FoundIds = table.compiled("find", lambda ids: _find(table, ids))(wide)
+    return compiled
+
+
+def _wide(ids: Any) -> WideIds:
+    wide = ids if isinstance(ids, WideIds) else wide_ids(ids)
+    high, low = jnp.asarray(wide.high), jnp.asarray(wide.low)
+    if high.shape != low.shape or {high.dtype, low.dtype} != {jnp.dtype("uint32")}:
+        raise InputError(
+            f"wide ids: expected two arrays of uint32 of one shape, got {high.dtype}{[*high.shape]} and "
+            f"{low.dtype}{[*low.shape]}",
+            "make them by dflow.wide_ids",
+        )
+    return WideIds(high, low)
+
+
+def _find(table: Embedding, ids: WideIds) -> FoundIds:
+    flat = WideIds(ids.high.reshape(-1), ids.low.reshape(-1))
+    shape = np.shape(ids.low)
+    if not flat.low.size:
+        return FoundIds(table, shape, (), jnp.zeros(0, jnp.int32))
+    by_shard = _own_ids(table)
+    way = route_ids([bound // (by_shard[0].config.bucket + 1) for bound in table.layout.bounds], flat)
+    shards = [
+        ids_of.find(name(own, f"{table.name}/{number}/ids"), count)
+        for number, (ids_of, own, count) in enumerate(zip(by_shard, way.ids, way.counts, strict=True))
+    ]
+    return FoundIds(table, shape, tuple(shards), way.places)
+
+
+def rows_of(found: FoundIds) -> jax.Array:
+    """The rows of ids, an array of their shape and the shape of a row."""
+    table = found.table
+    shape = (*found.shape, *table.shape[1:])
+    if not found.shards:
+        return jnp.zeros(shape, table.dtype)
+    rows = []
+    for shard, looked in zip(table.shards, found.shards, strict=True):
+        with colocate_with(shard):
+            now = shard.vocabulary.rows_now(looked)
+            rows.append(first_rows(gather_p.bind(now, handle=shard.handle, once=False), looked.count))
+    return jnp.take(jnp.concatenate(rows), found.places, axis=0, mode="clip").reshape(shape)
+
+
+def looked_up_only(table: Embedding, ids: Any) -> jax.Array:
+    """The rows of ids, without a gradient for the table."""
+    wide = _wide(ids)
+    if is_tracing():
+        return _look_up(table, wide)
+    rows: jax.Array = table.compiled("look up", lambda ids: _look_up(table, ids))(wide)
+    return rows
+
+
+def _look_up(table: Embedding, ids: WideIds) -> jax.Array:
+    rows: jax.Array = _untrained(rows_of(_find(table, ids)), table.name)
+    return rows
+
+
+def counts(table: Embedding) -> VocabularyCounts:
+    """See `Embedding.counts`."""
+    return VocabularyCounts(*map(sum, zip(*(ids.counts() for ids in _own_ids(table)), strict=True)))
+
+
+def _report_refused(table: Embedding, found: FoundIds) -> None:
+    """Have the step log that the update before it refused ids a row: the first time, and each time that doubles it."""
+    if not found.shards:
+        return
+    called, logged = table.name, 0
+
+    def log(refused: Any) -> None:
+        nonlocal logged
+        if refused >= 2 * logged:
+            logged = int(refused)
+            LOGGER.warning(
+                "table %r: ids were refused a row %d times, and share one, since all rows of its bucket were in use: "
+                "give the table more rows, or its vocabulary a larger bucket",
+                called,
+                logged,
+            )
+
+    refused = sum((shard.refused for shard in found.shards), jnp.uint32(0))
+    jax.lax.cond(refused > 0, lambda: jax.debug.callback(log, refused), lambda: None)
+
+
+def _own_ids(table: Embedding) -> list[ShardVocabulary]:
+    if table.vocabulary is None:
+        raise VariableError(
+            f"table {table.name!r} has no vocabulary", "make it with vocabulary=dflow.Vocabulary()", at=caller()
+        )
+    return [shard.vocabulary for shard in table.shards]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _untrained(rows: Any, table: str) -> Any:
+    """Return `rows`. Their derivative is an error."""
+    return rows
+
+
+@_untrained.defjvp
+def _untrained_jvp(table: str, primals: Any, tangents: Any) -> Any:
+    raise VariableError(
+        f"the gradient of table {table!r}: expected a lookup of found ids, got one of ids, whose rows another step may "
+        f"give to other ids",
+        f"find them before the loss, found = {as_code(table)}.find(ids), look up {as_code(table)}(found), and call "
+        f"optimizer.apply(gradients, found=found)",
+    )

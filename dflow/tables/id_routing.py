@@ -1,0 +1,58 @@
+"""Routing of ids to the shards that have their buckets, and of the rows back to the caller.
+
+The ids are deduplicated and sorted by bucket, so those of one shard are a slice, and those of one bucket are
+neighbours. As in `routing`, each shard gets an array with room for all ids, and only the first ones are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tables.wide_ids import WideIds, mixed
+from dflow.tracing.primitives.first_rows import first_rows
+
+
+class IdRoute(NamedTuple):
+    """The ids that each shard is asked for, each once, those of one bucket next to each other.
+
+    ids     by shard, u32[n, 2]: upper and lower bits; those past `counts` are zero
+    counts  by shard, i32[]
+    places  i32[n]: of each id given, the place of its row in the concatenated arrays of all shards
+    """
+
+    ids: Sequence[Any]
+    counts: Sequence[Any]
+    places: Any
+
+
+def route_ids(bounds: Sequence[int], ids: WideIds) -> IdRoute:
+    """The route of ids, u32[n] each part, over shards; `bounds` has the number of buckets before each, and of all."""
+    [count] = ids.low.shape
+    buckets = bounds[-1]
+    bucket = bucket_of(ids.high, ids.low, buckets)
+    number = jnp.arange(count, dtype=jnp.int32)
+    bucket, high, low, number = jax.lax.sort((bucket, ids.high, ids.low, number), num_keys=3)
+    is_same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
+    ranks = jax.lax.associative_scan(jnp.add, jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
+    # A second id of a rank is the same id.
+    sorted_ids = jnp.zeros((2 * count, 2), jnp.uint32).at[ranks].set(jnp.stack([high, low], 1))
+    its_bucket = jnp.full(count, buckets, jnp.int32).at[ranks].set(bucket)
+    starts = jnp.searchsorted(its_bucket, np.asarray(bounds, np.int32)).astype(jnp.int32)
+    shards = range(len(bounds) - 1)
+    counts = [starts[shard + 1] - starts[shard] for shard in shards]
+    routed = [
+        first_rows(jax.lax.dynamic_slice_in_dim(sorted_ids, starts[shard], count), counts[shard]) for shard in shards
+    ]
+    shard_of = jnp.searchsorted(np.asarray(bounds[1:], np.int32), bucket, side="right")
+    places = ranks + (np.arange(len(bounds) - 1, dtype=np.int32) * count - starts[:-1])[shard_of]
+    return IdRoute(routed, counts, jnp.zeros(count, jnp.int32).at[number].set(places))
+
+
+def bucket_of(high: Any, low: Any, buckets: int) -> Any:
+    """The bucket of ids, i32[...], from 0 to `buckets` - 1."""
+    return (mixed(high, low) % np.uint32(buckets)).astype(jnp.int32)

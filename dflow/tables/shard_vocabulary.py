@@ -1,0 +1,300 @@
+"""The ids of one shard of a table: a hash table of buckets, beside the shard.
+
+Bucket b of a shard has its rows from b * (S + 1) on: S rows that ids own, and one that the bucket's other ids share. An
+id belongs to one bucket, and owns one of its rows or none.
+
+A lookup only reads. The update of the table gives rows to ids, and takes them from others, in the program that applies
+the gradients, so no other step sees a part of it. The clock of the shard counts the updates. A row has the time of its
+id's arrival (`born`; 0 for a row without id) and of its last use (`seen`).
+
+Invariants:
+- A lookup at time c sees the ids that were born at c or before. So an id that a synchronous step admits, which is born
+  at c + 1, is invisible until the update of that step, when its row is known to have no gradient of the id before it.
+- An update with gradients of lookups at time c leaves out the rows born after c: their id was another one.
+- An id seen at c + 1 is not evicted until the clock is c + 1: it is in use.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.calls.function import jit
+from dflow.scopes import colocate_with
+from dflow.tables.id_routing import bucket_of
+from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
+from dflow.tables.wide_ids import mixed, remixed
+from dflow.tracing.devices.device import with_state
+from dflow.tracing.state.resources import Variable
+
+#: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
+BLOCK = 64
+#: The place of each count in the variable `ledger`, whose place 0 is the clock; a count has its low and high bits.
+_PLACES = {name: 1 + 2 * number for number, name in enumerate(VocabularyCounts._fields)}
+#: The place of the time when ids were last refused a row.
+_REFUSED_AT = 1 + 2 * len(_PLACES)
+
+_LAST = np.uint32(2**32 - 1)
+
+
+def first_ledger() -> jax.Array:
+    """The initial value of the variable `ledger`: the clock at 1, and no counts."""
+    return jnp.zeros(_REFUSED_AT + 1, jnp.uint32).at[0].set(1)
+
+
+class ShardVocabulary:
+    """The ids of the rows of `shard`.
+
+    config     the user's settings
+    buckets    number of buckets of the table, and the number of the shard's first one
+    initial    from numbers of rows in the table, i32[n], to their initial values
+    saved      variables by name: `ids` u32[rows, 2], `born` and `seen` u32[rows]; with `lfu` also `uses` u32[rows], and
+               with `admit_after` > 1 `sightings` u32[rows]
+    ledger     a variable that begins with `first_ledger`
+    """
+
+    def __init__(
+        self,
+        shard: Variable,
+        config: Vocabulary,
+        buckets: tuple[int, int],
+        initial: Callable[[Any], Any],
+        saved: Mapping[str, Variable],
+        ledger: Variable,
+    ) -> None:
+        self._shard, self.config, self._initial = shard, config, initial
+        self._buckets, self._first = buckets
+        self.saved, self.ledger = saved, ledger
+        self._ids, self._born, self._seen = saved["ids"], saved["born"], saved["seen"]
+        self._row_count = shard.shape[0]
+        self._own_buckets = self._row_count // (config.bucket + 1)
+        #: The optimizers that the shard has slots in.
+        self.optimizers: list[weakref.ref[Any]] = []
+
+    def find(self, ids: Any, count: Any) -> ShardRows:
+        """Return the rows of ids, u32[n, 2], of which `count` count."""
+        with colocate_with(self._shard):
+            # The clock is read with the ids, not earlier, though it is known without them.
+            _, ledger = jax.lax.optimization_barrier((count, self.ledger.read()))
+            clock = ledger[0]
+            refused = jnp.where(ledger[_REFUSED_AT] == clock, ledger[_PLACES["overflowed"]], 0)
+            (bucket, _), is_id = self._hashed(ids), jnp.arange(ids.shape[0]) < count
+            born = self._by_bucket(self._born, bucket)
+            is_there = self._is_there(ids, bucket) & (born > 0) & (born <= clock)
+            slot = jnp.where(is_there.any(1), jnp.argmax(is_there, 1), self.config.bucket)
+            return ShardRows(ids, count, jnp.where(is_id, self._row(bucket, slot), self._row_count), clock, refused)
+
+    def rows_now(self, looked: ShardRows) -> Any:
+        """Return the rows of ids that were found earlier: the shared one for an id that has lost its own, i32[n]."""
+        with colocate_with(self._shard):
+            born = self._born.read()[jnp.minimum(looked.rows, self._row_count - 1)]
+            shared = self._row(looked.rows // (self.config.bucket + 1), jnp.int32(self.config.bucket))
+            return jnp.where(born <= looked.clock, looked.rows, shared)
+
+    def begin_update(self, update: Any, found: Sequence[ShardRows] | None) -> Any:
+        """Begin an update of the shard's rows by `update`; return bool[rows], the rows whose gradients are applied.
+
+        found  what the gradients were computed from; None for a synchronous step, which none of the rows seen until now
+               can lose. The other rows have another id than the gradients
+        """
+        with with_state():
+            seen_at = clock = self._clock()
+            for one in found or ():
+                seen_at = jnp.minimum(seen_at, one.clock)
+            # What follows comes after the gradients, however early it is known. So the rows are still those of the mask
+            # when they are updated, which is in the same program.
+            _, seen_at, clock = jax.lax.optimization_barrier((jnp.sum(update), seen_at, clock))
+            self._set_clock(clock + 1)
+            return self._born.read() <= seen_at
+
+    def admit(self, found: Sequence[ShardRows], update: Any = None) -> None:
+        """Note the use of ids, and give rows to those that have none: free rows, or rows of other ids.
+
+        update  the update that `begin_update` began, without the rows left out; None in a synchronous step
+        """
+        with with_state():
+            clock = self._clock()
+            now = clock + 1 if update is None else clock
+            # XLA copies a variable if a write of it does not depend on all reads of the old value. So the new rows have
+            # an offset, always 0, that depends on the lookups and on the mask of the update.
+            offset = sum((jnp.minimum(jnp.min(one.rows), 0) for one in found), jnp.int32(0))
+            if update is not None:
+                total = jnp.sum(update)
+                offset += (jnp.isnan(total) & jnp.isfinite(total)).astype(jnp.int32)
+            used = []
+            for one in found:
+                *tied, _ = jax.lax.optimization_barrier((*one, clock))  # as in `begin_update`
+                looked = ShardRows(*tied)
+                used.append(_Used(looked, *self._hashed(looked.ids), jnp.arange(looked.ids.shape[0]) < looked.count))
+            counted = dict.fromkeys(VocabularyCounts._fields, jnp.uint32(0))
+            unknown = [self._note_use(each, now, update is not None, counted) for each in used]
+            for each, are_new in zip(used, unknown, strict=True):
+                self._give_rows(each, are_new, now, offset, counted)
+            self._note_counts(counted, now)
+
+    def restored(self) -> None:
+        """Note that the saved variables have other values: set the clock to a later time."""
+        self._set_late_clock()
+
+    @jit
+    def _set_late_clock(self) -> None:
+        with with_state():
+            self._set_clock(jnp.maximum(self._born.read().max(), self._seen.read().max()) + 1)
+
+    def counts(self) -> VocabularyCounts:
+        """The counts of this shard."""
+        ledger = np.asarray(self.ledger.read()).astype(object)
+        return VocabularyCounts(*(int(ledger[place] + (ledger[place + 1] << 32)) for place in _PLACES.values()))
+
+    def _note_use(self, used: _Used, now: Any, is_update: bool, counted: dict[str, Any]) -> Any:
+        """Note the use of the ids that have rows; return a mask of the others that are to get one."""
+        looked, is_id = used.looked, used.is_id
+        has_own = is_id & (looked.rows % (self.config.bucket + 1) != self.config.bucket)
+        counted["found"] += _number(has_own)
+        counted["shared"] += _number(is_id & ~has_own)
+        born = self._by_bucket(self._born, used.bucket)
+        is_there = self._is_there(looked.ids, used.bucket) & (born > 0)
+        if is_update:
+            slot = jnp.where(has_own, looked.rows % (self.config.bucket + 1), 0)
+            now_born = jnp.take_along_axis(born, slot[:, None], 1)[:, 0]
+            counted["left_out"] += _number(has_own & (now_born > looked.clock))
+        has_row = is_id & is_there.any(1)
+        rows = jnp.where(has_row, self._row(used.bucket, jnp.argmax(is_there, 1)), self._row_count)
+        self._seen.scatter_update(rows, jnp.full(rows.shape, now))
+        if "uses" in self.saved:
+            self.saved["uses"].scatter_add(rows, jnp.ones(rows.shape, jnp.uint32))
+        are_new = is_id & ~has_row
+        if self.config.admit_after == 1:
+            return are_new
+        sightings = self.saved["sightings"]
+        sightings.scatter_add(self._counter(used, are_new), jnp.ones(rows.shape, jnp.uint32))
+        seen = sightings.read()[self._counter(used, is_id)]
+        return are_new & (seen >= self.config.admit_after)
+
+    def _give_rows(self, used: _Used, are_new: Any, now: Any, offset: Any, counted: dict[str, Any]) -> None:
+        """Give rows to the ids of a mask, as far as their buckets have rows that are free or not in use."""
+        bucket, ids = used.bucket, used.looked.ids
+        # An id of an earlier lookup of this step may be here again.
+        born = self._by_bucket(self._born, bucket)
+        are_new &= ~(self._is_there(ids, bucket) & (born > 0)).any(1)
+        seen = self._by_bucket(self._seen, bucket)
+        score = self._by_bucket(self.saved["uses"], bucket) if "uses" in self.saved else seen
+        order = jnp.where(born == 0, 0, jnp.where(seen == now, _LAST, jnp.minimum(score, _LAST - 1)))
+        slot, evicts = _slots(order, _ranks(bucket, are_new), are_new)
+        admitted = slot >= 0
+        rows = jnp.where(admitted, self._row(bucket, slot) + offset, self._row_count)
+        for variable, value in ((self._ids, ids), (self._born, now), (self._seen, now), (self.saved.get("uses"), 1)):
+            if variable is not None:
+                whole = jnp.broadcast_to(jnp.asarray(value, jnp.uint32), (*rows.shape, *variable.shape[1:]))
+                variable.scatter_update(rows, whole)
+        if self.config.admit_after > 1:
+            self.saved["sightings"].scatter_update(self._counter(used, admitted), jnp.zeros(rows.shape, jnp.uint32))
+        counted["admitted"] += _number(admitted)
+        counted["evicted"] += _number(evicts)
+        counted["overflowed"] += _number(are_new & ~admitted)
+        self._begin_rows(rows, admitted)
+
+    def _begin_rows(self, rows: Any, are_new: Any) -> None:
+        """Set new rows of the shard, and of the optimizers' slots, to their initial values."""
+        blocks = -(-rows.shape[0] // BLOCK)
+        ranks = jax.lax.associative_scan(jnp.add, are_new.astype(jnp.int32))
+        places = jnp.where(are_new, ranks - 1, blocks * BLOCK)
+        # The new rows first: usually they are few.
+        rows = jnp.full(blocks * BLOCK, self._row_count, jnp.int32).at[places].set(rows, mode="drop")
+
+        def block(state: Any) -> Any:
+            number, values = state
+            own = jax.lax.dynamic_slice_in_dim(rows, number * BLOCK, BLOCK)
+            initial = self._initial(jnp.minimum(own, self._row_count - 1))
+            return number + 1, jax.lax.dynamic_update_slice_in_dim(values, initial, number * BLOCK, 0)
+
+        values = jnp.zeros((blocks * BLOCK, *self._shard.shape[1:]), self._shard.dtype)
+        _, values = jax.lax.while_loop(lambda state: state[0] * BLOCK < ranks[-1], block, (jnp.int32(0), values))
+        self._shard.scatter_update(rows, values)
+        for optimizer in filter(None, (reference() for reference in self.optimizers)):
+            for slot, initial in optimizer.initial_rows(self._shard, values):
+                slot.scatter_update(rows, initial)
+
+    def _clock(self) -> Any:
+        return self.ledger.read()[0]
+
+    def _set_clock(self, clock: Any) -> None:
+        self.ledger.scatter_update(jnp.zeros(1, jnp.int32), clock[None])
+
+    def _note_counts(self, counted: Mapping[str, Any], now: Any) -> None:
+        """Add numbers to the counts, whose upper bits have places of their own."""
+        ledger = self.ledger.read()
+        more = jnp.stack([counted[name] for name in _PLACES])
+        low = ledger[1:_REFUSED_AT:2] + more
+        high = ledger[2:_REFUSED_AT:2] + (low < more)
+        refused_at = jnp.where(counted["overflowed"] > 0, now, ledger[_REFUSED_AT])
+        counts = jnp.stack([low, high], 1).reshape(-1)
+        self.ledger.assign(jnp.concatenate([ledger[:1], counts, refused_at[None]]))
+
+    def _hashed(self, ids: Any) -> tuple[Any, Any]:
+        """The number in this shard of the bucket of each id, and a hash of the id."""
+        bucket = bucket_of(ids[:, 0], ids[:, 1], self._buckets) - self._first
+        # Of another shard are the zeros after the ids.
+        return jnp.clip(bucket, 0, self._own_buckets - 1), mixed(ids[:, 0], ids[:, 1])
+
+    def _by_bucket(self, variable: Variable, bucket: Any) -> Any:
+        """The elements of the rows of buckets that ids may own, [n, S, ...]."""
+        value, each = variable.read(), self.config.bucket + 1
+        return value.reshape(self._own_buckets, each, *value.shape[1:])[bucket][:, :-1]
+
+    def _is_there(self, ids: Any, bucket: Any) -> Any:
+        """Whether each row of its bucket has the id, or had it last, bool[n, S]."""
+        return (self._by_bucket(self._ids, bucket) == ids[:, None]).all(-1)
+
+    def _row(self, bucket: Any, slot: Any) -> Any:
+        return bucket * (self.config.bucket + 1) + slot.astype(jnp.int32)
+
+    def _counter(self, used: _Used, mask: Any) -> Any:
+        """The place of the counter of each id; past the end for ids outside of the mask."""
+        place = self._row(used.bucket, remixed(used.hashed) % np.uint32(self.config.bucket))
+        return jnp.where(mask, place, self._row_count)
+
+
+class _Used(NamedTuple):
+    """Ids that are used in an update: the bucket and a hash of each, and whether it is one."""
+
+    looked: ShardRows
+    bucket: Any
+    hashed: Any
+    is_id: Any
+
+
+def _number(mask: Any) -> Any:
+    return mask.sum(dtype=jnp.uint32)
+
+
+def _ranks(bucket: Any, mask: Any) -> Any:
+    """The number of elements of a mask before each that are in the same bucket, i32[n]; those are neighbours."""
+    before = jax.lax.associative_scan(jnp.add, mask.astype(jnp.int32)) - mask
+    is_first = jnp.concatenate([jnp.ones(1, bool), bucket[1:] != bucket[:-1]])
+    return before - jax.lax.associative_scan(jnp.maximum, jnp.where(is_first, before, 0))
+
+
+def _slots(order: Any, ranks: Any, mask: Any) -> tuple[Any, Any]:
+    """The slot of each id of a mask in its bucket, -1 for an id that gets none; and whether another id loses it.
+
+    order  u32[n, S]: an id of rank r gets the slot that is r-th in this order; 0 is a free one, the largest none
+    """
+
+    def choose(state: Any) -> Any:
+        rank, order, slots, evicts = state
+        slot = jnp.argmin(order, 1).astype(jnp.int32)
+        lowest = order.min(1)
+        chosen = mask & (ranks == rank) & (lowest != _LAST)
+        order = jnp.where(jnp.arange(order.shape[1]) == slot[:, None], _LAST, order)
+        return rank + 1, order, jnp.where(chosen, slot, slots), jnp.where(chosen, lowest != 0, evicts)
+
+    end = jnp.minimum(jnp.max(jnp.where(mask, ranks + 1, 0), initial=0), order.shape[1])
+    start = (jnp.int32(0), order, jnp.full(mask.shape, -1, jnp.int32), jnp.zeros(mask.shape, bool))
+    _, _, slots, evicts = jax.lax.while_loop(lambda state: state[0] < end, choose, start)
+    return slots, evicts

@@ -1,0 +1,98 @@
+"""What a table with a growing vocabulary is made with, what it finds, and what it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from dflow.tracing.errors import VariableError
+
+#: The rules of eviction: of the ids of a bucket, the one that was used least recently, or least frequently.
+EVICTIONS = ("lru", "lfu")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids of a table grow: an id of 64 bits gets a row when it has been used, and may lose it to another id.
+
+    `evict`       the id of a full bucket that loses its row to a new one: `lru`, used least recently, in updates of the
+                  table; or `lfu`, used in the fewest updates
+    `admit_after`  number of updates with an id until it gets a row. Ids that have none are counted in as many counters
+                  as there are rows; ids that share a counter are counted together, and it restarts when one gets a row
+    `bucket`      number of ids in a bucket. Each bucket also has a row that all ids without a row share
+    raises        VariableError for other values
+    """
+
+    evict: str = "lru"
+    admit_after: int = 1
+    bucket: int = 32
+
+    def __post_init__(self) -> None:
+        if self.evict not in EVICTIONS:
+            raise VariableError(f"evict: expected one of {EVICTIONS}, got {self.evict!r}", "give one of these")
+        if self.admit_after < 1 or self.bucket < 1:
+            raise VariableError(
+                f"a vocabulary: expected admit_after and bucket of 1 or more, got {self.admit_after} and {self.bucket}",
+                "give larger numbers",
+            )
+
+
+class VocabularyCounts(NamedTuple):
+    """Numbers of ids in the updates of a table since it was made; an id counts once in each worker's step.
+
+    found       looked up in a row of their own
+    shared      looked up in the row that a bucket's ids without a row share
+    admitted    given a row
+    evicted     of these, given the row of another id
+    overflowed  refused a row, as all ids of their bucket were used since the last update
+    left_out    whose gradient was left out, since another step had given their row to another id
+    """
+
+    found: int
+    shared: int
+    admitted: int
+    evicted: int
+    overflowed: int
+    left_out: int
+
+
+class ShardRows(NamedTuple):
+    """What one shard found.
+
+    ids      u32[n, 2], of which `count` (i32[]) count
+    rows     i32[n], their rows in the shard; past the end for those that do not count
+    clock    u32[], the clock of the shard at that moment
+    refused  u32[], number of times that ids were refused a row until now, if the last update did so; else 0
+    """
+
+    ids: Any
+    count: Any
+    rows: Any
+    clock: Any
+    refused: Any
+
+
+@dataclass(frozen=True, eq=False)
+class FoundIds:
+    """The rows of some ids in a table, at the moment of `table.find(ids)`. Use it in the same step.
+
+    `table`   the table
+    `shape`   of the ids
+    `shards`  by shard, what it found
+    `places`  i32[n]: of each id, the place of its row in the concatenated arrays of all shards
+    """
+
+    table: Any
+    shape: tuple[int, ...]
+    shards: Sequence[ShardRows]
+    places: Any
+
+
+jax.tree_util.register_pytree_node(
+    FoundIds,
+    lambda found: ((found.shards, found.places), (found.table, found.shape)),
+    lambda about, parts: FoundIds(*about, *parts),
+)

@@ -1,0 +1,243 @@
+"""Tables with a vocabulary against a model in Python: rows, admission, eviction and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.tables.wide_ids import mixed
+from dflow.testing import memory_cluster
+from dflow.tracing.state.context import spreading
+from tests.dflow.tables.vocabulary_model import VocabularyModel, murmur3
+from tests.dflow.tables.vocabulary_program import GrowingTable
+from tests.effort import examples
+
+CONFIGS = [dflow.Vocabulary("lru", 1, bucket=2), dflow.Vocabulary("lfu", 3, bucket=2)]
+IDS = st.sampled_from([0, 1, 2, 3, 5, 2**32, 2**32 + 1, 2**33 + 5, -1, -(2**63), 2**63 - 1, 77, 78, 79])
+
+
+@pytest.fixture(scope="module", params=CONFIGS, ids=str)
+def trained(request: Any) -> tuple[GrowingTable, Any]:
+    made = GrowingTable(request.param, 6, name="trained")
+    return made, np.array(made.table.read())
+
+
+def check(made: GrowingTable, model: VocabularyModel) -> None:
+    assert made.owners() == {id: entry.row for id, entry in model.entries.items()}
+    np.testing.assert_allclose(made.table.read(), model.rows, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(made.accumulators(), model.slots, rtol=1e-5)
+    counts = made.table.counts()
+    assert counts._asdict() == {"left_out": 0} | {name: model.counts[name] for name in counts._fields}
+
+
+@settings(max_examples=examples(12), deadline=None)
+@given(st.lists(st.lists(IDS, min_size=6, max_size=6), min_size=1, max_size=6))
+def test_it_is_as_the_model(trained: tuple[GrowingTable, Any], batches: list[list[int]]) -> None:
+    made, initial = trained
+    made.clear(initial)
+    model = made.model()
+    for ids in batches:
+        before = model.rows.copy()
+        looked_up = model.step(ids)
+        after = made.train(ids)
+        # The rows after the step, of the ids as they were found before it.
+        np.testing.assert_allclose(after, model.rows[looked_up], rtol=1e-5, atol=1e-6)
+        assert not np.isclose(before[looked_up], 0).all(1).any()
+    check(made, model)
+    np.testing.assert_allclose(made.table(np.array(ids)), model.rows[[*map(model.row, ids)]], rtol=1e-5, atol=1e-6)
+
+
+def batches(count: int = 8) -> Iterator[Any]:
+    draw = np.random.default_rng(3)
+    for _ in range(count):
+        yield draw.zipf(1.3, 24).astype(np.int64) * 2**35 + 1
+
+
+def test_a_cluster_does_as_the_model() -> None:
+    with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:
+        made = GrowingTable(dflow.Vocabulary("lru", 2, bucket=4), 40, place=worker.parameter_servers())
+        model = made.model()
+        for shard in made.table.shards:
+            assert {one.device for one in shard.vocabulary.saved.values()} == {shard.device}
+        for ids in batches():
+            looked_up = model.step(ids.tolist())
+            np.testing.assert_allclose(made.train(ids), model.rows[looked_up], rtol=1e-5, atol=1e-6)
+        sent = worker.server.channel.traffic()
+        assert model.counts["evicted"]
+        check(made, model)
+        # Of each id 8 bytes there, and a row in each direction, for at most 24 ids in a step; and some numbers.
+        assert sum(edge.size_bytes for edge in sent) <= 8 * 2 * (24 * (8 + 12) + 64)
+
+
+@pytest.mark.once
+def test_a_new_id_begins_with_initial_rows() -> None:
+    """With a dense update, and a norm of all gradients: a row that another id had is as if it was new."""
+    transformation = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1, momentum=0.5))
+    table = dflow.Embedding(1, 2, vocabulary=dflow.Vocabulary(bucket=1), name="one row")
+    optimizer = dflow.Optimizer(transformation, [table], name="slots")
+    initial = table.read()
+
+    @dflow.jit
+    def step(ids: dflow.WideIds) -> None:
+        found = table.find(ids)
+        optimizer.apply(dflow.grad(lambda: table(found).sum(), [table])(), found=found)
+
+    def rows() -> list[Any]:
+        slots = [slot for slot in jax.tree.leaves(optimizer.slots, is_leaf=dflow.is_variable) if slot.shape == (2, 2)]
+        return [slot.read()[0] for slot in (*table.shards, *slots)]
+
+    fresh = rows()
+    for id in (1, 1, 1):
+        step(dflow.wide_ids([id]))
+    assert not np.allclose(table.read()[0], initial[0])
+    step(dflow.wide_ids([2]))
+    # Compiled with the step, XLA may compute the last bit of an initial row in another way.
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-6), rows(), fresh)
+    # What was found before is not looked up in the row of another id.
+    before = table.find([2])
+    np.testing.assert_array_equal(table(before), table.read()[:1])
+    step(dflow.wide_ids([3]))
+    np.testing.assert_array_equal(table(before), table.read()[1:])
+    assert table.counts() == dflow.VocabularyCounts(2, 3, 3, 2, 0, 0)
+
+
+def test_the_time_of_a_step_does_not_depend_on_the_size_of_the_table() -> None:
+    made = GrowingTable(dflow.Vocabulary(), 1_000_000)
+    ids = dflow.wide_ids(np.arange(8))
+    memory = made.step.lower(ids).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1_000_000
+
+
+def test_several_lookups_of_a_step() -> None:
+    table = dflow.Embedding(8, 2, vocabulary=dflow.Vocabulary(bucket=8), name="looked up twice")
+    optimizer = dflow.Optimizer(optax.sgd(1.0), [table])
+
+    @dflow.jit
+    def step(first: dflow.WideIds, second: dflow.WideIds) -> None:
+        found = [table.find(first), table.find(second)]
+        loss = dflow.grad(lambda: table.bag(found[0]).sum() + 2 * table(found[1]).sum(), [table])
+        optimizer.apply(loss(), found=found)
+
+    for _ in range(2):
+        before = table(np.array([1, 2, 3]))
+        step(dflow.wide_ids([[1, 2]]), dflow.wide_ids([2, 3]))
+    np.testing.assert_allclose(before - table(np.array([1, 2, 3])), [[1, 1], [3, 3], [2, 2]], rtol=1e-5)
+    assert table.counts()[:4] == (4, 4, 3, 0)
+
+
+def test_wide_ids() -> None:
+    wide = dflow.wide_ids(np.array([[2**40 + 5, -1]]))
+    np.testing.assert_array_equal(wide.high, [[256, 2**32 - 1]])
+    np.testing.assert_array_equal(wide.low, [[5, 2**32 - 1]])
+    assert dflow.wide_ids(np.array([2**64 - 1], np.uint64)).high == 2**32 - 1
+    one, other, again = (dflow.wide_ids([text]) for text in ("ä", "b", b"\xc3\xa4"))
+    assert (one.high, one.low) == (again.high, again.low) != (other.high, other.low)
+    for wrong in (jnp.array([1]), np.array([1.5])):
+        with pytest.raises(dflow.InputError, match="wide ids: expected"):
+            dflow.wide_ids(wrong)
+
+
+def test_the_hash_is_as_published() -> None:
+    assert murmur3(0) == 0x63852AFC  # of 8 zeros
+    ids = [0, 1, 2**32, 2**64 - 1, 123456789012345678]
+    wide = dflow.wide_ids(np.array(ids, np.uint64))
+    found = mixed(wide.high, wide.low)
+    assert found.tolist() == [*map(murmur3, ids)]
+
+
+TABLE = dflow.Embedding(10, 2, vocabulary=dflow.Vocabulary(), name="growing_words")
+OPTIMIZER = dflow.Optimizer(optax.sgd(0.1), [TABLE])
+PLAIN = dflow.Embedding(10, 2, name="plain_words")
+
+
+def test_no_ids() -> None:
+    assert TABLE(np.zeros((2, 0), np.int64)).shape == (2, 0, 2)
+    assert TABLE.find([]).shape == (0,)
+
+
+def test_other_variables_have_gradients_of_lookups_of_ids() -> None:
+    weights = dflow.Variable(jnp.ones(2), name="weights of words")
+
+    def loss() -> Any:
+        return (TABLE(np.array([1, 2])) @ weights).sum()
+
+    [gradient] = dflow.jit(dflow.grad(loss, [weights]))()
+    np.testing.assert_allclose(gradient, TABLE(np.array([1, 2])).sum(0), rtol=1e-6)
+
+
+def test_slots_without_rows_are_refused() -> None:
+    table = dflow.Embedding(9, 2, vocabulary=dflow.Vocabulary(), name="for adafactor")
+    optimizer = dflow.Optimizer(optax.adafactor(0.1), [table])
+    gradients = [jax.tree.map(jnp.zeros_like, dflow.read(table))]
+    with pytest.raises(dflow.VariableError, match="expected a row for each of 'for adafactor/0'"):
+        optimizer.apply(gradients, found=table.find([1]))
+
+
+def test_a_copy_in_each_worker_is_refused() -> None:
+    with (
+        spreading(lambda variable: None),
+        pytest.raises(dflow.VariableError, match="expected it on parameter tasks or in one process"),
+    ):
+        dflow.Embedding(9, 2, vocabulary=dflow.Vocabulary(), name="copied")
+
+
+@pytest.mark.parametrize(
+    ("use", "error", "message"),
+    [
+        (lambda: TABLE(jnp.array([1])), dflow.InputError, "got a JAX array of int32"),
+        (lambda: dflow.jit(TABLE)(np.array([2**40])), dflow.InputError, "got a JAX array of int32"),
+        (lambda: TABLE.gather(np.array([1])), dflow.VariableError, r"look ids up by growing_words\(ids\)"),
+        (lambda: TABLE[np.array([1])], dflow.VariableError, "'growing_words' has a vocabulary"),
+        (
+            dflow.grad(lambda: TABLE(np.array([1])).sum(), [TABLE]),
+            dflow.VariableError,
+            r"found = growing_words.find\(ids\), look up growing_words\(found\)",
+        ),
+        (
+            lambda: OPTIMIZER.apply([jax.tree.map(jnp.zeros_like, dflow.read(TABLE))]),
+            dflow.GraphTypeError,
+            "apply: expected found=, the ids found in the table of 'growing_words/0', got none",
+        ),
+        (
+            lambda: dflow.Optimizer(optax.sgd(0.1), [PLAIN]).apply([PLAIN], found=TABLE.find([1])),
+            dflow.GraphTypeError,
+            "expected ids found in tables of",
+        ),
+        (lambda: PLAIN(TABLE.find([1])), dflow.InputError, "'plain_words': expected integers, got FoundIds"),
+        (lambda: PLAIN(dflow.wide_ids([1])), dflow.InputError, "'plain_words': expected integers, got WideIds"),
+        (lambda: PLAIN.find([1]), dflow.VariableError, "'plain_words' has no vocabulary"),
+        (PLAIN.counts, dflow.VariableError, "'plain_words' has no vocabulary"),
+        (lambda: dflow.Vocabulary("fifo"), dflow.VariableError, "expected one of"),
+        (lambda: dflow.Vocabulary(bucket=0), dflow.VariableError, "bucket of 1 or more, got 1 and 0"),
+        (
+            lambda: dflow.Embedding(9, 2, by="modulo", vocabulary=dflow.Vocabulary()),
+            dflow.VariableError,
+            "expected a division by rows",
+        ),
+        (
+            lambda: dflow.Embedding(
+                9000, 100, vocabulary=dflow.Vocabulary(), initializer=jax.nn.initializers.orthogonal()
+            ),
+            dflow.VariableError,
+            "expected an initialiser that computes each row by itself",
+        ),
+        (
+            lambda: TABLE(dflow.WideIds(np.zeros(2, np.uint32), np.zeros(3, np.uint32))),
+            dflow.InputError,
+            "expected two arrays of uint32 of one shape",
+        ),
+    ],
+)
+def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        use()
