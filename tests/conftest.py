@@ -14,6 +14,12 @@ import pytest
 
 from tests.effort import DEFAULT_EXAMPLES, FOR_ONCE, examples, factor, quick_compilation
 
+#: Folders whose tests are all as those marked `once`: of connections and processes, which compile little.
+ONCE = tuple(
+    f"tests/distributed/{folder}/"
+    for folder in ("coordinator", "launching", "observe", "process", "task", "transport", "wire")
+)
+
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -92,7 +98,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that CI runs on the other Python, in a run with few random cases."""
     if factor() < FOR_ONCE:
         for item in items:
-            if item.get_closest_marker("once"):
+            if item.get_closest_marker("once") or item.nodeid.startswith(ONCE):
                 item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
 
 

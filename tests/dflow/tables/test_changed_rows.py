@@ -26,6 +26,8 @@ from tests.distributed.waiting import until
 from tests.distributed.worker.test_recovered_state import Tasks
 from tests.effort import examples
 
+pytestmark = pytest.mark.once
+
 SHAPE = (40, 2)
 IDS = 3
 
@@ -244,7 +246,6 @@ def test_only_changed_rows_travel(program: Program) -> None:
     assert sent(program.senders[:1]) - asked == (2 * (2 * 4 + 4 * 4) if program.senders else 0)
 
 
-@pytest.mark.once
 def test_no_change_of_asynchronous_workers_is_missed() -> None:
     """A consumer asks again and again while two workers train."""
     with (
@@ -289,7 +290,6 @@ def test_no_change_of_asynchronous_workers_is_missed() -> None:
         copy.renew()
 
 
-@pytest.mark.once
 def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> None:
     """A row that had changed since the snapshot has its old value again, on all tasks."""
     tasks = Tasks(tmp_path, every_s=3600.0)
@@ -313,7 +313,6 @@ def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> No
         assert numbers(table, "one") == {2}
 
 
-@pytest.mark.once
 def test_a_process_that_does_not_mark_rows_is_refused() -> None:
     with (
         memory_cluster(ps=1, workers=2) as cluster,

@@ -15,6 +15,8 @@ from dflow.tables.routing import combined, route
 from dflow.tables.shard_layout import ShardLayout, traffic_cuts
 from tests.effort import examples
 
+pytestmark = pytest.mark.once
+
 COMBINED = {"scatter_add": np.add, "scatter_sub": np.add, "scatter_mul": np.multiply, "scatter_max": np.maximum}
 
 
@@ -28,7 +30,6 @@ def cases(draw: Any) -> tuple[ShardLayout, np.ndarray[Any, Any]]:
     return layout, np.asarray(numbers, np.int32)
 
 
-@pytest.mark.once
 @settings(max_examples=examples(40), deadline=None)
 @given(cases())
 def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarray[Any, Any]]) -> None:
@@ -55,7 +56,6 @@ def test_each_shard_is_asked_for_its_rows_once(case: tuple[ShardLayout, np.ndarr
             assert place >= len(found)
 
 
-@pytest.mark.once
 @settings(max_examples=examples(30), deadline=None)
 @given(cases(), st.sampled_from(sorted(COMBINED)))
 def test_rows_for_one_number_are_combined(case: tuple[ShardLayout, np.ndarray[Any, Any]], kind: str) -> None:

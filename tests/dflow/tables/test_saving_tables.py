@@ -35,6 +35,8 @@ from dflow.training import saving
 from tests.effort import examples
 from tests.lowering.files.written_arrays import write_arrays
 
+pytestmark = pytest.mark.once
+
 SHAPE = (23, 5)
 #: The optimizers, and the arrays of their slots.
 OPTIMIZERS: dict[str, Any] = {"adagrad": optax.adagrad, "adam": optax.adam}

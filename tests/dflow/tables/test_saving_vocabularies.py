@@ -11,6 +11,8 @@ import pytest
 import dflow
 from tests.dflow.tables.vocabulary_program import GrowingTable
 
+pytestmark = pytest.mark.once
+
 CONFIG = dflow.Vocabulary("lru", 2, bucket=2)
 
 
@@ -43,7 +45,6 @@ def test_an_export_looks_up_alone(trained: GrowingTable, tmp_path: Path) -> None
     assert trained.owners() == before
 
 
-@pytest.mark.once
 def test_training_goes_on_after_a_restore_onto_other_shards(trained: GrowingTable, tmp_path: Path) -> None:
     dflow.save(tmp_path / "saved", {"table": trained.table, "optimizer": trained.optimizer})
     with dflow.container("second"):

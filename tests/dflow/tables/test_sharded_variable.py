@@ -17,6 +17,8 @@ from dflow.lowering.values.first_value import joined_rows
 from dflow.tables.shard_layout import DIVISIONS
 from dflow.testing import memory_cluster
 
+pytestmark = pytest.mark.once
+
 SHAPE = (23, 4)
 IDS = jnp.array([[3, 3, 22], [0, -1, 40]])
 
@@ -39,7 +41,6 @@ def servers(request: Any) -> Iterator[Any]:
         yield worker.parameter_servers
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("by", BY)
 def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     with servers():
@@ -162,7 +163,6 @@ def test_mistakes(use: Any, error: type[Exception], message: str) -> None:
         use(table)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("by", ["rows", "modulo"])
 def test_a_large_shard_begins_block_by_block(servers: Any, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks give the bits of the whole; an initialiser that needs the whole is not computed in blocks."""

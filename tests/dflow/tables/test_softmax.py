@@ -14,6 +14,8 @@ import pytest
 import dflow
 from dflow.testing import memory_cluster
 
+pytestmark = pytest.mark.once
+
 CLASSES, DIM, EXAMPLES = 37, 5, 6
 HIDDEN = jax.random.normal(jax.random.key(1), (2, 3, DIM))
 LABELS = jnp.array([[0, 36, 5], [17, 5, 30]])
@@ -37,7 +39,6 @@ def dense(weights: Any, bias: Any, hidden: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(hidden @ weights.T + bias, LABELS)
 
 
-@pytest.mark.once
 @pytest.mark.parametrize("by", BY)
 def test_the_full_softmax_is_the_dense_one(by: str) -> None:
     with memory_cluster(ps=2, workers=1) as cluster, closing(cluster.worker()) as worker:

@@ -22,6 +22,8 @@ from tests.dflow.tables.vocabulary_model import VocabularyModel, murmur3
 from tests.dflow.tables.vocabulary_program import GrowingTable
 from tests.effort import examples
 
+pytestmark = pytest.mark.once
+
 CONFIGS = [dflow.Vocabulary("lru", 1, bucket=2), dflow.Vocabulary("lfu", 3, bucket=2)]
 IDS = st.sampled_from([0, 1, 2, 3, 5, 2**32, 2**32 + 1, 2**33 + 5, -1, -(2**63), 2**63 - 1, 77, 78, 79])
 
@@ -79,7 +81,6 @@ def test_a_cluster_does_as_the_model() -> None:
         assert sum(edge.size_bytes for edge in sent) <= 8 * 2 * (24 * (8 + 12) + 64)
 
 
-@pytest.mark.once
 def test_a_new_id_begins_with_initial_rows() -> None:
     """With a dense update, and a norm of all gradients: a row that another id had is as if it was new."""
     transformation = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1, momentum=0.5))

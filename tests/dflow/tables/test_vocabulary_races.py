@@ -20,6 +20,8 @@ from dflow.testing import memory_cluster
 from tests.dflow.tables.vocabulary_model import RATE
 from tests.distributed.waiting import until
 
+pytestmark = pytest.mark.once
+
 #: Ids of the only bucket, which has one row for them.
 ONE, OTHER = 7, 8
 DEADLINE_S = 60.0
