@@ -75,7 +75,7 @@ def _ranks(shard_of: Any, is_first: Any, shards: int) -> tuple[Any, Any]:
     is_of = is_first[:, None] & (shard_of[:, None] == jnp.arange(shards))
     # Not `jnp.cumsum`, which JAX 0.12 exports as an op that it cannot read back.
     so_far = jax.lax.associative_scan(jnp.add, is_of.astype(jnp.int32))
-    return jnp.take_along_axis(so_far, shard_of[:, None], 1)[:, 0] - 1, so_far[-1]
+    return jnp.take_along_axis(so_far, shard_of[:, None], 1)[:, 0] - 1, is_of.sum(0, dtype=jnp.int32)
 
 
 def _least(dtype: Any) -> Any:

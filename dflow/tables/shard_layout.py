@@ -146,11 +146,11 @@ def chosen_layout(
     if together > 1:
         units = ShardLayout((layout.size // together,), shards)
         return replace(layout, cuts=tuple(bound * together for bound in units.bounds[1:]))
-    if traffic is None:
+    if traffic is None or not layout.size:
         return layout
-    most_bytes = type.size_bytes if max_shard_bytes is None else max_shard_bytes
-    row_bytes = max(1, type.size_bytes // max(1, layout.size))
-    return replace(layout, cuts=traffic_cuts(traffic, layout.size, shards, most_bytes // row_bytes))
+    row_bytes = max(1, type.size_bytes // layout.size)
+    most_rows = layout.size if max_shard_bytes is None else max_shard_bytes // row_bytes
+    return replace(layout, cuts=traffic_cuts(traffic, layout.size, shards, most_rows))
 
 
 def shards_for(shape: Sequence[int], dtype: Any, by: str, most_bytes: int) -> int:

@@ -94,5 +94,12 @@ class BatchSupply:
 
 
 def _owned(leaf: Any) -> Any:
-    """Return an array that nobody else changes: an iterator may use the memory of a batch again."""
-    return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+    """Return an array that nobody changes: an iterator may use the memory of a batch again.
+
+    A step that changed it in place would be an error, since its lookups have begun with the array as it is.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    copied = leaf.copy()
+    copied.setflags(write=False)
+    return copied

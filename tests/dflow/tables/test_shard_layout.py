@@ -165,3 +165,9 @@ def test_rows_stay_together() -> None:
             dflow.ShardedVariable(np.zeros((20, 2), np.float32), **options)
     with pytest.raises(dflow.VariableError, match=r"shards of an array of \(5,\) by rows: expected 1 to 5, got 6"):
         dflow.ShardedVariable(np.zeros((20, 2), np.float32), shards=6, together=4)
+
+
+@pytest.mark.parametrize(("shape", "shards"), [((0, 2), 1), ((5, 0), 2)])
+def test_arrays_without_elements_are_divided_by_traffic(shape: tuple[int, ...], shards: int) -> None:
+    table = dflow.ShardedVariable(np.zeros(shape, np.float32), traffic=np.ones(shape[0]), shards=shards)
+    assert table.read().shape == shape

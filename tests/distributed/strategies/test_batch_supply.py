@@ -60,3 +60,5 @@ def test_arrays_taken_early_are_copies() -> None:
     memory[:] = 1
     assert supply.take(0) is early
     assert (early["x"].tolist(), early["n"]) == ([0.0, 0.0], 0)
+    with pytest.raises(ValueError, match="read-only"):  # what a step changes would not be what was looked up early
+        early["x"] += 1
