@@ -18,7 +18,8 @@ import numpy as np
 from scipy.optimize import brentq, least_squares
 from scipy.special import betaincinv
 
-#: The best speedup for each worker used, 9.5%, is that of 3 backup workers, so the step is so much longer without them.
+#: The best speedup for each worker used, 9.5%, is that of 3 backup workers: without them the step is longer by this
+#: factor.
 RATIO_3 = 1.095 * 53 / 50
 #: Step in s of 50 workers with 4 more, the shortest; and of 200 workers, from 2,300 images/s in batches of 32.
 STEP_4, STEP_200 = 1.93, 200 * 32 / 2300

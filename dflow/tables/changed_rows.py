@@ -1,6 +1,6 @@
 """The rows of a table that have changed since a consumer last asked, for copies of it elsewhere.
 
-Each shard has marks beside it (`row_marks`): the period in which each row last changed. A consumer's question ends the
+Each shard has marks beside it (`row_marks`): the period of each row's last change. A consumer's question ends the
 period on each shard, and yields the rows with marks of the periods that the consumer has not seen. It reads the marks
 before the rows, in a later period: a row that changes meanwhile has a mark of that period, and is yielded again next
 time. After the loop a variable on a task records what the consumer has seen.
@@ -40,7 +40,7 @@ _CONSUMER = re.compile(r"[\w.-]+")
 
 
 class _Questions:
-    """What the questions for one table use again: compiled functions, and records of what each consumer has seen."""
+    """What the questions for one table use again: compiled functions, and a record for each consumer."""
 
     def __init__(self) -> None:
         self.records: dict[str, Variable] = {}

@@ -77,7 +77,7 @@ class ShardVocabulary:
         self.optimizers: list[weakref.ref[Any]] = []
 
     def find(self, ids: Any, count: Any) -> ShardRows:
-        """Return the rows of ids, u32[n, 2], of which `count` count."""
+        """Return the rows of ids, u32[n, 2]; the first `count` count."""
         with colocate_with(self._shard):
             # The clock is read with the ids, not earlier, though it is known without them.
             _, ledger = jax.lax.optimization_barrier((count, self.ledger.read()))
@@ -113,7 +113,7 @@ class ShardVocabulary:
             return self._born.read() <= seen_at
 
     def admit(self, found: Sequence[ShardRows], update: Any = None) -> None:
-        """Note the use of ids, and give rows to those that have none: free rows, or rows of other ids.
+        """Note the use of ids, and give rows to ids without one: free rows, or rows of other ids.
 
         update  the update that `begin_update` began, without the rows left out; None in a synchronous step
         """

@@ -36,8 +36,8 @@ def wide_ids(ids: Any) -> WideIds:
     if isinstance(ids, jax.Array):
         if ids.dtype.itemsize < 8 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise InputError(
-                f"wide ids: expected NumPy integers or strings, got a JAX array of {ids.dtype}, in which JAX keeps 32 "
-                f"bits of each number",
+                f"wide ids: expected NumPy integers or strings, got a JAX array of {ids.dtype}: JAX keeps 32 bits "
+                f"of each number",
                 "make them of the NumPy ids, before a function of dflow.jit gets them: step(dflow.wide_ids(ids))",
             )
         return WideIds((ids >> 32).astype(jnp.uint32), ids.astype(jnp.uint32))

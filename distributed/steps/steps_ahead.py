@@ -42,7 +42,7 @@ from dflow.tracing.errors import StepCancelled, StrategyError, TransportClosed
 
 #: A pause of the loop up to this long never cancels, in s: it is as long as a short step.
 SHORT_S = 0.01
-#: Why a task's own part does not begin ahead: the next call's arguments cannot be told from its batch.
+#: Why a task's own part does not begin ahead: the next call's arguments are not known from its batch.
 OTHER_ARRAYS = "the function is called with other arrays than those of the batch"
 
 

@@ -94,7 +94,7 @@ class BatchSupply:
 
 
 def _owned(leaf: Any) -> Any:
-    """Return an array that nobody changes: an iterator may use the memory of a batch again.
+    """Return an array that does not change: an iterator may use the memory of a batch again.
 
     A step that changed it in place would be an error, since its lookups have begun with the array as it is.
     """

@@ -223,7 +223,7 @@ def _typed(part: Any) -> Any:
 
 
 def _with_rows(spec: Any, rows: Sequence[Any]) -> Any:
-    """Return the types of an optimizer's gradients, with `rows` of those that have rows."""
+    """Return the types of an optimizer's gradients, with the types `rows` of gradients that have rows."""
     tree: Any = jax.tree_util.tree_structure(spec, is_leaf=is_row_gradient)
     return tree.unflatten(map(_by_rows, _leaves(spec), rows))
 

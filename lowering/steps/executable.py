@@ -205,7 +205,7 @@ class Executable:
         )
 
     def sent_results(self, index: int) -> tuple[int, ...]:
-        """Places, among the results of a call, of those that are sent to other tasks."""
+        """Places, among the results of a call, of the values for other tasks."""
         items = self.plan.items
         return tuple(
             place

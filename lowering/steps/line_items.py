@@ -126,8 +126,8 @@ def _call(item: Call, index: int, executable: Executable, store: Store, state: S
     program = executable.programs[item.program]
     take, fill = taker(item.takes), _filler(item.gives)
     changes = changes_of(item)
-    # All copies from a GPU start together, and while it still computes. One after the other, of which each waits for
-    # the GPU, they took a step of thirteen sends 14 of 35 ms.
+    # All copies from a GPU start together, and while it still computes. One after the other, each with a wait for
+    # the GPU, they took 14 of the 35 ms of a step with thirteen sends.
     copied = executable.sent_results(index) if has_own_memory() else ()
 
     def do(run: ItemsRun) -> None:

@@ -223,7 +223,7 @@ class _Run:
 
 
 def _marked(marks: Any, *indices: Any) -> Any:
-    """The marks of rows, of which the last but one is the present period and the last is no row's, after a change."""
+    """The marks of rows after a change; the last but one is the present period and the last is no row's."""
     held = np.array(marks)
     rows = range(len(held) - 2)
     for index in np.asarray(indices[0]).reshape(-1).tolist() if indices else rows:

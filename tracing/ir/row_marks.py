@@ -1,4 +1,4 @@
-"""The marks of a variable's changed rows: the period in which each row last changed.
+"""The marks of a variable's changed rows: the period of each row's last change.
 
 The marks of a variable of n rows are another variable, i32[n + 2], on the same device. Its last elements are the
 present period, which each question for changed rows ends, and the number of the marks' life. A store draws a new life,
@@ -29,7 +29,7 @@ _OTHERS = 2
 
 
 def marks_type(rows: int) -> ArrayType:
-    """The type of the marks of a variable with so many rows."""
+    """The type of the marks of a variable with this number of rows."""
     return ArrayType(np.dtype(np.int32), (rows + _OTHERS,))
 
 

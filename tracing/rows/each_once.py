@@ -15,11 +15,11 @@ ROOM = 2
 def representatives(numbers: Any, is_wanted: Any = None) -> Any:
     """For each of `numbers`, i32[n], the position of one that is equal, the same for all that are equal: i32[n].
 
-    `is_wanted` is bool[n]. A number that is not wanted has its own position, and is nobody else's.
+    `is_wanted` is bool[n]. A number that is not wanted has its own position, and no other number has that.
 
     In each round every number that is still open goes to a place of a hash table, where the last one of them stays.
-    That number represents those that are equal to it; the others go on with another hash. So each round ends at least
-    one number for each place in use, and two rounds or three end nearly all.
+    The numbers equal to it are represented by it; the others go on with another hash. So each round ends at least one
+    number for each place in use, and two rounds or three end nearly all.
     """
     [count] = numbers.shape
     positions = jnp.arange(count, dtype=jnp.int32)

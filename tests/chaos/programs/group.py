@@ -1,4 +1,4 @@
-"""Train the integer model by `AllReduce` or `Hybrid`, with a checkpoint after some steps, from which it goes on.
+"""Train the integer model by `AllReduce` or `Hybrid`, with a checkpoint after some steps; it goes on.
 
     group.py STRATEGY STEPS SECONDS EVERY FOLDER
 

@@ -204,7 +204,7 @@ def scaled_body(x_ref: Any, y_ref: Any) -> None:
     y_ref[...] = x_ref[...] * 2.0
 
 
-# JAX 0.11 warns of its own choice for GPUs.
+# JAX 0.11 warns of the compiler that it chooses for GPUs.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_every_implementation_of_a_kernel_agrees_with_the_plain_function() -> None:
     @dflow.kernel

@@ -102,7 +102,7 @@ def test_a_last_checkpoint_that_fails_is_logged(
 
 
 class Group:
-    """A group of two processes of which the other one says the same, but stops before step 3."""
+    """A group of two processes; the other one says the same, but stops before step 3."""
 
     names = "worker:0", "worker:1"
 

@@ -1,4 +1,4 @@
-"""Gradients for variables of each process: what is kept for which step, and how long."""
+"""Gradients for variables of each process: what is kept for each step, and how long."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 
 
 class Part:
-    """A worker's part in the rounds of a run; `step` is called in step 2, in which the tables may return."""
+    """A worker's part in the rounds of a run; `step` is called in step 2; the tables may return in it."""
 
     def __init__(self, step: Any) -> None:
         self._step = step
