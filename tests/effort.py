@@ -16,7 +16,7 @@ from importlib.metadata import version
 
 VARIABLE = "DFLOW_TEST_EFFORT"
 #: Least factor of a run that has the tests marked `once`.
-FOR_ONCE = Fraction(1, 4)
+FOR_ONCE = Fraction(1, 6)
 #: Number of Hypothesis cases of a test that declares none.
 DEFAULT_EXAMPLES = 100
 
