@@ -73,6 +73,8 @@ class Embedding(ShardedVariable):
         draw = jax.nn.initializers.normal(dim**-0.5) if initializer is None else initializer
         seed = f"embedding {next(_unnamed)}" if name is None else name
         drawn_from = jax.random.key(zlib.crc32(seed.encode())) if key is None else key
+        if vocabulary is not None:
+            _check_vocabulary(vocabulary, track_changes)
         together = 1 if vocabulary is None else vocabulary.bucket + 1
         if vocabulary is not None:
             rows = -(-rows // vocabulary.bucket) * together
@@ -199,6 +201,18 @@ class Embedding(ShardedVariable):
         # The weight of a bag may have more bits than bfloat16.
         weight = by_bag(jnp.ones(shape) if factors is None else factors.astype(jnp.float32))[..., None]
         return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight)).astype(self.dtype)
+
+
+def _check_vocabulary(given: Any, track_changes: bool) -> None:
+    if not isinstance(given, Vocabulary):
+        raise VariableError(
+            f"vocabulary: expected dflow.Vocabulary or None, got {given!r}", "write vocabulary=dflow.Vocabulary()"
+        )
+    if track_changes:
+        raise VariableError(
+            "track_changes: expected a table without a vocabulary, whose rows are always those of the same ids",
+            "leave it out, and save the table for copies elsewhere",
+        )
 
 
 register(Embedding)

@@ -178,7 +178,13 @@ class Optimizer:
 
     def _found_by_shard(self, found: Any) -> dict[Variable, list[Any]]:
         """Return what was found in the shards of tables with a vocabulary. Raises GraphTypeError."""
-        given = [found] if isinstance(found, FoundIds) else [*found]
+        given = [*found] if isinstance(found, list | tuple) else [found]
+        other = next((one for one in given if not isinstance(one, FoundIds)), None)
+        if other is not None:
+            raise GraphTypeError(
+                f"found: expected what table.find(ids) returned, or several of these, got {type(other).__name__}",
+                "write found = table.find(ids) before the loss, and pass that",
+            )
         growing: dict[Variable, list[Any]] = {
             variable: [] for variable in self._variables if variable.vocabulary is not None
         }
@@ -193,7 +199,7 @@ class Optimizer:
         tables = {shard for one in given for shard in one.table.shards}
         if missing := [shard.name for shard in growing if shard not in tables]:
             raise GraphTypeError(
-                f"apply: expected found=, the ids found in the table of {missing[0]!r}, got none",
+                f"apply: expected found=, the ids found in table {missing[0].rpartition('/')[0]!r}, got none",
                 "write found = table.find(ids) before the loss, look up table(found) in it, and call "
                 "optimizer.apply(gradients, found=found)",
             )

@@ -207,12 +207,27 @@ def test_a_copy_in_each_worker_is_refused() -> None:
         (
             lambda: OPTIMIZER.apply([jax.tree.map(jnp.zeros_like, dflow.read(TABLE))]),
             dflow.GraphTypeError,
-            "apply: expected found=, the ids found in the table of 'growing_words/0', got none",
+            "apply: expected found=, the ids found in table 'growing_words', got none",
         ),
         (
             lambda: dflow.Optimizer(optax.sgd(0.1), [PLAIN]).apply([PLAIN], found=TABLE.find([1])),
             dflow.GraphTypeError,
             "expected ids found in tables of",
+        ),
+        (
+            lambda: OPTIMIZER.apply([TABLE], found=dflow.wide_ids([1])),
+            dflow.GraphTypeError,
+            "found: expected what table.find.ids. returned, or several of these, got WideIds",
+        ),
+        (
+            lambda: dflow.Embedding(9, 2, vocabulary=True),  # type: ignore[arg-type]
+            dflow.VariableError,
+            "vocabulary: expected dflow.Vocabulary or None, got True",
+        ),
+        (
+            lambda: dflow.Embedding(9, 2, vocabulary=dflow.Vocabulary(), track_changes=True),
+            dflow.VariableError,
+            "track_changes: expected a table without a vocabulary",
         ),
         (lambda: PLAIN(TABLE.find([1])), dflow.InputError, "'plain_words': expected integers, got FoundIds"),
         (lambda: PLAIN(dflow.wide_ids([1])), dflow.InputError, "'plain_words': expected integers, got WideIds"),
