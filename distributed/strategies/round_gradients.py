@@ -102,7 +102,7 @@ class GradientTypes:
         tasks: list[str] = []
         for one, its_spec in zip(several, spec if len(several) > 1 else [spec], strict=True):
             variables = jax.tree_util.tree_leaves(one.variables, is_leaf=is_variable)
-            extra = len(_leaves(its_spec)) - len(variables)
+            extra = len(leaves_of(its_spec)) - len(variables)
             tasks += [*(variable.device for variable in variables), *[host] * extra]
         return GradientTypes(host, spec, tuple(tasks))
 
@@ -120,7 +120,7 @@ class GradientTypes:
         return f"{optimizer.name}/gradients/{short_task_name(self.host)}/{digest}"
 
     def _sum(self, wanted: int) -> list[Any]:
-        return [_sum_type(leaf, wanted) for leaf in _leaves(self.spec)]
+        return [_sum_type(leaf, wanted) for leaf in leaves_of(self.spec)]
 
     def accumulators(
         self, name: str, wanted: int, state_of: Callable[[str], AbstractContextManager[None]]
@@ -184,7 +184,7 @@ class Gradients:
         self._given[optimizer] = gradients
         if any(given is None for given in self._given.values()):
             return  # all go into the average together, or none
-        leaves = _leaves([*self._given.values()])
+        leaves = leaves_of([*self._given.values()])
         self._given.update(dict.fromkeys(self._given))
         number = self._round.read()
         # Ready with the gradients, so that it travels with them, without further messages. With the smallest one,
@@ -222,7 +222,8 @@ class Gradients:
         return outcome, bool(np.asarray(own.read(self._is_fresh)))
 
 
-def _leaves(gradients: Any) -> list[Any]:
+def leaves_of(gradients: Any) -> list[Any]:
+    """Return the leaves of gradients, or of their types; those by rows are leaves."""
     leaves: list[Any] = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
     return leaves
 

@@ -19,7 +19,7 @@ from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.long_wait import waited_for
-from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, together
+from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, leaves_of, together
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
@@ -154,7 +154,7 @@ class _Found:
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Record the optimizer, and the types of the gradients."""
-        note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in _leaves(gradients)])
+        note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves_of(gradients)])
         self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
     def found(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> _Look:
@@ -176,7 +176,7 @@ class _Found:
             )
         noted = noted_rows(jaxpr, consts)
         if len(noted) != len(optimizers):  # those in a loop are noted only in the loop's body, and taken as dense
-            noted = [[None] * len(_leaves(spec)) for _, spec in self._seen]
+            noted = [[None] * len(leaves_of(spec)) for _, spec in self._seen]
         specs = [
             _with_rows(spec, rows)
             for (_, spec), rows, is_dense in zip(self._seen, noted, to_dense, strict=True)
@@ -211,11 +211,6 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
     return looks[key]
 
 
-def _leaves(gradients: Any) -> list[Any]:
-    leaves: list[Any] = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
-    return leaves
-
-
 def _typed(part: Any) -> Any:
     if is_row_gradient(part):
         return RowGradient(_typed(part.indices), _typed(part.rows), part.shape)
@@ -225,7 +220,7 @@ def _typed(part: Any) -> Any:
 def _with_rows(spec: Any, rows: Sequence[Any]) -> Any:
     """Return the types of an optimizer's gradients, with the types `rows` of gradients that have rows."""
     tree: Any = jax.tree_util.tree_structure(spec, is_leaf=is_row_gradient)
-    return tree.unflatten(map(_by_rows, _leaves(spec), rows))
+    return tree.unflatten(map(_by_rows, leaves_of(spec), rows))
 
 
 def _by_rows(part: Any, rows: jax.ShapeDtypeStruct | None) -> Any:
