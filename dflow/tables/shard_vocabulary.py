@@ -28,8 +28,9 @@ from dflow.calls.function import jit
 from dflow.scopes import colocate_with
 from dflow.tables.id_routing import bucket_of
 from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
-from dflow.tables.wide_ids import mixed, remixed
+from dflow.tables.wide_ids import mixed
 from dflow.tracing.devices.device import with_state
+from dflow.tracing.rows.each_once import mixed_bits
 from dflow.tracing.state.resources import Variable
 
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
@@ -256,7 +257,7 @@ class ShardVocabulary:
 
     def _counter(self, used: _Used, mask: Any) -> Any:
         """The place of the counter of each id; past the end for ids outside of the mask."""
-        place = self._row(used.bucket, remixed(used.hashed) % np.uint32(self.config.bucket))
+        place = self._row(used.bucket, mixed_bits(used.hashed) % np.uint32(self.config.bucket))
         return jnp.where(mask, place, self._row_count)
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import InputError
+from dflow.tracing.rows.each_once import mixed_bits
 
 
 @jax.tree_util.register_dataclass
@@ -64,14 +65,7 @@ def mixed(high: Any, low: Any) -> jax.Array:
     for part in (low, high):
         word = _rotated(jnp.asarray(part, jnp.uint32) * np.uint32(0xCC9E2D51), 15) * np.uint32(0x1B873593)
         value = _rotated(value ^ word, 13) * np.uint32(5) + np.uint32(0xE6546B64)
-    return remixed(value ^ np.uint32(8))
-
-
-def remixed(value: Any) -> jax.Array:
-    """A hash of a hash, u32[...]: the finaliser of MurmurHash3."""
-    value = (value ^ (value >> 16)) * np.uint32(0x85EBCA6B)
-    value = (value ^ (value >> 13)) * np.uint32(0xC2B2AE35)
-    found: jax.Array = value ^ (value >> 16)
+    found: jax.Array = mixed_bits(value ^ np.uint32(8))
     return found
 
 

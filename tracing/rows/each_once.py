@@ -30,7 +30,11 @@ def representatives(numbers: Any, is_wanted: Any = None) -> Any:
 
     def one_round(carry: Any) -> Any:
         found, still_open, seed = carry
-        place = jnp.where(still_open, (_mixed(numbers, seed) & np.uint32(places - 1)).astype(jnp.int32), places)
+        place = jnp.where(
+            still_open,
+            (mixed_bits(numbers.astype(jnp.uint32) ^ seed) & np.uint32(places - 1)).astype(jnp.int32),
+            places,
+        )
         last = jnp.zeros(places, jnp.int32).at[place].max(positions, mode="drop").at[place].get(mode="clip")
         ends = still_open & (numbers[last] == numbers)
         return jnp.where(ends, last, found), still_open & ~ends, seed * np.uint32(747796405) + np.uint32(2891336453)
@@ -40,9 +44,8 @@ def representatives(numbers: Any, is_wanted: Any = None) -> Any:
     return found
 
 
-def _mixed(numbers: Any, seed: Any) -> Any:
-    """A hash, u32, by the mixing function of C. Wellons, "Prospecting for Hash Functions" (`lowbias32`)."""
-    mixed = numbers.astype(jnp.uint32) ^ seed
-    mixed = (mixed ^ (mixed >> 16)) * np.uint32(0x7FEB352D)
-    mixed = (mixed ^ (mixed >> 15)) * np.uint32(0x846CA68B)
-    return mixed ^ (mixed >> 16)
+def mixed_bits(value: Any) -> Any:
+    """A hash of u32[...], of the same shape: the finaliser of MurmurHash3."""
+    value = (value ^ (value >> 16)) * np.uint32(0x85EBCA6B)
+    value = (value ^ (value >> 13)) * np.uint32(0xC2B2AE35)
+    return value ^ (value >> 16)
