@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,14 @@ from msgspec.structs import replace
 from dflow.distributed.steps.retries import is_recovered
 from dflow.distributed.strategies.batch_supply import END
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun, arguments_of
+from dflow.distributed.strategies.strategy import (
+    REPORT_S,
+    SharedStep,
+    Strategy,
+    StrategyCluster,
+    StrategyRun,
+    arguments_of,
+)
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
@@ -84,7 +90,7 @@ class Async(Strategy):
         with self._cluster.shared_steps(run.name, self._prefetch, *bound) as shared_step:
             yield from self._claimed(run, shared_step)
 
-    def _claimed(self, run: StrategyRun, shared_step: Callable[..., AbstractContextManager[None]]) -> Iterator[Any]:
+    def _claimed(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:
         coordinator, task = self._cluster.coordinator, self._cluster.task
         least = LEAST_CLAIM if self._lookahead else 1
         claim = ClaimSteps(run.name, task, run.steps, max_staleness=self._max_staleness, least=least)
@@ -97,11 +103,11 @@ class Async(Strategy):
             done, epoch, undone = _ClaimWork(claimed.start), self._cluster.epoch, self._cluster.undone
             try:
                 for number in claimed:
-                    batch, following = self._batches(run, number, claimed)
+                    batch, batches = self._batches(run, number, claimed)
                     if batch is END:
                         break
                     started, pending = time.perf_counter(), [batch]
-                    with shared_step(range(number, claimed.stop), *following), run.guard.step():
+                    with shared_step(range(number, claimed.stop), batches), run.guard.step():
                         try:
                             outcome = run.step(*arguments_of(batch))
                         except BaseException:
@@ -135,14 +141,14 @@ class Async(Strategy):
             news = replace(claim, done=done.count, step_s=step_s, metrics=metrics, more=is_whole, not_finite=not_finite)
             claimed = coordinator.ask(news).steps
 
-    def _batches(self, run: StrategyRun, number: int, claimed: range) -> tuple[Any, Sequence[tuple[Any, Any]]]:
-        """Return the batch of a step, and if the next one is taken early, a pair of the two."""
+    def _batches(self, run: StrategyRun, number: int, claimed: range) -> tuple[Any, tuple[Any, Any] | None]:
+        """Return the batch of a step, and if the next one is taken early, a pair of the two; else None."""
         if not self._lookahead:
-            return run.batches.take(number), ()
+            return run.batches.take(number), None
         run.batches.take_early(number)  # which copies it: an iterator may use its memory for the next one
         batch = run.batches.take(number)
         following = run.batches.take_early(number + 1) if number + 1 in claimed and batch is not END else END
-        return batch, () if following is END else ((batch, following),)
+        return batch, None if following is END else (batch, following)
 
 
 @dataclass

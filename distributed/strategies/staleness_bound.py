@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.steps.steps_ahead import StepsAhead
 from dflow.distributed.strategies.long_wait import waited_for
-from dflow.distributed.strategies.strategy import StrategyCluster
+from dflow.distributed.strategies.strategy import SharedStep, StrategyCluster
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.messages.placement import PlaceVariable
@@ -28,8 +28,6 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, Transpo
 
 #: Numbers of the steps of this process, over all runs.
 _numbers = itertools.count(1)
-
-SharedStep = Callable[..., AbstractContextManager[None]]
 
 
 class BoundTasks(StrategyCluster, Protocol):
@@ -63,10 +61,10 @@ class StalenessBound:
         """Return the context of each step, entered when the step may begin, around the context `step`."""
 
         @contextmanager
-        def bounded(steps: range, *batches: tuple[Any, Any]) -> Iterator[None]:
+        def bounded(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
             self._begin()
             try:
-                with step(steps, *batches):
+                with step(steps, batches):
                     yield
             finally:
                 self._end()

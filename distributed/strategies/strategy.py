@@ -28,6 +28,10 @@ _run_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 REPORT_S = 0.25
 
 
+#: Returns the context of a step; see `StrategyCluster.shared_steps`.
+SharedStep = Callable[[range, tuple[Any, Any] | None], AbstractContextManager[None]]
+
+
 class StrategyCluster(RecoveringState, Protocol):
     """The part of a cluster that every strategy needs; see `Cluster`."""
 
@@ -38,12 +42,12 @@ class StrategyCluster(RecoveringState, Protocol):
 
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> AbstractContextManager[Callable[..., AbstractContextManager[None]]]:
+    ) -> AbstractContextManager[SharedStep]:
         """Return the context of a loop over steps of `run`, which other workers run too.
 
         It gives the context of each step. Its first argument has the number of the step in the run, and the numbers of
-        the loop's next steps as far as they are known; the second, if given, the batches of the step and of the next
-        one. State that a step changes on other tasks is changed once, however often the step is tried.
+        the loop's next steps as far as they are known; the second, if not None, the batches of the step and of the
+        next one. State that a step changes on other tasks is changed once, however often the step is tried.
 
         prefetch       number of the loop's newest updates that the values fetched for a step may lack
         max_staleness  number of updates by other steps that the values used in a step may lack; None for any number. A

@@ -9,8 +9,8 @@ import contextlib
 import logging
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -31,6 +31,7 @@ from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import ProcessMesh
 from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.strategies.staleness_bound import StalenessBound
+from dflow.distributed.strategies.strategy import SharedStep
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.joined_server import joined_server
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
@@ -202,14 +203,14 @@ class Cluster:
     @contextmanager
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> Iterator[Callable[..., AbstractContextManager[None]]]:
+    ) -> Iterator[SharedStep]:
         """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
 
         It gives the context of each step; see `applying.shared_step`, and `StepsAhead` for its arguments and
         `prefetch`, `StalenessBound` for the rest.
         """
         if self.is_standalone:
-            yield lambda steps, batches=None: nullcontext()
+            yield lambda steps, batches: nullcontext()
             return
 
         def on_refusal(why: str) -> None:
@@ -220,7 +221,7 @@ class Cluster:
         with self.steps.ahead(run, prefetch, on_refusal, on_unused) as loop:
 
             @contextmanager
-            def step(steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
+            def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
                 with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps, batches):
                     yield
 

@@ -24,7 +24,7 @@ from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.strategies.async_ import Async
 from dflow.distributed.strategies.staleness_bound import BoundTasks, StalenessBound
-from dflow.distributed.strategies.strategy import StrategyCluster
+from dflow.distributed.strategies.strategy import SharedStep, StrategyCluster
 from dflow.distributed.transport.base import Peer, Reply
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Notice, Request
@@ -68,9 +68,9 @@ class TrainingWorker:
 
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> AbstractContextManager[Callable[..., AbstractContextManager[None]]]:
+    ) -> AbstractContextManager[SharedStep]:
         """Return a context that gives the context of each step."""
-        return nullcontext(lambda steps, batches=None: nullcontext())
+        return nullcontext(lambda steps, batches: nullcontext())
 
     def await_recovery(self) -> None:
         """Wait until no state of tasks is lost."""
@@ -162,12 +162,12 @@ class StepsWorker(TrainingWorker):
     @contextmanager
     def shared_steps(
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
-    ) -> Iterator[Callable[..., AbstractContextManager[None]]]:
+    ) -> Iterator[SharedStep]:
         """Return the context of a loop whose steps begin ahead."""
         self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)
 
         @contextmanager
-        def step(steps: range, batches: tuple[Any, Any] | None = None) -> Iterator[None]:
+        def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
             with self.unpaused(), self._loop.iteration(steps, batches):
                 yield
 

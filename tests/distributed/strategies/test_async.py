@@ -44,7 +44,7 @@ class Scripted:
 
     def shared_steps(self, run: str, prefetch: int, *bound: Any) -> Any:
         """Refuse nothing, and begin no step ahead."""
-        return nullcontext(lambda steps: self._step())
+        return nullcontext(lambda steps, batches: self._step())
 
     @contextmanager
     def _step(self) -> Iterator[None]:
@@ -88,7 +88,7 @@ class Worker:
 
     def shared_steps(self, run: str, prefetch: int, *bound: Any) -> Any:
         """Refuse nothing, and begin no step ahead."""
-        return nullcontext(lambda steps: nullcontext())
+        return nullcontext(lambda steps, batches: nullcontext())
 
 
 class Lost(Scripted):
