@@ -73,10 +73,10 @@ class Embedding(ShardedVariable):
         draw = jax.nn.initializers.normal(dim**-0.5) if initializer is None else initializer
         seed = f"embedding {next(_unnamed)}" if name is None else name
         drawn_from = jax.random.key(zlib.crc32(seed.encode())) if key is None else key
+        together = 1
         if vocabulary is not None:
             _check_vocabulary(vocabulary, track_changes)
-        together = 1 if vocabulary is None else vocabulary.bucket + 1
-        if vocabulary is not None:
+            together = vocabulary.bucket + 1
             rows = -(-rows // vocabulary.bucket) * together
 
         def drawn(key: Any) -> Any:

@@ -239,7 +239,7 @@ class StraightRun:
         for slot, value in zip(plan.feeds, feeds, strict=True):
             self.slots[slot] = value
         is_own = begins_ahead and plan.task == step.origin
-        #: The segments that the run begins with, and those that wait for the release.
+        #: The segments that the run begins with, and the segments that wait for the release.
         self._at_start = line.early if is_own else line.first if begins_ahead else line.at_start
         self._held_back = line.later if is_own else line.changing
         # `list.pop` is one operation of the interpreter, so exactly one thread takes the last token of a list, True.

@@ -34,7 +34,7 @@ def marks_type(rows: int) -> ArrayType:
 
 
 def fresh_marks(type: ArrayType) -> npt.NDArray[np.int32]:
-    """Marks of a new life, in which all rows have changed."""
+    """Marks of a new life: all rows have changed in it."""
     marks = np.ones(type.shape, np.int32)
     marks[LIFE] = secrets.randbits(31)
     return marks
@@ -44,7 +44,7 @@ def marked(marks: Any, *indices: Any) -> Any:
     """The marks after a change of the rows at `indices`, or of all rows without them.
 
     Indices have the meaning that they have in an update: negative ones count from the end, others may be past an end.
-    Of those that are no i32, more rows may be marked.
+    Of indices that are no i32, more rows may be marked.
     """
     rows = marks.shape[0] - _OTHERS
     if not indices:

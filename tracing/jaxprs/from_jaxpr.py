@@ -76,7 +76,7 @@ def graph_of(
 
 
 def _touched(effects: Any) -> tuple[Any, ...]:
-    """The variables that effects are on, the marks of those that are written, the queues and the accumulators."""
+    """The variables that effects are on, the marks of written variables, the queues and the accumulators."""
     reads, writes = accesses(effects)
     marks = [variable.marks for variable in writes if variable.marks is not None]
     variables = sorted({*reads, *writes, *marks}, key=lambda variable: variable.serial)

@@ -1,4 +1,4 @@
-"""Changed rows of a table: a copy that applies them equals the table, whatever changed it and whoever else asks."""
+"""Changed rows of a table: a copy that applies them equals the table, for any change and any consumer."""
 
 from __future__ import annotations
 
