@@ -12,12 +12,16 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, FOR_ONCE, examples, factor, quick_compilation
+from tests.effort import DEFAULT_EXAMPLES, FOR_LONG, FOR_ONCE, examples, factor, quick_compilation
 
-#: Folders whose tests are all as those marked `once`: of connections and processes, which compile little.
-ONCE = tuple(
-    f"tests/distributed/{folder}/"
-    for folder in ("coordinator", "launching", "observe", "process", "task", "transport", "wire")
+#: Folders whose tests are all as those marked `once`: of connections, processes and files, which compile little.
+ONCE = (
+    "tests/lowering/files/",
+    "tests/simulation/",
+    *(
+        f"tests/distributed/{folder}/"
+        for folder in ("coordinator", "launching", "observe", "process", "task", "transport", "wire", "worker")
+    ),
 )
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
@@ -95,11 +99,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests that CI runs on the other Python, in a run with few random cases."""
-    if factor() < FOR_ONCE:
-        for item in items:
-            if item.get_closest_marker("once") or item.nodeid.startswith(ONCE):
-                item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
+    """Skip tests that CI runs on the other Python, or not at all, in a run with few random cases."""
+    for item in items:
+        is_once = item.get_closest_marker("once") or item.nodeid.startswith(ONCE)
+        if (is_once and factor() < FOR_ONCE) or (item.get_closest_marker("long") and factor() < FOR_LONG):
+            item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
 
 
 def pytest_collection_finish() -> None:

@@ -3,8 +3,8 @@
 Each test declares its number of cases in `make test`, and one factor multiplies all of them.
 
 `DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` uses a larger
-one, and CI smaller ones. The random cases of its second Python are a part of the first one's, and it has no tests that
-are marked `once`.
+one, and CI smaller ones, which also leave out the tests marked `long`. The random cases of its second Python are a part
+of the first one's, and it has no tests that are marked `once`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fractions import Fraction
 from importlib.metadata import version
 
 VARIABLE = "DFLOW_TEST_EFFORT"
-#: Least factor of a run that has the tests marked `once`.
-FOR_ONCE = Fraction(1, 6)
+#: Least factor of a run that has the tests marked `long`, and of one that has those marked `once`.
+FOR_LONG, FOR_ONCE = Fraction(1, 2), Fraction(1, 6)
 #: Number of Hypothesis cases of a test that declares none.
 DEFAULT_EXAMPLES = 100
 

@@ -38,6 +38,11 @@ ALONE = (
     "step_budget",
     "sync_steps",
 )
+#: Those that take 5 s of processor time or more. What they start has tests of its own.
+LONG = {
+    "billion", "checkpoint", "convnets", "copies", "language_model", "many_workers", "network", "peers_training",
+    "recovery", "replicas", "soak",
+}  # fmt: skip
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300
 
@@ -48,7 +53,13 @@ def test_each_benchmark_has_small_sizes() -> None:
 
 @pytest.mark.once
 @pytest.mark.timeout(DEADLINE_S + 60)
-@pytest.mark.parametrize("names", [pytest.param(SHARED, id="shared"), *ALONE])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SHARED, id="shared"),
+        *(pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in ALONE),
+    ],
+)
 def test_a_tiny_round_ends_well(names: str) -> None:
     # PYTHONPATH may name this folder, and a launched worker has to find the benchmark without it.
     environment = {**os.environ, "PYTHONPATH": QUICK_PYTHON}
