@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks.devices import embedding, halves, refuse_other_losses, rows_of
 
+pytestmark = pytest.mark.once
+
 
 def test_all_ways_train_alike_and_each_has_a_row() -> None:
     found = rows_of("halves", halves(4, 8, 1), 1)

@@ -30,7 +30,9 @@ LIMIT_S = 400.0
 
 @pytest.mark.once
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("program", "seed", "steps"), [("bounded", 711, 600), ("model", 9, 200)])
+@pytest.mark.parametrize(
+    ("program", "seed", "steps"), [("bounded", 711, 600), pytest.param("model", 9, 200, marks=pytest.mark.long)]
+)
 def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: int, steps: int) -> None:
     schedule = drawn_schedule(seed, {program: PROGRAMS[program].hazards})
     outcome = run_round(schedule, PROGRAMS[program], steps, tmp_path, LIMIT_S)
@@ -45,7 +47,11 @@ def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: in
 @pytest.mark.parametrize(
     ("program", "faults"),
     [
-        ("all-reduce", (Fault("terminate", "worker:1", 0.3), Fault("kill", "worker:0", 0.6))),
+        pytest.param(
+            "all-reduce",
+            (Fault("terminate", "worker:1", 0.3), Fault("kill", "worker:0", 0.6)),
+            marks=pytest.mark.long,
+        ),
         ("hybrid", (Fault("kill", "ps:0", 0.5),)),
     ],
 )

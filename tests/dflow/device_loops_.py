@@ -14,6 +14,8 @@ import pytest
 import dflow
 from tests.dflow.on_devices import X, calls, on, plan_of, variable
 
+pytestmark = pytest.mark.once
+
 
 def loop_scan(v: Any, w: Any, x: Any) -> Any:
     def body(carry: Any, row: Any) -> Any:

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 import dflow
 from tests.dflow.mesh_shardings import EXPLICIT, ROWS, WHOLE, P, X, same, spread
 
+pytestmark = pytest.mark.once
+
 
 def square_loss(w: Any, x: Any) -> Any:
     return ((x @ w) ** 2).mean()

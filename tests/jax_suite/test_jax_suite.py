@@ -21,7 +21,7 @@ from tests.jax_suite.child import last_line
 from tests.jax_suite.compare import Exceptions, FileComparison
 from tests.jax_suite.process import FileRun, Limits, Outcome, Stopped, run_file
 
-pytestmark = pytest.mark.once
+pytestmark = pytest.mark.long
 
 FILE = """
     import os, threading

@@ -7,6 +7,7 @@ from tests.simulation.planting import Mutation
 
 
 @pytest.mark.once
+@pytest.mark.long
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.says)
 def test_a_planted_fault_is_found(mutation: Mutation) -> None:
     ended = find(mutation)

@@ -13,6 +13,8 @@ import pytest
 import dflow
 from tests.dflow.on_devices import X, on, variable
 
+pytestmark = pytest.mark.once
+
 
 def test_ops_that_may_choose_give_what_they_give_anywhere() -> None:
     v, w = variable("cpu:1", np.ones((3, 4))), variable("cpu:2", np.ones((4, 3)))

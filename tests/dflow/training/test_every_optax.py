@@ -109,7 +109,7 @@ def assert_same_bits(got: Any, wanted: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:step was compiled 50 times:dflow.RetraceWarning")  # one step a case
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.once) if n in SIBLINGS else n for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.long) if n in SIBLINGS else n for n in CASES])
 def test_training_has_the_bits_of_optax(name: str) -> None:
     wanted, got = with_optax(CASES[name]), with_dflow(CASES[name])
     assert np.isfinite(wanted[2]).all()
