@@ -50,6 +50,12 @@ def add_seconds(
     parser.add_argument(option, type=float, default=float(default), metavar="SECONDS", help=help)
 
 
+def add_all_tables(parser: argparse._ActionsContainer) -> None:
+    """Add --all-tables."""
+    text = "show every variable, every value sent, and what steps cost each task, not only the largest"
+    parser.add_argument("--all-tables", action="store_true", help=text)
+
+
 def count(text: str) -> int:
     """Parse an integer of at least 0."""
     number = int(text)

@@ -13,7 +13,7 @@ from dflow.cli.cluster_options import (
     coordinator_of,
     transport_of,
 )
-from dflow.cli.command import Command, add_seconds, at_least_one
+from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one
 from dflow.tracing.errors import ConfigError
 
 
@@ -23,15 +23,19 @@ def _running_cluster(parser: argparse.ArgumentParser) -> None:
 
 
 def _status_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--watch", action="store_true", help="renew it each second, until Ctrl-C")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--watch", action="store_true", help="renew it each second, until Ctrl-C")
+    add_all_tables(shown)
     _running_cluster(parser)
 
 
 def _show_cluster(options: argparse.Namespace) -> None:
+    from dflow.cli.closing_summary import closing_summary
     from dflow.cli.live_status import show_status
-    from dflow.cli.status_view import make_console
+    from dflow.cli.status_view import closing_tables, make_console
 
-    show_status(transport_of(options), coordinator_of(options), make_console(), watch=options.watch)
+    summary = closing_tables if options.all_tables else closing_summary
+    show_status(transport_of(options), coordinator_of(options), make_console(), watch=options.watch, summary=summary)
 
 
 def _trace_options(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dflow.cli.certs import FILES_OF_CERTIFICATE
 from dflow.cli.cluster_options import add_security
-from dflow.cli.command import Command, add_seconds, at_least_one, checked, count, job_count
+from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
@@ -74,6 +74,7 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         help="where each task's output is written, up to twice 64 MiB each (default: a new folder in the system's "
         "folder for temporary files)",
     )
+    add_all_tables(parser)
     add_security(parser)
     parser.add_argument("script", help="the Python script that each worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -100,13 +101,14 @@ def _launch(options: argparse.Namespace) -> int:
         return 2
     # After Ray has started, because Ray installs its own SIGTERM handler.
     stop = StopSignal()
-    from dflow.cli.status_view import LoggedView, launch_view, make_console
+    from dflow.cli.closing_summary import closing_summary
+    from dflow.cli.status_view import LoggedView, closing_tables, launch_view, make_console
     from dflow.distributed.launching.launcher import launch
     from dflow.distributed.launching.run_logs import RunLogs
 
     logs = RunLogs(options.logs or Path(tempfile.mkdtemp(prefix=f"dflow-{Path(options.script).stem}-")))
     with (
-        launch_view(make_console()) as shown,
+        launch_view(make_console(), closing_tables if options.all_tables else closing_summary) as shown,
         contextlib.closing(logs),
         contextlib.nullcontext() if kept is None else contextlib.closing(kept),
         tempfile.TemporaryDirectory(prefix="dflow-state-") as state,

@@ -19,9 +19,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from dflow.cli.closing_summary import closing_summary
 from dflow.cli.cost_tables import usage_table
 from dflow.cli.observing import ClusterObserver, live_tasks
-from dflow.cli.status_view import closing_tables, progress_line, traffic_table
+from dflow.cli.status_view import Closing, progress_line, traffic_table
 from dflow.cli.tables import TaskLine, size_text, task_table
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
@@ -72,9 +73,10 @@ def show_status(
     console: Console,
     *,
     watch: bool,
+    summary: Closing = closing_summary,
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Print the tables, and those of a run's end; or with `watch`, refresh the first until Ctrl-C or the run ends.
+    """Print the tables, and `summary` of the run so far; or with `watch`, refresh the tables until Ctrl-C or its end.
 
     raises  DeadlineExceeded when the coordinator does not answer; with `watch`, that ends the display instead
     """
@@ -84,7 +86,7 @@ def show_status(
             wait(LOOK_S)
             now = look(observer, pool)
             if not watch:
-                console.print(live_view(before, now), closing_tables(now.status, {}))
+                console.print(live_view(before, now), summary(now.status, {}))
                 return
             with Live(live_view(before, now), console=console, auto_refresh=False) as live:
                 while True:

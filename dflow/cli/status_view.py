@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -27,8 +28,6 @@ from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.status import PartCosts, SnapshotSize, Status, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
-#: Most rows of a table; one more row sums up the rest.
-MOST_ROWS = 30
 PLAIN_LINE_S = 2.0
 SAME_LINE_S = 30.0
 #: Width of the tables, in characters, where the output is not a terminal.
@@ -74,11 +73,15 @@ def progress_line(status: Status, steps_per_s: float) -> str:
     return "  ".join(parts)
 
 
+#: What is shown at the end of a run, from its status and how each process ended, by full task name.
+Closing = Callable[[Status, Mapping[str, str]], RenderableType]
+
+
 def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
-    """Return the tables shown at the end of a run. `ends` tells how each process ended, by full task name."""
+    """Return all tables of a run, with every row. `ends` tells how each process ended, by full task name."""
     traffic = traffic_table(
         status.traffic,
-        MOST_ROWS,
+        None,
         lambda size_bytes: f"Sent: {size_text(size_bytes)}",
         (">messages", ">values", ">MB"),
         lambda row: (str(row.messages or ""), str(row.values), f"{row.size_bytes / 1e6:.3f}"),
@@ -140,8 +143,9 @@ def _sum(rows: Sequence[EdgeTraffic]) -> EdgeTraffic:
 class TerminalView:
     """The launcher's display on a terminal: output of the tasks above a table of the tasks and a progress line."""
 
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: Live, closing: Closing) -> None:
         self._live = live
+        self._closing = closing
         self._rate = StepRate()
         self._worker_rates: defaultdict[str, StepRate] = defaultdict(StepRate)
         self._steps_per_s: dict[str, float] = {}
@@ -168,21 +172,22 @@ class TerminalView:
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         self._live.stop()
         if status is not None:
-            self._live.console.print(closing_tables(status, ends))
+            self._live.console.print(self._closing(status, ends))
 
 
 class PlainView:
     """The launcher's display in a file or a pipe: no colours, no cursor, one progress line every two seconds.
 
-    Before the first run, the line counts the tasks that are up; unchanged, it is repeated every half minute. The rows
-    of tasks are not shown: events report the tasks.
+    Before the first run, the line counts the tasks that are up. While nothing changes, it is repeated every half
+    minute. The rows of tasks are not shown: events report the tasks.
     """
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, closing: Closing) -> None:
         self._console = console
+        self._closing = closing
         self._rate = StepRate()
         self._shown_at_s = 0.0
-        self._present = ""
+        self._shown: object = None
 
     def show_line(self, task: str, line: str) -> None:
         self._print(f"[{task}] {line}")
@@ -190,10 +195,10 @@ class PlainView:
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         if status is None:
             return
-        rate, present = self._rate.add(status.now_s, status.steps_done), "" if status.steps_total else _present(status)
-        is_news = not present or present != self._present
-        if status.now_s - self._shown_at_s >= (PLAIN_LINE_S if is_news else SAME_LINE_S):
-            self._shown_at_s, self._present = status.now_s, present
+        rate = self._rate.add(status.now_s, status.steps_done)
+        news = (status.steps_done, status.steps_total) if status.steps_total else _present(status)
+        if status.now_s - self._shown_at_s >= (SAME_LINE_S if news == self._shown else PLAIN_LINE_S):
+            self._shown_at_s, self._shown = status.now_s, news
             self._print(progress_line(status, rate))
 
     def show_event(self, text: str) -> None:
@@ -201,7 +206,7 @@ class PlainView:
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:
         if status is not None:
-            self._console.print(closing_tables(status, ends))
+            self._console.print(self._closing(status, ends))
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -259,13 +264,13 @@ def make_console() -> Console:
 
 
 @contextmanager
-def launch_view(console: Console) -> Iterator[TerminalView | PlainView]:
-    """Yield the view for the console's kind of output."""
+def launch_view(console: Console, closing: Closing) -> Iterator[TerminalView | PlainView]:
+    """Yield the view for the console's kind of output, which shows `closing` at the end of the run."""
     if not console.is_terminal:
-        yield PlainView(console)
+        yield PlainView(console, closing)
         return
     with Live(Text("starting"), console=console, refresh_per_second=8, transient=True) as live:
-        yield TerminalView(live)
+        yield TerminalView(live, closing)
 
 
 def _present(status: Status) -> str:
@@ -283,14 +288,14 @@ def _colour(task: str) -> str:
 
 def traffic_table(
     traffic: Iterable[EdgeTraffic],
-    most: int,
+    most: int | None,
     title: Callable[[int], str],
     columns: Sequence[str],
     cells: Callable[[EdgeTraffic], Sequence[str]],
 ) -> Table:
     """Return a table of the edges with the most traffic.
 
-    most     number of rows; one more row sums up the rest
+    most     number of rows, one more of which sums up the rest; None shows all
     title    returns the title for the total number of bytes
     columns  the columns after the edge and its ends; `cells` returns a row's texts in them
     """
@@ -298,7 +303,7 @@ def traffic_table(
     table = make_table(title(sum(row.size_bytes for row in rows)), "value", "from -> to", *columns)
     for row in rows[:most]:
         table.add_row(Text(row.edge), f"{row.source} -> {row.destination}", *cells(row))
-    if rest := rows[most:]:
+    if most is not None and (rest := rows[most:]):
         table.add_row(f"{len(rest)} more", "", *cells(_sum(rest)))
     return table
 
@@ -329,29 +334,46 @@ def _not_finite_table(status: Status) -> Table:
     return table
 
 
+def variables_total(variables: Sequence[VariableInfo], snapshot: SnapshotSize | None) -> str:
+    """Return the number and size of the variables, and what the newest snapshot wrote of them."""
+    total = f"{len(variables)}, {size_text(sum(info.size_bytes for info in variables))}"
+    if snapshot is None:
+        return total
+    written, full = size_text(snapshot.written_bytes), size_text(snapshot.full_bytes)
+    return f"{total}; snapshot {snapshot.number} wrote {written} of {full}"
+
+
 def _variables_table(variables: Sequence[VariableInfo], snapshot: SnapshotSize | None) -> Table:
-    title = f"Variables: {len(variables)}, {size_text(sum(info.size_bytes for info in variables))}"
-    if snapshot is not None:
-        written, full = size_text(snapshot.written_bytes), size_text(snapshot.full_bytes)
-        title += f"; snapshot {snapshot.number} wrote {written} of {full}"
+    title = f"Variables: {variables_total(variables, snapshot)}"
     table = make_table(title, "variable", "type", ">size", "task")
-    largest = sorted(variables, key=lambda info: (-info.size_bytes, info.name))
-    for info in largest[:MOST_ROWS]:
+    for info in sorted(variables, key=lambda info: (-info.size_bytes, info.name)):
         kind = Text(type_text(info.dtype, info.shape) if info.kind == "variable" else info.dtype)
         table.add_row(Text(info.name), kind, size_text(info.size_bytes), short_task_name(info.task))
-    if rest := largest[MOST_ROWS:]:
-        table.add_row(f"{len(rest)} more", "", size_text(sum(info.size_bytes for info in rest)), "")
     return table
 
 
-def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
-    costs = {cost.task: cost for cost in status.costs}
-    columns = (">parts", ">processor", ">wake-ups") if costs else ()
-    table = make_table("Tasks", "task", ">joined", ">left", *columns, "why")
+@dataclass(frozen=True)
+class TaskEnd:
+    """A task's times as texts, and why it left or that it lives.
+
+    `is_newest`  false for an earlier process of a task that was started again
+    """
+
+    task: str
+    joined: str
+    left: str
+    why: str
+    is_newest: bool = True
+
+
+def ends_of_tasks(status: Status, ends: Mapping[str, str]) -> list[TaskEnd]:
+    """Return each process that joined, by task and time, then the tasks that never joined."""
     newest = {info.task: info for info in status.tasks}
     stalls = {health.task: health for health in status.health if health.stalled_since_s is not None}
+    found = []
     for info in sorted(status.tasks, key=lambda info: (split_task_name(info.task), info.joined_at_s)):
-        end = ends.get(info.task, "") if newest[info.task] is info else ""
+        is_newest = newest[info.task] is info
+        end = ends.get(info.task, "") if is_newest else ""
         left = "" if info.left_at_s is None else f"{info.left_at_s:.1f} s"
         why = _why(info, end)
         if not left and not end:
@@ -359,10 +381,18 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
             if stall is not None:
                 why = f"stalled since {stall.stalled_since_s:.1f} s at: {stall.doing or 'steps that it claimed'}"
             why = "away" if info.task in status.away else why
-        cells = _cost_cells(costs.get(info.task) if newest[info.task] is info else None)[: len(columns)]
-        table.add_row(short_task_name(info.task), f"{info.joined_at_s:.1f} s", left, *cells, Text(why))
-    for task in (*status.expected, *(task for task in ends if task not in newest and task not in status.expected)):
-        table.add_row(short_task_name(task), "never", "", *[""] * len(columns), Text(ends.get(task, "")))
+        found.append(TaskEnd(info.task, f"{info.joined_at_s:.1f} s", left, why, is_newest))
+    absent = (*status.expected, *(task for task in ends if task not in newest and task not in status.expected))
+    return [*found, *(TaskEnd(task, "never", "", ends.get(task, "")) for task in absent)]
+
+
+def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
+    costs = {cost.task: cost for cost in status.costs}
+    columns = (">parts", ">processor", ">wake-ups") if costs else ()
+    table = make_table("Tasks", "task", ">joined", ">left", *columns, "why")
+    for each in ends_of_tasks(status, ends):
+        cells = _cost_cells(costs.get(each.task) if each.is_newest else None)[: len(columns)]
+        table.add_row(short_task_name(each.task), each.joined, each.left, *cells, Text(each.why))
     return table
 
 

@@ -33,8 +33,8 @@ def test_digits_in_one_process() -> None:
 
 @pytest.mark.once
 def test_digits_on_a_cluster() -> None:
-    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "examples/digits.py", "--steps", "60")
-    with Spawned(*words, cwd=ROOT) as ran:
+    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "--all-tables", "examples/digits.py")
+    with Spawned(*words, "--steps", "60", cwd=ROOT) as ran:
         status, output = ran.finish()
     assert status == 0, output
     assert accuracy(output) > 0.5

@@ -3,7 +3,9 @@ import io
 import pytest
 from rich.console import Console
 
+from dflow.cli.closing_summary import closing_summary
 from dflow.cli.status_view import (
+    Closing,
     PlainView,
     StepRate,
     TerminalView,
@@ -40,9 +42,9 @@ def status(**changes: object) -> Status:
     return Status(**{**made, **changes})  # type: ignore[arg-type]
 
 
-def printed(view: Status, **ends: str) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(closing_tables(view, {f"/job:{name.replace('_', '/task:')}": end for name, end in ends.items()}))
+def printed(view: Status, *, closing: Closing = closing_tables, **ends: str) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(closing(view, {f"/job:{name.replace('_', '/task:')}": end for name, end in ends.items()}))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -115,13 +117,43 @@ def test_the_workers_that_get_or_send_the_same_are_one_row() -> None:
     ]
 
 
-def test_the_largest_edges_are_shown_and_the_rest_is_summed_up() -> None:
+def test_all_edges_are_shown_on_request_and_else_the_largest_with_the_total() -> None:
     traffic = tuple(sent(f"edge{n:02}", PS0, WORKERS[0], size_bytes=n * 1_000_000) for n in range(40))
-    text = printed(status(traffic=traffic))
-    assert "edge10" in text
-    assert "edge09" not in text
-    assert "10 more" in text
-    assert "45.000" in text
+    assert printed(status(traffic=traffic)).count("edge") == 40
+    assert printed(status(traffic=traffic), closing=closing_summary).endswith(
+        "\nSent: 780.0 MB; edge39 ps:0 -> worker:0 39.0 MB; edge38 ps:0 -> worker:0 38.0 MB; ... (--all-tables)\n"
+    )
+
+
+def test_the_summary_fits_one_screen_whatever_the_number_of_tasks_and_variables() -> None:
+    tasks = [TaskInfo(f"/job:worker/task:{index}", "h:1", 0.5, 9.0, "stopped") for index in range(90)]
+    tasks[70] = TaskInfo("/job:worker/task:70", "h:1", 0.5, 9.0, "killed by SIGKILL")
+    variables = tuple(VariableInfo(f"v{n:02}", "float32", (n,), 4 * n, PS1) for n in range(90))
+    progress = tuple(WorkerProgress(task.task, 1, 0.01, {"loss": 0.25}) for task in tasks)
+    shown = printed(
+        status(tasks=tuple(tasks), variables=variables, workers=progress, results={"accuracy": 0.9375}),
+        closing=closing_summary,
+    )
+    lines = [line.rstrip() for line in shown.splitlines()]
+    assert len(lines) < 24
+    assert "Results: accuracy 0.9375" in lines
+    assert "Steps: 60 of 100" in lines
+    assert "Variables: 90, 16.0 kB; v89 f32[89] 356 B on ps:1; v88 f32[88] 352 B on ps:1; ... (--all-tables)" in lines
+    rows = [line.split() for line in lines if "worker:" in line]
+    assert " ".join(rows[0]) == "worker:70 0.5 s 9.0 s killed by SIGKILL 1 10.0 ms loss 0.25"
+    assert len(rows) == 12
+    assert [line.split() for line in lines if " more " in line] == [["78", "more", "78", "finished"]]
+
+
+def test_the_summary_shows_earlier_processes_of_a_task_and_what_was_not_finite() -> None:
+    again = (TaskInfo(WORKERS[0], "h:1", 0.5, 2.0, "killed"), TaskInfo(WORKERS[0], "h:1", 3.0))
+    found = NotFinite(37, "loss", float("nan"), "run_0", WORKERS[0])
+    shown = printed(status(tasks=again, not_finite=(found,)), closing=closing_summary)
+    assert "Not finite: loss nan in run_0, first at step 37 on worker:0" in shown
+    assert [line.split() for line in shown.splitlines() if line.startswith(" worker:0")] == [
+        ["worker:0", "0.5", "s", "2.0", "s", "killed"],
+        ["worker:0", "3.0", "s", "live", "40", "12.3", "ms", "loss", "0.5"],
+    ]
 
 
 def test_variables_say_their_type_size_and_task() -> None:
@@ -173,23 +205,33 @@ def test_tasks_say_when_they_left_and_why() -> None:
 
 def test_output_to_a_file_is_plain_and_progress_comes_every_two_seconds() -> None:
     console = Console(file=io.StringIO(), width=120)
-    with launch_view(console) as view:
+    with launch_view(console, closing_summary) as view:
         assert isinstance(view, PlainView)
         view.show_line("worker:0", "[red]as it is[/red]")
         for tenth in range(20, 45):
-            view.show_status(status(now_s=tenth / 10), ())
+            view.show_status(status(now_s=tenth / 10, steps_done=tenth), ())
         view.show_event("worker:0 ended")
         view.show_end(None, {})
     assert isinstance(console.file, io.StringIO)
     lines = console.file.getvalue().splitlines()
     assert lines[0] == "[worker:0] [red]as it is[/red]"
-    assert len([line for line in lines if line.startswith("step 60/100")]) == 2
+    assert len([line for line in lines if line.startswith("step ")]) == 2
     assert lines[-1] == "dflow: worker:0 ended"
+
+
+def test_in_a_file_steps_are_told_when_there_are_more_and_every_half_minute() -> None:
+    console = Console(file=io.StringIO(), width=120)
+    view = PlainView(console, closing_summary)
+    for second in range(50):
+        view.show_status(status(now_s=float(second), steps_done=max(second - 45, 0)), ())
+    assert isinstance(console.file, io.StringIO)
+    steps = [line.split()[1] for line in console.file.getvalue().splitlines()]
+    assert steps == ["0/100", "0/100", "1/100", "3/100"]
 
 
 def test_in_a_file_who_is_up_is_told_when_it_changes_and_every_half_minute() -> None:
     console = Console(file=io.StringIO(), width=120)
-    view = PlainView(console)
+    view = PlainView(console, closing_summary)
     for second in range(100):
         expected = (WORKERS[0],) if second < 10 else ()
         view.show_status(status(now_s=float(second), steps_total=0, expected=expected), ())
@@ -200,7 +242,7 @@ def test_in_a_file_who_is_up_is_told_when_it_changes_and_every_half_minute() -> 
 
 def test_a_terminal_gets_a_live_line_and_the_tables_after_it() -> None:
     console = Console(file=io.StringIO(), width=120, force_terminal=True)
-    with launch_view(console) as view:
+    with launch_view(console, closing_summary) as view:
         assert isinstance(view, TerminalView)
         view.show_line("worker:0", "hello")
         view.show_status(status(), ())

@@ -4,6 +4,7 @@ import io
 
 from rich.console import Console
 
+from dflow.cli.closing_summary import closing_summary
 from dflow.cli.status_view import launch_view
 from dflow.cli.tables import launch_table
 from dflow.distributed.launching.launcher import TaskRow
@@ -46,7 +47,7 @@ def test_what_does_not_fit_is_counted_and_trouble_comes_first() -> None:
 
 def test_the_terminal_shows_the_table_above_the_progress_and_each_workers_rate() -> None:
     console = Console(file=io.StringIO(), width=100, height=40, force_terminal=True)
-    with launch_view(console) as view:
+    with launch_view(console, closing_summary) as view:
         for now_s, steps in ((1.0, 10), (3.0, 40)):
             workers = (WorkerProgress("/job:worker/task:0", steps, 0.05, {}),)
             view.show_status(Status(now_s, (), (), workers, steps, 100, (), (), {}), ROWS)

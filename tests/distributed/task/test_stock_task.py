@@ -84,7 +84,7 @@ client.leave()
     assert status == 0, output
     assert "[worker:0] placed on /job:ps/task:0" in output
     assert "f32[3,3,1,16]" in output
-    table = output[output.index("Tasks") :]
+    table = output[output.index("joined") :]
     assert table.count("finished") == 3
 
 

@@ -1,0 +1,89 @@
+"""The end of a run on one screen: results, a row for each task, the largest variables and transfers.
+
+`closing_tables` in `status_view.py` shows the same in full, for `--all-tables`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from dflow.cli.status_view import ends_of_tasks, grouped_traffic, type_text, variables_total
+from dflow.cli.tables import make_table, size_text
+from dflow.distributed.coordinator.membership import FINISHED
+from dflow.distributed.wire.messages.status import Status
+from dflow.tracing.devices.task_name import short_task_name
+
+#: Most rows of the table of tasks; one more row counts the others by their end.
+MOST_TASKS = 12
+#: Number of variables, and of edges between tasks, that are named.
+LARGEST = 2
+
+
+def closing_summary(status: Status, ends: Mapping[str, str]) -> RenderableType:
+    """Return the summary shown at the end of a run. `ends` tells how each process ended, by full task name."""
+    table = _tasks_table(status, ends)
+    return Group(Text(), *_results(status), *([table] if table.row_count else []), *_largest(status))
+
+
+def _results(status: Status) -> Iterator[Text]:
+    if status.results:
+        yield _line("Results", (f"{name} {value:.6g}" for name, value in status.results.items()))
+    for one in status.not_finite:
+        where = f"{one.metric} {one.value} in {one.run}, first at step {one.step} on {short_task_name(one.task)}"
+        yield _line("Not finite", (where,))
+    if status.steps_total:
+        yield _line("Steps", (f"{status.steps_done} of {status.steps_total}",))
+
+
+def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
+    """Return a row for each task; if there are too many, those that neither live nor finished come first."""
+    workers = {worker.task: worker for worker in status.workers}
+    columns = ("task", ">joined", ">left", "end", *((">steps", ">step time", "metrics") if workers else ()))
+    table = make_table("", *columns)
+    rows = ends_of_tasks(status, ends)
+    if len(rows) > MOST_TASKS:
+        rows.sort(key=lambda row: row.why in (FINISHED, "live"))
+    for row in rows[:MOST_TASKS]:
+        cells = [short_task_name(row.task), row.joined, row.left, Text(row.why)]
+        if row.is_newest and (worker := workers.get(row.task)) is not None:
+            metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
+            step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
+            cells += [f"{worker.steps} ({worker.dropped} dropped)" if worker.dropped else str(worker.steps), step_time]
+            cells.append(Text(metrics))
+        table.add_row(*cells)
+    if rest := Counter(row.why for row in rows[MOST_TASKS:]):
+        table.add_row(f"{rest.total()} more", "", "", ", ".join(f"{n} {why}" for why, n in rest.most_common(3)))
+    return table
+
+
+def _largest(status: Status) -> Iterator[Text]:
+    variables = sorted(status.variables, key=lambda info: (-info.size_bytes, info.name))
+    if variables:
+        yield _line(
+            "Variables",
+            (
+                variables_total(variables, status.snapshot),
+                *(
+                    f"{info.name} {type_text(info.dtype, info.shape) if info.kind == 'variable' else info.dtype} "
+                    f"{size_text(info.size_bytes)} on {short_task_name(info.task)}"
+                    for info in variables[:LARGEST]
+                ),
+            ),
+            more=len(variables) > LARGEST,
+        )
+    edges = grouped_traffic(status.traffic)
+    if edges:
+        total = size_text(sum(row.size_bytes for row in edges))
+        largest = (
+            f"{row.edge} {row.source} -> {row.destination} {size_text(row.size_bytes)}" for row in edges[:LARGEST]
+        )
+        yield _line("Sent", (total, *largest), more=len(edges) > LARGEST)
+
+
+def _line(title: str, texts: Iterable[str], *, more: bool = False) -> Text:
+    return Text.assemble((f"{title}: ", "bold"), "; ".join(texts), "; ... (--all-tables)" if more else "")
