@@ -49,7 +49,7 @@ def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
     if len(rows) > MOST_TASKS:
         rows.sort(key=lambda row: row.why in (FINISHED, "live"))
     for row in rows[:MOST_TASKS]:
-        cells = [short_task_name(row.task), row.joined, row.left, Text(row.why)]
+        cells: list[RenderableType] = [short_task_name(row.task), row.joined, row.left, Text(row.why)]
         if row.is_newest and (worker := workers.get(row.task)) is not None:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in worker.metrics.items())
             step_time = f"{1000 * worker.step_s:.1f} ms" if worker.step_s else ""
