@@ -1,4 +1,4 @@
-"""The `dflow` command line: start, join or inspect a cluster, list an export.
+"""The `dflow` command line: start, join or inspect a cluster, list an export, start a project, check this machine.
 
 Each subcommand imports what it needs when it runs, so that `--help` and `launch` start without delay.
 """
@@ -14,16 +14,20 @@ from dflow.cli.certs import CERTS
 from dflow.cli.command import add_commands
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.cli.launch_command import LAUNCH
+from dflow.cli.local.completion import COMPLETION
+from dflow.cli.local.doctor import DOCTOR
+from dflow.cli.local.new_project import NEW
 from dflow.cli.server_commands import COORDINATOR, TASK
 from dflow.tracing.errors import DflowError
 
-COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS)
+COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS, NEW, DOCTOR, COMPLETION)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line `words` (default: the process's arguments) and return the exit status."""
     parser = argparse.ArgumentParser(prog="dflow", description="Stateful dataflow on JAX and XLA.")
     parser.add_argument("--version", action="version", version=f"dflow {__version__}")
+    parser.set_defaults(parser=parser)
     add_commands(parser, "command", COMMANDS)
     options = parser.parse_args(words)
     try:

@@ -1,0 +1,1 @@
+"""Commands that need no cluster: a new project, a check of this machine, completion in the shell."""

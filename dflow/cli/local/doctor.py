@@ -1,0 +1,39 @@
+"""`dflow doctor`: check that dflow can work on this machine, and say what to do where it cannot."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from itertools import chain
+
+from dflow.cli.command import Command, add_seconds
+from dflow.cli.local.doctor_checks import Diagnosis, clock, devices, extras, limits, network, versions
+
+
+def show(found: Iterable[Diagnosis]) -> int:
+    """Print each diagnosis as it is found, and return the exit status: 1 if any is *wrong*."""
+    wrong = 0
+    for each in found:
+        print(f"{each.level:5}  {each.text}", flush=True)
+        if each.remedy:
+            print(f"       -> {each.remedy}", flush=True)
+        wrong += each.level == "wrong"
+    print(f"dflow doctor: {f'{wrong} wrong, with the remedies above' if wrong else 'nothing is wrong'}")
+    return 1 if wrong else 0
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    add_seconds(parser, "--timeout", 60, "how long JAX may take to list its devices")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    return show(chain(versions(), extras(), limits(), network(), clock(), devices(options.timeout)))
+
+
+DOCTOR = Command(
+    "doctor",
+    "check the installation and this machine",
+    _options,
+    _doctor,
+    more=": versions, extras, devices, limits, network, clock. The exit status is 1 if something is wrong.",
+)

@@ -1,0 +1,65 @@
+"""`dflow new NAME`: a folder with a small project to start from. Nothing that exists is overwritten."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import keyword
+import re
+from pathlib import Path
+
+from dflow import __version__
+from dflow.cli.command import Command
+from dflow.cli.local.project_files import project_files
+from dflow.tracing.errors import ConfigError
+
+
+def new_project(name: str, parent: Path) -> str:
+    """Write the project `name` into a new folder of `parent`; return a message for the user.
+
+    raises  ConfigError if `name` is no module name, is the name of an installed module, or its folder exists
+    """
+    if not re.fullmatch(r"[a-z_][a-z0-9_]*", name) or keyword.iskeyword(name):
+        near = re.sub(r"\W+", "_", name, flags=re.ASCII).strip("_").lower()
+        near = near if re.fullmatch(r"[a-z_][a-z0-9_]*", near) and not keyword.iskeyword(near) else "my_project"
+        raise ConfigError(
+            f"project name: expected the name of a Python module in lower case, got {name!r}",
+            f"choose another name, such as {near}",
+        )
+    folder = parent / name
+    if folder.exists():
+        raise ConfigError(
+            f"project folder: expected a new one, but {folder} exists", "choose another name, or remove it"
+        )
+    if importlib.util.find_spec(name) is not None:
+        raise ConfigError(
+            f"project name: expected a name of its own, got {name!r}, which is an installed module",
+            f"choose another name, such as my_{name}",
+        )
+    folder.mkdir()
+    for file, text in project_files(name, __version__).items():
+        (folder / file).write_text(text)
+    return (
+        f"wrote {folder}: a script that trains, its tests, and a README\n"
+        f"  cd {name}\n"
+        f"  python {name}.py                             # one process\n"
+        f"  dflow launch --ps 1 --workers 2 {name}.py    # a parameter task and two workers\n"
+        f"  pytest                                       # its tests, on one process and on a cluster"
+    )
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="the name of the folder and of the Python module in it")
+
+
+def _new(options: argparse.Namespace) -> None:
+    print(new_project(options.name, Path()))
+
+
+NEW = Command(
+    "new",
+    "write a small project to start from",
+    _options,
+    _new,
+    more=", in a new folder: a script that trains in one process and on a cluster, its tests, a README.",
+)
