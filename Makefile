@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel pins clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel release pins clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -48,16 +48,17 @@ test: checks pytest  ## run every check: lint, types, layers, wheel, pytest
 
 checks: lint types layers wheel  ## all of them but the tests
 
-lint: $(STAMP)  ## ruff: rules and format
+lint: $(STAMP)  ## ruff: rules and format; codespell: spelling, except in tests, which misspell on purpose
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/codespell --skip node_modules *.md docs examples benchmarks dflow tracing lowering distributed
 
 format: $(STAMP)  ## rewrite the sources as lint wants them
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-types: $(STAMP)  ## mypy --strict on all four layers (tests/test_layers.py holds that it sees the linked ones) and the simulator
-	$(PY) -m mypy -p dflow -p tests.simulation
+types: $(STAMP)  ## mypy --strict on all four layers (tests/test_layers.py holds that it sees the linked ones), simulator, user code
+	$(PY) -m mypy -p dflow -p tests.simulation -m tests.typing_sample
 
 layers: $(STAMP)  ## import-linter: imports between layers go one way
 	$(VENV)/bin/lint-imports
@@ -113,6 +114,9 @@ wheel: $(STAMP)  ## build sdist and wheel, look inside, and try the wheel in a c
 	rm -rf build dist
 	$(PY) -m build --no-isolation --outdir dist . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	$(PYTHON) tests/check_wheel.py dist --constraints $(PINS)
+
+release: wheel  ## the same on each Python from 3.11 on that is on this machine, with the newest packages
+	$(PYTHON) tests/check_wheel.py dist --every
 
 pins:  ## resolve the newest dependencies anew and write constraints/ for this PYTHON
 	rm -rf $(VENV)-pins

@@ -22,7 +22,14 @@ from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
-from dflow.distributed.strategies.strategy import REPORT_S, Strategy, StrategyCluster, StrategyRun, arguments_of
+from dflow.distributed.strategies.strategy import (
+    REPORT_S,
+    StepResult,
+    Strategy,
+    StrategyCluster,
+    StrategyRun,
+    arguments_of,
+)
 from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
@@ -122,13 +129,13 @@ class AllReduce(Strategy):
     @suggests_keywords
     def run(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., StepResult],
         batches: Iterable[Any] | Callable[[int], Any] | BatchSupply,
         *,
         steps: int,
         name: str | None = None,
         first: int = 0,
-    ) -> Iterator[Any]:
+    ) -> Iterator[StepResult]:
         """As `Strategy.run`, for the steps from number `first` to `steps` - 1.
 
         first  number of the first step: in a program that goes on from a checkpoint, `next_step` of its

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.steps.retries import RecoveringState
@@ -19,6 +19,9 @@ from dflow.tracing.near_names import suggests_keywords
 if TYPE_CHECKING:
     # Every command imports this module, and most need no client.
     from dflow.distributed.client.coordinator_client import CoordinatorClient
+
+#: What the program's step returns, and its loop yields.
+StepResult = TypeVar("StepResult")
 
 #: By prefix, the numbers of the runs that the program does not name.
 _run_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -131,12 +134,12 @@ class Strategy:
     @suggests_keywords
     def run(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., StepResult],
         batches: Iterable[Any] | Callable[[int], Any] | BatchSupply,
         *,
         steps: int,
         name: str | None = None,
-    ) -> Iterator[Any]:
+    ) -> Iterator[StepResult]:
         """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
 
         step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress

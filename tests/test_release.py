@@ -1,0 +1,59 @@
+"""What a release promises: versions, licence, changelog, formats, and types that a user's checker sees."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import dflow
+from dflow.distributed.coordinator import coordinator_store
+from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION
+from dflow.exporting import export_format
+from dflow.lowering.files import array_manifest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_page_of_promises_has_the_numbers_of_the_formats_and_the_protocol() -> None:
+    page = (ROOT / "docs" / "stability.md").read_text()
+    said = [re.findall(rf"\| {what}: (?:format|version) (\d+)", page) for what in FORMATS]
+    assert said == [[str(number)] for number in FORMATS.values()]
+
+
+FORMATS = {
+    "checkpoints, and the parts of snapshots": array_manifest.VERSION,
+    "exports": export_format.FORMAT,
+    "the state file of the coordinator": coordinator_store.FORMAT,
+    "the protocol between tasks": PROTOCOL_VERSION,
+}
+
+
+def test_the_changelog_has_this_version_after_what_is_not_released() -> None:
+    titles = re.findall(r"^## \[(.+?)\](?: - (\S+))?$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert titles[0] == ("Unreleased", "")
+    assert titles[1][0] == dflow.__version__
+    assert all(
+        re.fullmatch(r"\d+\.\d+\.\d+", version) and re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+        for version, date in titles[1:]
+    )
+
+
+def test_the_supported_version_is_this_one() -> None:
+    major, minor, _ = dflow.__version__.split(".")
+    assert f"the newest minor version, {major}.{minor} now" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_the_licence_is_stated_and_there() -> None:
+    assert PROJECT["license"] == "Apache-2.0"
+    assert "Apache License" in (ROOT / "LICENSE").read_text()
+    assert "LICENSE" in PROJECT["license-files"]
+
+
+def test_files_of_other_authors_come_with_their_licence() -> None:
+    """Scripts, styles and fonts in the package are named in NOTICE, or are dflow's own."""
+    notice = ROOT / "NOTICE"
+    named = notice.read_text() if notice.exists() else ""
+    minified = [path for path in (ROOT / "dflow").rglob("*.min.*") if path.suffix in (".js", ".css")]
+    assert [str(path.relative_to(ROOT)) for path in minified if path.name not in named] == []
