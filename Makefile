@@ -28,7 +28,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel release pins clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel release pins site clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -125,6 +125,11 @@ pins:  ## resolve the newest dependencies anew and write constraints/ for this P
 	$(call pip,$(VENV)-pins) install -q --no-build-isolation -e '.[$(EXTRAS)]'
 	$(call pip,$(VENV)-pins) freeze --all --exclude pip --exclude-editable > $(PINS)
 	rm -rf $(VENV)-pins
+
+site: $(STAMP)  ## build the documentation as a site in build/site, with warnings as errors
+	@$(PY) -c 'import furo, myst_nb' 2> /dev/null || $(call pip,$(VENV)) install -q -c $(PINS) --no-build-isolation -e '.[site]'
+	$(PY) -m sphinx -b html -W --keep-going -q docs build/site
+	@echo 'build/site/index.html'
 
 clean:  ## remove the environment, build results and caches
 	rm -rf $(VENV) build dist *.egg-info .*_cache .hypothesis

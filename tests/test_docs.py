@@ -3,13 +3,15 @@
 The blocks of a page run in order in one namespace. A ```text block right after a ```python block is its output;
 `...` in it stands for anything. `make golden` rewrites such blocks, except those where `...` stands for something. A
 page about several devices needs a process that has them: `test_several_devices.py` starts one, and
-`JAX_NUM_CPU_DEVICES=8` before a command rewrites that page.
+`JAX_NUM_CPU_DEVICES=8` before a command rewrites that page. The code cells of a notebook run in order, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
+import json
 import re
 from pathlib import Path
 
@@ -21,7 +23,10 @@ from tests.golden import UpdateMode
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 #: Pages without code that runs here, whose links are checked too.
-OTHERS = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / "docs" / "decisions").glob("*.md")])
+OTHERS = sorted(
+    [*map(ROOT.joinpath, ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")), *ROOT.glob("docs/decisions/*.md")]
+)
+NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 #: Pages that need several devices.
 OF_DEVICES = {"devices.md"}
 RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_count() > 1]
@@ -45,6 +50,66 @@ def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
             updated = updated.replace(match[0], f"```python\n{code}```\n\n```text\n{printed}```\n")
     if updated != original:
         page.write_text(updated)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_runs_and_is_kept_without_outputs(notebook: Path) -> None:
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []
+    namespace: dict[str, object] = {"__name__": notebook.stem}
+    for number, cell in enumerate(cells):
+        run("".join(cell["source"]), f"{notebook.name}[{number}]", namespace)
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    """The index is the list that the site's navigation is made of (docs/conf.py)."""
+    listed = re.findall(r"^- \[.*?\]\((.*?)\)", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    decisions = [path.relative_to(ROOT / "docs" / "decisions") for path in OTHERS if path.parent.name == "decisions"]
+    of_decisions = re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "decisions" / "README.md").read_text())
+    pages = [*ROOT.glob("docs/*.md"), *NOTEBOOKS, ROOT / "docs" / "decisions" / "README.md"]
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in pages if page.stem != "index")
+    assert set(of_decisions) >= {str(path) for path in decisions if path.stem != "README"}
+
+
+def test_the_sites_reference_reads_docstrings_as_they_are_written() -> None:
+    spec = importlib.util.spec_from_file_location("plain_docstrings", ROOT / "docs" / "plain_docstrings.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    docstring = """Compile `fn`, for `a
+and b`.
+
+fn       takes *args and
+         returns one
+`_keep`  a flag
+Returns a `Function`.
+
+    x = fn(*y)
+
+- one
+- two"""
+    assert module.as_rst(docstring.splitlines()) == [
+        "Compile ``fn``, for ``a and b``.",
+        "",
+        "``fn``",
+        "    takes \\*args and returns one",
+        "",
+        "``_keep``",
+        "    a flag",
+        "",
+        "Returns a ``Function``.",
+        "",
+        "::",
+        "",
+        "    x = fn(*y)",
+        "",
+        "- one",
+        "",
+        "- two",
+        "",
+    ]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
