@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-#: An argument: its name, two spaces at least, its meaning.
-_ITEM = re.compile(r"(`?\*{0,2}[\w.]+`?) {2,}(?=\S)")
+#: An argument, or several: names, two spaces at least, their meaning.
+_ITEM = re.compile(r"((?:`?\*{0,2}[\w.]+`?(?:, )?)+) {2,}(?=\S)")
 
 
 def as_rst(lines: Sequence[str]) -> list[str]:
@@ -36,7 +36,8 @@ def _items(paragraph: Sequence[str]) -> list[str]:
     for line in paragraph:
         item = _ITEM.match(line)
         if item:
-            texts.append((f"``{item[1].strip('`')}``\n    ", line[item.end() :]))
+            names = item[1].replace("`", "")
+            texts.append((f"``{names}``\n    ", line[item.end() :]))
         elif line.startswith("- "):
             texts.append(("- ", line[2:]))
         elif texts and (line.startswith("  ") or not texts[-1][0]):
@@ -51,4 +52,6 @@ def _inline(text: str) -> str:
     parts = text.split("`")
     for index in range(0, len(parts), 2):
         parts[index] = re.sub(r"([\\*|])|_(?=\W|$)", lambda found: "\\" + found[0], parts[index])
+        if index and re.match(r"\w", parts[index]):  # markup ends before a word only so
+            parts[index] = "\\ " + parts[index]
     return "".join(f"``{part}``" if index % 2 else part for index, part in enumerate(parts))

@@ -83,8 +83,8 @@ and b`.
 
 fn       takes *args and
          returns one
-`_keep`  a flag
-Returns a `Function`.
+a, `_b`  two flags
+Returns `Function`s.
 
     x = fn(*y)
 
@@ -96,10 +96,10 @@ Returns a `Function`.
         "``fn``",
         "    takes \\*args and returns one",
         "",
-        "``_keep``",
-        "    a flag",
+        "``a, _b``",
+        "    two flags",
         "",
-        "Returns a ``Function``.",
+        "Returns ``Function``\\ s.",
         "",
         "::",
         "",
