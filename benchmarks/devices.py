@@ -1,14 +1,15 @@
 """Measure a training step partitioned over two devices by scopes, beside JAX partitioned by hand.
 
-The two devices are made by XLA of this machine's CPU. The models are a network with one half on `cpu:0` and the other
-on `cpu:1`, and a table of rows on `cpu:1` below a tower on `cpu:0`; both are trained by gradient descent:
+By default, the two devices are made by XLA of this machine's CPU; `JAX_PLATFORMS=cuda,cpu` chooses two GPUs. The models
+are a network with one half on the first device and the other on the second, and a table of rows on the second below a
+tower on the first; both are trained by gradient descent:
 
 - dflow: one function, `dflow.device` around each part;
 - by hand: for each part and direction a separate `jax.jit` with its parameters donated, `jax.device_put` in between,
   the residuals kept on their device by `jax.vjp`;
 - sharded: one `jax.jit` over a mesh of both, the weights, or the rows of the table, sharded over it by `NamedSharding`;
   each step is waited for, since collectives between devices of one CPU can deadlock when steps overlap;
-- one device: one `jax.jit` on `cpu:0`, with all parameters as a donated pytree.
+- one device: one `jax.jit` on the first, with all parameters as a donated pytree.
 
 All have the same parameters and batches, and their losses are compared before the timing. A time is the mean of many
 consecutive steps without waits between them; all alternatives run in each round, in random order. Two devices on the
@@ -21,6 +22,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -54,8 +56,14 @@ def main() -> None:
 
 
 def devices() -> tuple[jax.Device, jax.Device]:
-    one, other, *_ = jax.local_devices(backend="cpu")
+    """The two devices, of the platform that JAX chooses."""
+    one, other, *_ = jax.local_devices()
     return one, other
+
+
+def on(index: int) -> AbstractContextManager[None]:
+    """The scope of one of the two devices."""
+    return dflow.device(f"{devices()[index].platform}:{index}")
 
 
 def mesh() -> Mesh:
@@ -100,18 +108,18 @@ def halves(batch: int, width: int, layers: int) -> dict[str, Step]:
 
 
 def halves_by_scopes(first: Values, second: Values, x: Any, y: Any, loss: Any) -> Step:
-    with dflow.device("cpu:0"):
+    with on(0):
         lower = dflow.variables(first)
-    with dflow.device("cpu:1"):
+    with on(1):
         upper = dflow.variables(second)
     held = [*lower.values(), *upper.values()]
 
     @dflow.jit
     def step(x: Any, y: Any) -> Any:
         def of_variables() -> Any:
-            with dflow.device("cpu:0"):
+            with on(0):
                 h = half(lower, x)
-            with dflow.device("cpu:1"):
+            with on(1):
                 return loss(half(upper, h), y)
 
         value, gradients = dflow.value_and_grad(of_variables, held)()
@@ -201,16 +209,16 @@ def embedding(count: int, width: int, batch: int, each: int, hidden: int) -> dic
 
 
 def embedding_by_scopes(table: Any, values: Values, ids: Any, y: Any) -> Step:
-    with dflow.device("cpu:1"):
+    with on(1):
         words = dflow.Variable(table, name="words")
-    with dflow.device("cpu:0"):
+    with on(0):
         held = dflow.variables(values)
 
     @dflow.jit
     def step(ids: Any, y: Any) -> Any:
-        with dflow.device("cpu:1"):
+        with on(1):
             looked_up = words[ids]
-        with dflow.device("cpu:0"):
+        with on(0):
 
             def of_rows(rows: Any) -> Any:
                 return tower(dflow.read(held), rows, y)
@@ -218,7 +226,7 @@ def embedding_by_scopes(table: Any, values: Values, ids: Any, y: Any) -> Step:
             value, (gradients, for_rows) = dflow.value_and_grad(of_rows, held, argnums=0)(looked_up)
         for name, variable in held.items():
             variable.assign_sub(RATE * gradients[name])
-        with dflow.device("cpu:1"):
+        with on(1):
             words.scatter_add(ids, -RATE * for_rows)
         return value
 

@@ -12,7 +12,7 @@ from tests import gpu_check
 def test_without_a_gpu_it_says_so_and_ends_well(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check, "backend", lambda: "cpu")
+    monkeypatch.setattr(gpu_check, "backend", lambda platforms: ("cpu", 1))
     monkeypatch.setattr(gpu_check, "has_gpu_without_plugin", lambda: False)
     assert gpu_check.check(None, lambda words, on: pytest.fail("ran something")) == 0
     assert capsys.readouterr().out == "gpu-check: JAX finds no GPU here, only cpu: nothing was checked\n"
@@ -21,17 +21,17 @@ def test_without_a_gpu_it_says_so_and_ends_well(
 def test_a_gpu_that_jax_cannot_use_is_a_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check, "backend", lambda: "cpu")
+    monkeypatch.setattr(gpu_check, "backend", lambda platforms: ("cpu", 1))
     monkeypatch.setattr(gpu_check, "has_gpu_without_plugin", lambda: True)
     assert gpu_check.check(None, lambda words, on: pytest.fail("ran something")) == 2
     assert "JAX has no plugin for it: pip install" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_on_a_gpu_it_runs_tests_and_full_benchmarks_and_tells_what_failed(
-    status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("status", "count"), [(0, 2), (1, 1)])
+def test_on_a_gpu_it_runs_tests_examples_and_full_benchmarks_and_tells_what_failed(
+    status: int, count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(gpu_check, "backend", lambda: "gpu")
+    monkeypatch.setattr(gpu_check, "backend", lambda platforms: ("gpu", count))
     ran: list[str] = []
 
     def do(words: Sequence[str], on: str) -> int:
@@ -39,15 +39,30 @@ def test_on_a_gpu_it_runs_tests_and_full_benchmarks_and_tells_what_failed(
         return status if words[0] == "benchmarks.call_cost" else 0
 
     assert gpu_check.check(None, do) == status
-    assert ran == ["pytest -m device -q tests", "benchmarks.call_cost", "benchmarks.convnets"]
-    told = "failed: benchmarks.call_cost" if status else "all passed"
+    measured = ["call_cost", "convnets", "embedding --small", "many_variables", "devices"][: 3 + count]
+    assert ran == [
+        "pytest -m device -q tests",
+        *(f"examples.{name}" for name in sorted(gpu_check.FEW_STEPS)),
+        "dflow launch --ps 1 --workers 2 examples/digits.py",
+        *(f"benchmarks.{name}" for name in measured),
+    ]
+    told = "failed: benchmarks.call_cost; one GPU: no benchmark of several devices" if status else "all passed"
     assert capsys.readouterr().out == f"gpu-check on gpu: {told}\n"
-    assert gpu_check.environment("gpu")["JAX_PLATFORMS"] == "cuda,cpu"
+    settings = gpu_check.environment("gpu")
+    assert (settings["JAX_PLATFORMS"], settings["XLA_PYTHON_CLIENT_PREALLOCATE"]) == ("cuda,cpu", "false")
 
 
-def test_told_to_run_on_the_cpu_it_runs_the_same_in_little() -> None:
+def test_told_to_run_on_the_cpu_it_runs_the_same_in_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_check, "backend", lambda platforms: (platforms, 1))
     ran: list[Sequence[str]] = []
     assert gpu_check.check("cpu", lambda words, on: ran.append(words) or 0) == 0
-    assert [words[0] for words in ran] == ["pytest", "benchmarks.call_cost", "benchmarks.convnets"]
-    assert all("--rounds" in words for words in ran[1:])
+    of_examples = [words for words in ran if words[0].startswith("examples.")]
+    assert {words[0] for words in of_examples} == {f"examples.{name}" for name in gpu_check.FEW_STEPS}
+    assert all(len(words) > 1 for words in of_examples)
+    assert [words[1] for words in ran if words[0] == "benchmarks._tiny"] == list(gpu_check.BENCHMARKS)
     assert gpu_check.environment("cpu")["JAX_PLATFORMS"] == "cpu"
+
+
+def test_every_example_is_checked_and_can_be_short() -> None:
+    examples = {path.stem for path in (gpu_check.ROOT / "examples").glob("*.py")}
+    assert set(gpu_check.FEW_STEPS) == examples
