@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from dflow.cli.command import Command, add_seconds
-from dflow.cli.local.doctor_checks import Diagnosis, clock, devices, extras, limits, network, versions
+
+if TYPE_CHECKING:
+    from dflow.cli.local.doctor_checks import Diagnosis
 
 
 def show(found: Iterable[Diagnosis]) -> int:
@@ -27,6 +30,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    from dflow.cli.local.doctor_checks import clock, devices, extras, limits, network, versions
+
     return show(chain(versions(), extras(), limits(), network(), clock(), devices(options.timeout)))
 
 
