@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -55,6 +56,12 @@ def expected_modules() -> set[str]:
     }
 
 
+def licence_files() -> set[str]:
+    """Paths of the licences that pyproject.toml lists, for dflow and for files of others in it."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["license-files"]
+    return {path.relative_to(ROOT).as_posix() for pattern in listed for path in ROOT.glob(pattern)}
+
+
 def check_wheel(path: Path) -> None:
     """The wheel contains all of dflow/ and its metadata, and nothing else."""
     with zipfile.ZipFile(path) as wheel:
@@ -63,7 +70,7 @@ def check_wheel(path: Path) -> None:
     strangers = {name for name in names if name.split("/")[0] != "dflow" and ".dist-info/" not in name}
     check_same(path, strangers, set())
     licences = {name.split("/", 1)[1] for name in names if "/licenses/" in name}
-    check_same(path, licences, {"licenses/LICENSE"})
+    check_same(path, licences, {f"licenses/{name}" for name in licence_files()})
 
 
 def check_sdist(path: Path) -> None:

@@ -139,9 +139,10 @@ def devices(timeout_s: float) -> Iterator[Diagnosis]:
         return
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
-        yield Diagnosis(
-            "wrong", f"devices: JAX fails ({where}): {last}", f"repair the installation of JAX, or {on_cpu}"
-        )
+        if last == "AssertionError":  # of JAX, for a platform that it knows and that is not here
+            last = "there is no device of this platform, or no plugin of JAX for it"
+        remedy = f"install JAX's plugin for the platform, such as pip install 'jax[cuda12]', or {on_cpu}"
+        yield Diagnosis("wrong", f"devices: JAX fails ({where}): {last}", remedy)
         return
     found = json.loads(ran.stdout.strip().splitlines()[-1])
     text = f"devices: {', '.join(found)} ({where})"

@@ -79,6 +79,10 @@ def test_an_error_of_jax_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     [found] = devices(60)
     assert found.level == "wrong"
     assert found.text.endswith("RuntimeError: jaxlib 0.9 is too old")
+    monkeypatch.setattr(doctor_checks, "_DEVICES", "assert False")
+    [found] = devices(60)
+    assert found.text.endswith("there is no device of this platform, or no plugin of JAX for it")
+    assert "pip install 'jax[cuda12]'" in found.remedy
 
 
 def test_too_few_files_too_little_memory_and_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
