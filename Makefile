@@ -42,7 +42,8 @@ dependencies: $(DEPENDENCIES)  ## the pinned dependencies alone
 demo: $(STAMP)  ## train a digit classifier on a cluster of 2 parameter servers and 3 workers on this machine
 	$(VENV)/bin/dflow launch --ps 2 --workers 3 examples/digits.py
 	@echo
-	@echo 'Next: . $(VENV)/bin/activate; docs/tutorial.md takes ten minutes, and dflow new NAME starts a project of your own.'
+	@echo 'Next: read docs/tutorial.md, which takes ten minutes; or start a project of your own:'
+	@echo '      . $(VENV)/bin/activate; dflow new my_project'
 
 test: checks pytest  ## run every check: lint, types, layers, wheel, pytest
 

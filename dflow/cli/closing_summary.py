@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -32,12 +32,12 @@ def closing_summary(status: Status, ends: Mapping[str, str]) -> RenderableType:
 
 def _results(status: Status) -> Iterator[Text]:
     if status.results:
-        yield _line("Results", (f"{name} {value:.6g}" for name, value in status.results.items()))
+        yield _line("Results", "; ".join(f"{name} {value:.6g}" for name, value in status.results.items()))
     for one in status.not_finite:
         where = f"{one.metric} {one.value} in {one.run}, first at step {one.step} on {short_task_name(one.task)}"
-        yield _line("Not finite", (where,))
+        yield _line("Not finite", where)
     if status.steps_total:
-        yield _line("Steps", (f"{status.steps_done} of {status.steps_total}",))
+        yield _line("Steps", f"{status.steps_done} of {status.steps_total}")
 
 
 def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
@@ -66,24 +66,22 @@ def _largest(status: Status) -> Iterator[Text]:
     if variables:
         yield _line(
             "Variables",
-            (
-                variables_total(variables, status.snapshot),
-                *(
-                    f"{info.name} {type_text(info.dtype, info.shape) if info.kind == 'variable' else info.dtype} "
-                    f"{size_text(info.size_bytes)} on {short_task_name(info.task)}"
-                    for info in variables[:LARGEST]
-                ),
-            ),
-            more=len(variables) > LARGEST,
+            variables_total(variables, status.snapshot),
+            [
+                f"{info.name} {type_text(info.dtype, info.shape) if info.kind == 'variable' else info.dtype} "
+                f"{size_text(info.size_bytes)} on {short_task_name(info.task)}"
+                for info in variables
+            ],
         )
     edges = grouped_traffic(status.traffic)
     if edges:
         total = size_text(sum(row.size_bytes for row in edges))
-        largest = (
-            f"{row.edge} {row.source} -> {row.destination} {size_text(row.size_bytes)}" for row in edges[:LARGEST]
-        )
-        yield _line("Sent", (total, *largest), more=len(edges) > LARGEST)
+        rows = [f"{row.edge} {row.source} -> {row.destination} {size_text(row.size_bytes)}" for row in edges]
+        yield _line("Sent", total, rows)
 
 
-def _line(title: str, texts: Iterable[str], *, more: bool = False) -> Text:
-    return Text.assemble((f"{title}: ", "bold"), "; ".join(texts), "; ... (--all-tables)" if more else "")
+def _line(title: str, text: str, largest: Sequence[str] = ()) -> Text:
+    """Return a line with a bold title, and after its text the first `LARGEST` of a list."""
+    named = f"; largest: {'; '.join(largest[:LARGEST])}" if largest else ""
+    more = "; ... (--all-tables)" if len(largest) > LARGEST else ""
+    return Text.assemble((f"{title}: ", "bold"), text, named, more)

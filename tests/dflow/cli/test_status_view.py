@@ -121,7 +121,8 @@ def test_all_edges_are_shown_on_request_and_else_the_largest_with_the_total() ->
     traffic = tuple(sent(f"edge{n:02}", PS0, WORKERS[0], size_bytes=n * 1_000_000) for n in range(40))
     assert printed(status(traffic=traffic)).count("edge") == 40
     assert printed(status(traffic=traffic), closing=closing_summary).endswith(
-        "\nSent: 780.0 MB; edge39 ps:0 -> worker:0 39.0 MB; edge38 ps:0 -> worker:0 38.0 MB; ... (--all-tables)\n"
+        "\nSent: 780.0 MB; largest: edge39 ps:0 -> worker:0 39.0 MB; edge38 ps:0 -> worker:0 38.0 MB; ...\n"
+        "(--all-tables)\n"
     )
 
 
@@ -138,7 +139,8 @@ def test_the_summary_fits_one_screen_whatever_the_number_of_tasks_and_variables(
     assert len(lines) < 24
     assert "Results: accuracy 0.9375" in lines
     assert "Steps: 60 of 100" in lines
-    assert "Variables: 90, 16.0 kB; v89 f32[89] 356 B on ps:1; v88 f32[88] 352 B on ps:1; ... (--all-tables)" in lines
+    assert "Variables: 90, 16.0 kB; largest: v89 f32[89] 356 B on ps:1; v88 f32[88] 352 B on ps:1; ..." in lines
+    assert lines[-1] == "(--all-tables)"
     rows = [line.split() for line in lines if "worker:" in line]
     assert " ".join(rows[0]) == "worker:70 0.5 s 9.0 s killed by SIGKILL 1 10.0 ms loss 0.25"
     assert len(rows) == 12
