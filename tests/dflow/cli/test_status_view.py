@@ -121,7 +121,7 @@ def test_all_edges_are_shown_on_request_and_else_the_largest_with_the_total() ->
     traffic = tuple(sent(f"edge{n:02}", PS0, WORKERS[0], size_bytes=n * 1_000_000) for n in range(40))
     assert printed(status(traffic=traffic)).count("edge") == 40
     assert printed(status(traffic=traffic), closing=closing_summary).endswith(
-        "\nSent: 780.0 MB; largest: edge39 ps:0 -> worker:0 39.0 MB; edge38 ps:0 -> worker:0 38.0 MB; ...\n"
+        "\nSent: 780.0 MB; largest: edge39 ps:0 -> worker:0 39.0 MB; edge38 ps:0 -> worker:0 38.0 MB; ... \n"
         "(--all-tables)\n"
     )
 
