@@ -31,7 +31,7 @@ def _paragraphs(lines: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _items(paragraph: Sequence[str]) -> list[str]:
-    """Return a paragraph, in which each argument is a definition and each `- ` an item of a list."""
+    """Return a paragraph with each argument as a definition, and each `- ` as an item of a list."""
     texts: list[tuple[str, str]] = []  # the text before each, and the text
     for line in paragraph:
         item = _ITEM.match(line)

@@ -41,7 +41,7 @@ def _results(status: Status) -> Iterator[Text]:
 
 
 def _tasks_table(status: Status, ends: Mapping[str, str]) -> Table:
-    """Return a row for each task; if there are too many, those that neither live nor finished come first."""
+    """Return a row for each task; if there are too many, tasks that neither live nor finished come first."""
     workers = {worker.task: worker for worker in status.workers}
     columns = ("task", ">joined", ">left", "end", *((">steps", ">step time", "metrics") if workers else ()))
     table = make_table("", *columns)

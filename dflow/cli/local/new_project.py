@@ -33,7 +33,7 @@ def new_project(name: str, parent: Path) -> str:
         )
     if importlib.util.find_spec(name) is not None:
         raise ConfigError(
-            f"project name: expected a name of its own, got {name!r}, which is an installed module",
+            f"project name: expected one that no installed module has, got {name!r}",
             f"choose another name, such as my_{name}",
         )
     folder.mkdir()

@@ -58,7 +58,7 @@ def test_a_new_project_has_a_readme_and_asks_for_this_version(tmp_path: Path) ->
         ("My-Rings", "expected the name of a Python module in lower case, got 'My-Rings'", "such as my_rings"),
         ("class", "expected the name of a Python module in lower case, got 'class'", "such as my_project"),
         ("../rings", "expected the name of a Python module in lower case, got '../rings'", "such as rings"),
-        ("json", "got 'json', which is an installed module", "such as my_json"),
+        ("json", "expected one that no installed module has, got 'json'", "such as my_json"),
         ("taken", r"expected a new one, but .*taken exists", "choose another name, or remove it"),
     ],
 )
