@@ -112,7 +112,7 @@ Returns `Function`s.
     ]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS, *NOTEBOOKS], ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_links_of_a_page_lead_to_headings_that_are_there(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", outside_of_code(page))
     for path, heading in links:
