@@ -1,6 +1,6 @@
 """All public names; `dflow` imports this module when one of them is first used."""
 
-from dflow import data, distributed, lax, nn, numpy, random
+from dflow import data, distributed, lax, loggers, nn, numpy, random
 from dflow.calls.eager_mode import eager
 from dflow.calls.function import Function, jit
 from dflow.calls.trace_log import RetraceWarning
@@ -159,6 +159,7 @@ __all__ = [
     "kernel",
     "lax",
     "load",
+    "loggers",
     "name",
     "nn",
     "numpy",

@@ -141,7 +141,10 @@ class _Drawer:
             edges += self._edges(_taken(run), made, len(boxes))
             made.update((value, len(boxes)) for node in run.nodes for value in node.outputs)
             boxes.append(self._box(run))
-        edges += _orders(self._runs, len(inputs))
+        first = len(inputs)
+        edges += (
+            Edge(first + before, first + after, None) for before, after in orders([run.nodes for run in self._runs])
+        )
         for index, value in enumerate(value for value in self._graph.outputs if isinstance(value, Value)):
             edges += self._edges([value], made, len(boxes))
             boxes.append(Box("output", f"return {index}", str(value.type), (repr(value),), takes=self._names([value])))
@@ -159,7 +162,7 @@ class _Drawer:
         devices = {_device(node) for node in run.nodes}
         return Box(
             "group" if run.name or _holds_body(run.nodes[0]) else "op",
-            run.name or _title(run.nodes[0]),
+            run.name or title(run.nodes[0]),
             f"{len(run.nodes)} ops" if run.name else _results(run.nodes[0]),
             (*told, *([f"and {more} more"] if more else [])),
             devices.pop() if len(devices) == 1 else "several devices",
@@ -178,17 +181,17 @@ def _taken(run: _OpGroup) -> list[Value]:
     return list(dict.fromkeys(value for node in run.nodes for value in node.values if value not in own))
 
 
-def _orders(runs: Sequence[_OpGroup], first: int) -> list[Edge]:
-    """Return edges from each write of a variable to its next reads, and from those to the next write."""
-    found: dict[Edge, None] = {}
+def orders(groups: Sequence[Sequence[Node]]) -> list[tuple[int, int]]:
+    """Return pairs of groups by number: each write of a variable and its next reads, and those and the next write."""
+    found: dict[tuple[int, int], None] = {}
     written: dict[Value, int] = {}
     read: dict[Value, list[int]] = {}
-    for place, run in enumerate(runs, first):
-        effects = [(effect, ref) for node in run.nodes for effect, ref in node.effects if ref is not None]
+    for place, nodes in enumerate(groups):
+        effects = [(effect, ref) for node in nodes for effect, ref in node.effects if ref is not None]
         for effect, ref in effects:
             earlier = [written[ref]] if ref in written else []
             earlier += read.get(ref, []) if effect is Effect.WRITE else []
-            found.update((Edge(before, place, None), None) for before in earlier if before != place)
+            found.update(((before, place), None) for before in earlier if before != place)
         for effect, ref in effects:
             if effect is Effect.WRITE:
                 written[ref], read[ref] = place, []
@@ -197,7 +200,7 @@ def _orders(runs: Sequence[_OpGroup], first: int) -> list[Edge]:
     return list(found)
 
 
-def _title(node: Node) -> str:
+def title(node: Node) -> str:
     name = node.op.name.removeprefix("jax.")
     called = node.attributes.get("name")
     return f"{name} {called}" if isinstance(called, str) else name

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
@@ -17,6 +18,9 @@ class Callback:
     `steps` is the number of steps of the run that are done, by all workers. A method that returns a text ends the run
     for this worker, with the text as its reason; so methods must decide the same on all workers, or it ends on some.
     """
+
+    def on_start(self, steps: int, cluster: Cluster) -> None:
+        """The run begins, after `steps` steps of earlier programs; `cluster.task` is this worker."""
 
     def on_step(self, steps: int, outcome: Any) -> str | None:
         """A step of this worker has returned `outcome`, which may not be computed yet; reading it waits."""

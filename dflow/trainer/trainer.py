@@ -112,6 +112,8 @@ class Trainer:
         first = self._checkpoints.next_step if self._checkpoints else 0
         _check_count(batches, total * self._strategy.batches_per_step)
         run = _TrainingRun(self, _by_number(batches), name or f"trainer_{next(_numbers)}", first, total)
+        for callback in self._callbacks:
+            callback.on_start(first, self._cluster)
         with ProgressBar(run.name, total, first, self._progress) as bar:
             result = run.result(bar)
         if self._checkpoints:

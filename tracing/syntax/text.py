@@ -27,7 +27,7 @@ from dflow.tracing.ir.types import AccumulatorType, ArrayType, QueueType, RefTyp
 from dflow.tracing.jaxprs.attributes import Body, Opaque, Record, Symbol, attributes_of, normal
 from dflow.tracing.syntax.parse import parse
 
-__all__ = ["marked", "parse", "text"]
+__all__ = ["marked", "node_text", "parse", "text"]
 
 _STANDARD_FLOATS = (np.float16, np.float32, np.float64)
 
@@ -37,7 +37,7 @@ MARKED_NODES = 10
 
 def text(graph: Graph, locs: bool = True) -> str:
     """The graph's text; without the comments that name the user's lines when `locs` is false."""
-    nodes = [_line(node, locs) for node in graph.nodes]
+    nodes = [node_text(node, locs) for node in graph.nodes]
     return "\n".join([_head(graph), *nodes, _return(graph), "}"])
 
 
@@ -53,7 +53,7 @@ def _around(graph: Graph, node: Node, start: int, end: int) -> Iterator[str]:
     if start > 0:
         yield f"      ... {start} nodes before"
     for other in graph.nodes[start:end]:
-        first, *rest = _line(other, True).split("\n")
+        first, *rest = node_text(other).split("\n")
         yield ("--> " if other is node else "    ") + first
         yield from (f"    {line}" for line in rest)
     if end < len(graph.nodes):
@@ -84,7 +84,7 @@ def _operand(operand: Operand) -> str:
     return _array(np.asarray(operand.value, operand.type.dtype), operand.type)
 
 
-def _line(node: Node, locs: bool) -> str:
+def node_text(node: Node, locs: bool = True) -> str:
     """A node's text, of more than one line when it has bodies."""
     results = ", ".join(map(_definition, node.outputs))
     line = f"{results} = {node.op.name}({', '.join(map(_operand, node.inputs))})"

@@ -1,0 +1,138 @@
+"""An event file of TensorBoard: records with a time, a step and a value, added one by one.
+
+tensorboardX gives the record format and the messages. Its own queue and thread are not used: an error of the disk ends
+that thread without a word, and the program then waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dflow.tracing.errors import ConfigError
+
+#: Most records that are kept until `discard`.
+_MOST_KEPT = 100
+#: Distinguishes the files of this process.
+_numbers = itertools.count()
+
+
+def check_installed() -> None:
+    """Raise ConfigError without tensorboardX."""
+    try:
+        import tensorboardX  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "dflow.loggers.TensorBoard: expected the package tensorboardX, which is not installed",
+            "pip install 'dflow[tensorboard]'",
+        ) from error
+
+
+class EventFile:
+    """A new event file in a folder, which is made if it is missing. Every method may raise OSError."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import summary
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.record_writer import RecordWriter
+
+        self._event, self._summary = Event, summary
+        folder.mkdir(parents=True, exist_ok=True)
+        #: Events before `discard`, which may add them again; None if no earlier file has anything to discard.
+        self._kept: list[Any] | None = [] if any(folder.glob("events.out.tfevents.*")) else None
+        # Readers take the files of a folder in the order of their names.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self._records = RecordWriter(str(folder / name))
+        try:
+            self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            if self._kept is None:
+                self._start(0)  # some readers discard nothing at the first start of a folder
+            self.sync()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.close()
+            raise
+
+    def discard(self, first: int) -> None:
+        """Have readers discard what earlier files have of step `first` and later ones."""
+        kept, self._kept = self._kept, None
+        # With more records before it, this file is no part of an earlier run's curves.
+        if kept is not None and len(kept) < _MOST_KEPT:
+            self._start(first)
+            for event in kept:
+                if event.step >= first:  # it is discarded too
+                    self._records.write(event.SerializeToString())
+
+    def scalars(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
+        """Add a point to the curve of each name, as a 32-bit float."""
+        values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        self._add(time_s, step=step, summary=self._summary.Summary(value=values))
+
+    def histogram(self, step: int, time_s: float, name: str, values: Any, buckets: int) -> None:
+        """Add a histogram of finite numbers."""
+        self._add(time_s, step=step, summary=self._summary.histogram(name, values, buckets))
+
+    def text(self, step: int, time_s: float, name: str, text: str) -> None:
+        """Add a text."""
+        self._add(time_s, step=step, summary=self._summary.text(name, text))
+
+    def image(self, step: int, time_s: float, name: str, image: Any) -> None:
+        """Add an image of shape [height, width] or [height, width, channels]."""
+        self._add(time_s, step=step, summary=self._summary.image(name, image, dataformats="HWC"[: image.ndim]))
+
+    def graph(self, time_s: float, graph: bytes) -> None:
+        """Add a serialized GraphDef."""
+        self._add(time_s, graph_def=graph)
+
+    def session(self, hyperparameters: Mapping[str, Any]) -> None:
+        """Add the hyperparameters, and that the run has begun."""
+        from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+        data = HParamsPluginData()
+        data.session_start_info.start_time_secs = time.time()
+        for name, value in hyperparameters.items():
+            kind = "string" if isinstance(value, str) else "bool" if isinstance(value, bool) else "number"
+            setattr(data.session_start_info.hparams[name], f"{kind}_value", value)
+        self._session("_hparams_/session_start_info", data)
+
+    def session_end(self, failed: bool) -> None:
+        """Add that the run has ended, and how."""
+        from tensorboardX.proto.api_pb2 import Status
+        from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+        data = HParamsPluginData()
+        data.session_end_info.status = Status.Value("STATUS_FAILURE" if failed else "STATUS_SUCCESS")
+        data.session_end_info.end_time_secs = time.time()
+        self._session("_hparams_/session_end_info", data)
+
+    def sync(self) -> None:
+        """Wait until the disk has what is written."""
+        self._records.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._records.close()
+
+    def _start(self, first: int) -> None:
+        event = self._event(wall_time=time.time(), step=first)
+        event.session_log.status = event.session_log.START
+        self._records.write(event.SerializeToString())
+
+    def _session(self, tag: str, data: Any) -> None:
+        summary = self._summary.Summary()
+        value = summary.value.add(tag=tag)
+        value.metadata.plugin_data.plugin_name = "hparams"
+        value.metadata.plugin_data.content = data.SerializeToString()
+        self._add(time.time(), summary=summary)
+
+    def _add(self, time_s: float, **what: Any) -> None:
+        event = self._event(wall_time=time_s, **what)
+        self._records.write(event.SerializeToString())
+        if self._kept is not None and len(self._kept) < _MOST_KEPT:
+            self._kept.append(event)
