@@ -54,6 +54,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
         {"PS": first, "SAMPLES": to(4)},
         (*ONE_ROUND, "--words", "50", "--width", "8", "--batch", "2", "--length", "3", "--steps", "2"),
     ),
+    "loggers": ({"WIDTHS": to((16,))}, (*ONE_ROUND, "--steps", "5")),
     "many_variables": ({}, (*ONE_ROUND, "--sizes", "3", "--steps", "2", "--turns", "1")),
     "many_workers": (
         {"PS": to((1,)), "WORKERS": to((3,))},

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from dflow.graphs.graph_drawing import orders, title
 from dflow.tracing.devices.device import WITH_STATE
+from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
 from dflow.tracing.ir.types import ArrayType, RefType, TokenType, Type
 from dflow.tracing.syntax.text import node_text
@@ -90,11 +91,14 @@ class _GraphDefWriter:
 
 
 def _scoped(node: Node) -> str:
+    """Return the name that a node gets, if it is free. A read outside of scopes is `<variable>/read`."""
     scopes = [_WRAPPED.sub("", part) for part in node.scope.split("/")]
     if "transpose(" in node.scope:
         scopes.insert(0, "gradients")
     elif node.device == WITH_STATE and not any(scopes):
         scopes.insert(0, "update")
+    elif node.op is ops.var_read and not any(scopes):
+        scopes.insert(0, node.values[0].name)
     return "/".join([*filter(None, scopes), title(node).split(" ")[-1].removeprefix("var.")])
 
 

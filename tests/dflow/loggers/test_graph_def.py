@@ -62,14 +62,14 @@ def test_name_scopes_variables_updates_and_order(tmp_path: Path) -> None:
     assert variable.op == "Variable"
     assert [dim.size for dim in variable.attr["_output_shapes"].list.shape[0].dim] == [3, 2]
     assert nodes["x"].op == "Placeholder"
-    assert nodes["read"].input == ["dense/w"]
+    assert nodes["dense/w/read"].input == ["dense/w"]
     product = nodes["dense/dot_general"]
-    assert product.input == ["x", "read"]
+    assert product.input == ["x", "dense/w/read"]
     assert b"test_graph_def.py:" in product.attr["text"].s
     assert nodes["gradients/dense/dot_general"].input[0].startswith("gradients/")
     update = nodes["update/assign_add"]
     assert (update.op, update.input[0]) == ("assign_add", "dense/w")
-    assert "^read" in update.input  # the write comes after the read, which its value does not say
+    assert "^dense/w/read" in update.input  # the write comes after the read, which its value does not say
     assert nodes["return_0"].input == ["dense/reduce_sum"]
 
 
@@ -104,7 +104,7 @@ def test_devices_on_a_cluster(tmp_path: Path) -> None:
     assert {name: node.device for name, node in nodes.items()} == {
         "w": "/job:ps/task:0",
         "x": "",
-        "read": "/job:ps/task:0",
+        "w/read": "/job:ps/task:0",
         "mul": "",
         "assign_add": "/job:ps/task:0",
     }
