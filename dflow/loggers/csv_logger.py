@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dflow.distributed.worker.cluster import Cluster
-from dflow.loggers.logger import Logger
+from dflow.loggers.logger import Logger, renamed
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -26,8 +26,9 @@ class CSV(Logger):
     path         the file; with `all_workers` its name has the worker's too, such as `metrics.worker-1.csv`
     cluster, all_workers, every  as for `TensorBoard`
 
-    A row has the values that are logged together, and nothing for other metrics. A program that is started again goes
-    on in the file: the rows of its first step and of later ones are replaced.
+    A row has the values that are logged together, and nothing for other metrics. A metric called `step` or `time` has
+    the column `step_` or `time_`. A program that is started again goes on in the file: the rows of its first step and
+    of later ones are replaced.
 
     Raises TrainingError if the file cannot be written, or was not written by this class.
     """
@@ -61,7 +62,9 @@ class CSV(Logger):
             self._rewrite(kept, self._columns)
 
     def _write(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
-        row = {"step": str(step), "time": f"{time_s:.3f}"} | {name: repr(value) for name, value in numbers.items()}
+        row = {"step": str(step), "time": f"{time_s:.3f}"} | {
+            name: repr(value) for name, value in renamed(numbers).items()
+        }
         if row.keys() <= {*self._columns}:
             assert self._file is not None
             csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
@@ -79,6 +82,7 @@ class CSV(Logger):
             file.close()
 
     def _abandon(self) -> None:
+        self._is_open = False
         self._shut(failed=True)
 
     def _rows(self) -> list[dict[str, str]]:

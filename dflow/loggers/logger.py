@@ -57,7 +57,8 @@ class Logger(Callback):
         self._last_step = 0
         #: Whether a trainer's run has begun and not ended.
         self._is_running = False
-        self._lost = 0
+        #: Number of calls that failed since the last warning of failures, and whether one has succeeded since.
+        self._lost, self._has_written = 0, False
         self._warned: set[str] = set()
         self._to_warn: list[str] = []
         if cluster is not None:
@@ -139,17 +140,16 @@ class Logger(Callback):
         """Close what is open, after all values are written; `failed` if the program ends by an error."""
 
     def _abandon(self) -> None:
-        """After a failure: forget what is open; `_open` is called before the next `_write`."""
+        """After a failure: forget what is open, and clear `_is_open`, so that the next call opens the place again."""
 
     # What subclasses use.
 
-    def _put(self, step: int, write: Any, *arguments: Any) -> bool:
-        """Call `write(step, time_s, *arguments)` in the thread; return whether this worker writes at all."""
+    def _put(self, step: int, write: Any, *arguments: Any) -> None:
+        """Call `write(step, time_s, *arguments)` in the thread, if this worker writes at all."""
         if self._is_silent:
-            return False
-        self._opened().put(partial(self._written, partial(write, step, time.time(), *arguments)))
+            return
+        self._opened().put(partial(self._written, partial(write, operator.index(step), time.time(), *arguments)))
         self._warn()
-        return True
 
     def _check_period(self, name: str, steps: int | None) -> None:
         if steps is not None and steps < 1:
@@ -225,11 +225,12 @@ class Logger(Callback):
             self._open()
             self._is_open = True
         write()
+        self._has_written = True
 
     def _synced(self) -> None:
         if self._is_open:
             self._sync()
-        if self._is_open and self._lost:
+        if self._lost and self._has_written:
             self._to_warn.append(f"{self._name}: {self._where}: writes again; {self._lost} entries are lost")
             self._lost = 0
 
@@ -239,8 +240,7 @@ class Logger(Callback):
                 f"{self._name}: {self._where}: expected to write, got {type(error).__name__}: {error}; training goes "
                 "on, and what cannot be written is lost"
             )
-        self._lost += 1
-        self._is_open = False
+        self._lost, self._has_written = self._lost + 1, False
         with contextlib.suppress(OSError):  # the failure again
             self._abandon()
 
@@ -250,7 +250,6 @@ class Logger(Callback):
 
     def _end(self, failed: bool) -> None:
         atexit.unregister(self._end_at_exit)
-        self._has_begun = False
         if (thread := self._thread) is not None:
             self._thread = None
             if not thread.flush(FLUSH_S):
@@ -273,6 +272,11 @@ def fixed(value: Any) -> Any:
     if is_variable(value):
         return value.read()
     return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def renamed(numbers: Mapping[str, float]) -> dict[str, float]:
+    """Return numbers by names that are none of `step` and `time`: with a `_` after these."""
+    return {f"{name}_" if name in ("step", "time") else name: value for name, value in numbers.items()}
 
 
 def _described(value: Any) -> str:

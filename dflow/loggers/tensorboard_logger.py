@@ -178,6 +178,7 @@ class TensorBoard(Logger):
             file.close()
 
     def _abandon(self) -> None:
+        self._is_open = False
         file, self._file = self._file, None
         if file is not None:
             file.close()

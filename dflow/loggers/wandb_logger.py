@@ -7,12 +7,12 @@ from typing import Any
 
 from dflow.distributed.worker.cluster import Cluster
 from dflow.loggers.hyperparameters import checked
-from dflow.loggers.logger import Logger
+from dflow.loggers.logger import Logger, renamed
 from dflow.tracing.errors import ConfigError
 
 
 class WandB(Logger):
-    """Writes metrics to Weights & Biases, with `step` as the axis of each curve.
+    """Writes metrics to Weights & Biases, with `step` as the axis of each curve; a metric of that name is `step_`.
 
     project          the name of a project
     run              name and id of the run; a program that is started again with the same one goes on in it. By default
@@ -48,8 +48,6 @@ class WandB(Logger):
         self._hyperparameters = checked(self._name, hyperparameters)
 
     def _open(self) -> None:
-        if self._run is not None:  # after a failure
-            return
         names: dict[str, Any] = {}
         if self._given is not None:
             name = "-".join(filter(None, (self._given, self._task)))
@@ -59,7 +57,7 @@ class WandB(Logger):
         self._run.define_metric("*", step_metric="step")
 
     def _write(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
-        self._run.log({"step": step, **numbers})
+        self._run.log({"step": step, **renamed(numbers)})
 
     def _shut(self, failed: bool) -> None:
         run, self._run = self._run, None

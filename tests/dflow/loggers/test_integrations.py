@@ -87,7 +87,12 @@ def test_a_store_that_fails_is_a_warning(store: str, monkeypatch: pytest.MonkeyP
             warned(r"MLflow: file.*, digits: expected to write, got AttributeError", log.flush)
         log.log(2, 1)
         warned("writes again; 1 entries are lost", log.flush)
+        with monkeypatch.context() as broken:
+            broken.delattr(mlflow.MlflowClient, "log_batch")
+            log.log(3, 1)
+            warned("expected to write", log.flush)
     (run,) = runs(store, "digits")
+    assert run.info.status == "FINISHED"
     assert [step for step, _ in history(store, run.info.run_id, "loss")] == [0, 2]
 
 

@@ -42,8 +42,14 @@ def test_a_loop_by_hand_writes_each_step(tmp_path: Path) -> None:
         run = Async(dflow.connect()).run(dflow.jit(lambda x: {"loss": x * 2}), [1.0, 2.0, 3.0], steps=3)
         for step, metrics in enumerate(run):
             log.log(step, metrics)
-        log.log(3, 7)
-    assert rows_of(path) == [{"step": step, "loss": loss} for step, loss in enumerate([2, 4, 6, 7])]
+    log.log(2, {"step": 9})  # it is opened again, and goes on
+    log.close()
+    assert rows_of(path) == [
+        {"step": 0, "loss": 2},
+        {"step": 1, "loss": 4},
+        {"step": 2, "loss": 6},
+        {"step": 2, "step_": 9},
+    ]
 
 
 def test_a_trainer_writes_means_or_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
