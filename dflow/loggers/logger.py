@@ -71,9 +71,9 @@ class Logger(Callback):
         steps wait already, this waits for the oldest. The first call of a process replaces what earlier programs have
         written of this step and later ones. A value that is no real scalar is left out, with a warning.
 
-        Raises TypeError for a step that is no integer, TrainingError if the place cannot be written.
+        Raises TrainingError for a step that is no integer, and if the place cannot be written.
         """
-        self._log(operator.index(step), values, by_hand=True)
+        self._log(self._checked_step(step), values, by_hand=True)
 
     def flush(self) -> None:
         """Wait until all is written, for at most a minute."""
@@ -148,12 +148,20 @@ class Logger(Callback):
         """Call `write(step, time_s, *arguments)` in the thread, if this worker writes at all."""
         if self._is_silent:
             return
-        self._opened().put(partial(self._written, partial(write, operator.index(step), time.time(), *arguments)))
+        self._opened().put(partial(self._written, partial(write, self._checked_step(step), time.time(), *arguments)))
         self._warn()
 
     def _check_period(self, name: str, steps: int | None) -> None:
         if steps is not None and steps < 1:
             raise TrainingError(f"{self._name}: {name}: expected at least 1, got {steps}", "give a number of steps")
+
+    def _checked_step(self, step: Any) -> int:
+        try:
+            return operator.index(step)
+        except TypeError:
+            raise TrainingError(
+                f"{self._name}: step: expected an integer, got {_described(step)}", "write log(step, values)"
+            ) from None
 
     def _warn_once(self, subject: str, text: str) -> None:
         """Have the program's thread warn, unless it has warned of `subject` before."""

@@ -121,6 +121,10 @@ class TensorBoard(Logger):
 
     def graph(self, graph: GraphView) -> None:
         """Write a graph, `dflow.graph(step, *batch)`, for the tab GRAPHS, which shows one for each run."""
+        if not isinstance(graph, GraphView):
+            raise TrainingError(
+                f"{self._name}: graph: expected a dflow.GraphView, got {graph!r}", "give dflow.graph(step, *batch)"
+            )
         if not self._is_silent:
             self._put(0, self._write_graph, graph_def(graph.graph))
 

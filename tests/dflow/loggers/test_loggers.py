@@ -117,8 +117,8 @@ def test_an_odd_metric_is_a_warning_once_and_ends_nothing(tmp_path: Path) -> Non
     assert read[:2] == [{"step": 0, "loss": 1, "flag": 1}, {"step": 1, "loss": 1, "flag": 1}]
     assert math.isnan(read[2].pop("nan"))
     assert read[2:] == [{"step": 3, "inf": math.inf, "minus": -math.inf, "half": 0.5}]
-    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
-        log.log(1.5, {"loss": 1})  # type: ignore[arg-type]
+    with pytest.raises(dflow.TrainingError, match=r"(?s)step: expected an integer, got dict .*write log\(step, values"):
+        log.log({"loss": 1}, 3)  # type: ignore[arg-type]
 
 
 def test_a_value_whose_computation_failed_is_a_warning(tmp_path: Path) -> None:

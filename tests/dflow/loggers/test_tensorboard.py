@@ -23,10 +23,13 @@ event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.ev
 
 plugin_event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning",
-    "ignore:html5lib's sanitizer is deprecated:DeprecationWarning",
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings(
+        "ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning",
+        "ignore:html5lib's sanitizer is deprecated:DeprecationWarning",
+    ),
+]
 
 
 def read(folder: Path) -> Any:
@@ -236,6 +239,8 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(dflow.TrainingError, match=r"be written, got .*/file: "):
         TensorBoard(tmp_path / "file").log(0, 1)
+    with pytest.raises(dflow.TrainingError, match=r"(?s)graph: expected a dflow.GraphView, got .*give dflow.graph\("):
+        TensorBoard(tmp_path).graph(abs)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     with pytest.raises(dflow.ConfigError, match=r"(?s)tensorboardX, which is not installed.*'dflow\[tensorboard\]'"):
         TensorBoard(tmp_path)
