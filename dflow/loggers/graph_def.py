@@ -1,8 +1,8 @@
 """A function's graph as the GraphDef that TensorBoard draws.
 
 Name scopes are folders of names; `gradients/` has the backward part of each, and `update/` an optimizer's update. A
-variable is a node of its own, the first input of its reads and updates. Devices are those of the graph. Control edges
-are the order of reads and writes.
+variable is a node, the first input of its reads and updates. Devices are those of the graph. Control edges are the
+order of reads and writes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dflow.tracing.errors import TrainingError
 def checked(name: str, given: Mapping[str, Any] | None) -> dict[str, str | bool | int | float]:
     """Return hyperparameters with other values as text, and a nested mapping as `outer/inner`.
 
-    Raises TrainingError for what is no mapping.
+    Raises TrainingError if they are no mapping.
     """
     if given is None:
         return {}

@@ -40,7 +40,8 @@ class Logger(Callback):
     where        the place of the files or of the server, for messages
     cluster      the result of `dflow.connect()`, for a loop by hand on a cluster; a trainer gives its own
     all_workers  whether each worker writes, apart from the others; by default the first of the job alone
-    every        in a trainer: write the results of one step in so many, instead of means about once a second
+    every        in a trainer: number of steps between the steps whose results are written, instead of means about once
+                 a second
     """
 
     def __init__(self, where: str, cluster: Cluster | None, all_workers: bool, every: int | None) -> None:
@@ -52,7 +53,7 @@ class Logger(Callback):
         self._task, self._is_silent = "", False
         self._thread: WriterThread | None = None
         self._is_open = False
-        #: Whether the first step of this process is known, from which on earlier programs' values are replaced.
+        #: Whether a step was logged. The first one replaces the values of earlier programs for it and later steps.
         self._has_begun = False
         self._last_step = 0
         #: Whether a trainer's run has begun and not ended.
@@ -124,7 +125,7 @@ class Logger(Callback):
     # What a subclass defines. All are called in the logger's thread, but `_shut` and the first `_open`.
 
     def _open(self) -> None:
-        """Open the place, to add to what is there."""
+        """Open the place, and keep its present contents."""
 
     def _discard(self, first: int) -> None:
         """Replace what earlier programs have written of step `first` and later ones."""

@@ -30,9 +30,10 @@ class TensorBoard(Logger):
     folder           of one run. A program that is started again goes on in it: what an earlier program has written of
                      its first step and of later ones is no longer shown
     cluster          the result of `dflow.connect()`, for a loop by hand on a cluster; a trainer gives its own
-    all_workers      whether each worker writes, into a folder of its own, such as `<folder>/worker-1`; by default the
+    all_workers      whether each worker writes, into `<folder>/worker-0`, `<folder>/worker-1` and so on; by default the
                      first worker alone, into `folder`
-    every            in a trainer: write the results of one step in so many, instead of means about once a second
+    every            in a trainer: number of steps between the steps whose results are written, instead of means about
+                     once a second
     histogram_every  number of steps between histograms of `variables`, and of the arrays in the results of a step,
                      such as gradients
     variables        variables, in any pytree
@@ -86,7 +87,7 @@ class TensorBoard(Logger):
         self._after_step(step, values)
 
     def on_step(self, steps: int, outcome: Any) -> None:
-        """Write what is due after the step."""
+        """Write the step, its histograms and the profile, if it is time for them."""
         super().on_step(steps, outcome)
         self._after_step(steps, outcome)
 
@@ -231,4 +232,4 @@ def _arrays(name: str, values: Any) -> Iterator[tuple[str, Any]]:
     """Yield the arrays in a value that have axes, with their names."""
     for path, leaf in jax.tree_util.tree_flatten_with_path(values, is_leaf=is_variable)[0]:
         if getattr(leaf, "shape", ()):
-            yield "/".join(filter(None, (name, path_name(path)))), leaf
+            yield "/".join(filter(None, (name, path_name(path)))) or "loss", leaf

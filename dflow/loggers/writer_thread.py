@@ -1,6 +1,6 @@
-"""The thread in which a logger waits for values and writes them, so that no step waits for either.
+"""The thread of a logger, which waits for values and writes them, so that no step waits for either.
 
-Invariants: calls run one at a time, in the order in which they were put; a call that raises ends no other call.
+Invariants: calls run one at a time, in the order of `put`; a call that raises ends no other call.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def plugin_context(folder: Path) -> Any:
 
 
 def server_steps(folder: Path, name: str) -> list[int]:
-    """The steps that TensorBoard's server has of what is called `name`."""
+    """The steps of a curve or text in TensorBoard's server."""
     reader = plugin_event_accumulator.EventAccumulator(str(folder), {"tensors": 0}).Reload()
     return [point.step for point in reader.Tensors(name)]
 
@@ -110,10 +110,12 @@ def test_histograms_of_variables_and_of_arrays_that_a_step_returns(tmp_path: Pat
         for step in range(1, 5):
             w.assign(jnp.full(3, float(step)))
             board.log(step, {"loss": 0.0, "gradients": {"w": jnp.arange(5.0)}})
+        board.log(6, np.ones(2))
         w.assign(jnp.zeros(3))  # the histograms are of the values at their steps
         later.is_computed.set()
     found = read(tmp_path)
-    assert [(one.step, one.histogram_value.max) for one in found.Histograms("layer/w")] == [(0, 0), (2, 2), (4, 4)]
+    assert [(one.step, one.histogram_value.max) for one in found.Histograms("layer/w")] == [(0, 0), (2, 2), (4, 4), (6, 4)]
+    assert found.Histograms("loss")[0].histogram_value.num == 2
     (_, gradient) = found.Histograms("gradients/w")
     assert gradient.histogram_value.num == 5
     assert sum(gradient.histogram_value.bucket) == 5
