@@ -17,10 +17,11 @@ from dflow.cli.launch_command import LAUNCH
 from dflow.cli.local.completion import COMPLETION
 from dflow.cli.local.doctor import DOCTOR
 from dflow.cli.local.new_project import NEW
+from dflow.cli.serve_command import SERVE
 from dflow.cli.server_commands import COORDINATOR, TASK
 from dflow.tracing.errors import DflowError
 
-COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, CERTS, NEW, DOCTOR, COMPLETION)
+COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, SERVE, CERTS, NEW, DOCTOR, COMPLETION)
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -32,18 +32,23 @@ def add_cluster_file(parser: argparse.ArgumentParser) -> None:
 def add_security(parser: argparse.ArgumentParser) -> None:
     """Add --certificates and --secret-file; see `transport_of`."""
     group = parser.add_argument_group("peers to accept on other machines").add_mutually_exclusive_group()
-    group.add_argument(
-        "--certificates",
-        type=Path,
-        metavar="DIR",
-        help="accept peers with a certificate by the same authority; a folder that `dflow certs issue` wrote (default: "
-        "DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA)",
-    )
+    add_certificates(group)
     group.add_argument(
         "--secret-file",
         type=Path,
         metavar="FILE",
         help="accept peers that know this secret, written by `dflow certs secret` (default: DFLOW_SECRET_FILE)",
+    )
+
+
+def add_certificates(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --certificates."""
+    parser.add_argument(
+        "--certificates",
+        type=Path,
+        metavar="DIR",
+        help="accept peers with a certificate by the same authority; a folder that `dflow certs issue` wrote (default: "
+        "DFLOW_TLS_CERT, DFLOW_TLS_KEY and DFLOW_TLS_CA)",
     )
 
 

@@ -15,7 +15,7 @@ from dflow.tracing.rows.slices import AxisSlice
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 #: Attributes of `Loaded`, which no function may have as its name.
-_TAKEN = frozenset({"mlir_module", "save", "signatures", "variables"})
+_TAKEN = frozenset({"mlir_module", "save", "signature_of", "signatures", "variables"})
 
 
 class Parameter(msgspec.Struct, frozen=True):

@@ -55,6 +55,10 @@ class SavableFunctions:
         """The names of the functions."""
         return tuple(self._manifest.signatures)
 
+    def signature_of(self, name: str) -> FunctionSignature:
+        """Return the parameters, results and variables of a function. Raises ExportError for an unknown name."""
+        return self._manifest.signatures[self._chosen(name)]
+
     def save(self, path: Any, *, overwrite: bool = False) -> Path:
         """Write a directory for `dflow.load`, with the current values of the variables; return its path.
 

@@ -44,6 +44,11 @@ class MutualTls(SecurityPolicy):
         """Return the policy with the files that `dflow certs issue` wrote into `folder`; raises as the constructor."""
         return cls(folder / "cert.pem", folder / "key.pem", folder / "ca.pem")
 
+    @property
+    def server_context(self) -> ssl.SSLContext:
+        """The TLS context of a listener, which accepts clients with a certificate by the authority."""
+        return self._server
+
     def may_be_called(self, identity: str, name: str) -> None:
         """Raise SecurityError unless the name is in the certificate; over a Unix socket, accept any name."""
         if identity:

@@ -1,0 +1,112 @@
+"""`dflow serve`: answer inference requests over HTTP with an export, until SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from dflow.cli.cluster_options import add_certificates
+from dflow.cli.command import Command, add_seconds, at_least_one, count
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.tracing.errors import ConfigError
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="DIR",
+        help="an export, a folder of its versions DIR/1, DIR/2, ..., or a folder of such models",
+    )
+    parser.add_argument(
+        "--address", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:8000)"
+    )
+    parser.add_argument("--name", help="the model's name (default: that of DIR)")
+    parser.add_argument(
+        "--max-batch",
+        type=count,
+        default=0,
+        metavar="N",
+        help="compute the rows of several requests in one call of at most N rows; 0: each by itself (default: 0)",
+    )
+    parser.add_argument(
+        "--max-delay-ms",
+        type=float,
+        default=2.0,
+        metavar="MS",
+        help="wait at most so long for more rows of a batch (default: 2)",
+    )
+    parser.add_argument(
+        "--max-queue", type=at_least_one, default=256, metavar="N", help="most requests in progress (default: 256)"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        type=at_least_one,
+        default=64 << 20,
+        metavar="N",
+        help="most bytes of a request (default: 64 MiB)",
+    )
+    add_seconds(parser, "--timeout", 30, "refuse a request whose computation has not begun after this time")
+    add_seconds(parser, "--poll", 5, "look for newer versions in this interval; 0: on request only")
+    add_seconds(parser, "--grace", 30, "at SIGTERM, answer the requests in progress for at most this time")
+    parser.add_argument("--learn", action="store_true", help="serve functions that write variables, too")
+    add_seconds(
+        parser, "--save-every", 0, "with --learn, save changed state in this interval as a new version; 0: never"
+    )
+    add_certificates(parser)
+
+
+def _serve(options: argparse.Namespace) -> int:
+    stop = StopSignal()  # before slow imports, during which a signal could be missed
+    watch()
+    from dflow.distributed.transport.addresses import TcpAddress, parse_address
+    from dflow.distributed.transport.security.configuration import choose_security
+    from dflow.serving.served_version import ServingSettings
+
+    try:
+        from dflow.serving.model_server import ModelServer
+    except ImportError as error:
+        raise ConfigError(
+            f"models are served by {error.name}, which is not installed", "pip install 'dflow[serve]'"
+        ) from error
+
+    address = parse_address(options.address)
+    if not isinstance(address, TcpAddress):
+        raise ConfigError(f"--address: expected HOST:PORT, got {options.address!r}", "give a host and a port")
+    settings = ServingSettings(
+        max_batch=options.max_batch,
+        max_delay_s=options.max_delay_ms / 1e3,
+        max_queue=options.max_queue,
+        max_bytes=options.max_bytes,
+        timeout_s=options.timeout,
+        learn=options.learn,
+    )
+    security = choose_security(os.environ, certificates=options.certificates)
+    server = ModelServer(
+        options.path,
+        address,
+        settings,
+        security,
+        name=options.name,
+        poll_s=options.poll,
+        save_every_s=options.save_every,
+    )
+    for model in server.models.values():
+        for queue in model.current.queues.values():
+            print(f"version {model.current.number} at {server.url}/v2/models/{queue.tensors.name}", flush=True)
+        for name, reason in model.current.refused.items():
+            print(f"{model.name}.{name} is not served: {reason}", flush=True)
+    which = stop.wait()
+    is_clean = server.stop(options.grace)
+    return 0 if is_clean and which else 1
+
+
+SERVE = Command(
+    "serve",
+    "answer inference requests over HTTP with an export",
+    _options,
+    _serve,
+    more=", by the Open Inference Protocol v2, until SIGTERM.",
+)

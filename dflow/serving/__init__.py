@@ -1,0 +1,1 @@
+"""Exported functions served over HTTP, by the Open Inference Protocol v2."""

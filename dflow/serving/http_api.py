@@ -1,0 +1,268 @@
+"""The Open Inference Protocol v2 as an ASGI application over served models.
+
+`NAME` is a model with one function; `NAME.FUNCTION` is a function of a model with several. Every refusal is a JSON
+object with the field `error`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dflow import __version__
+from dflow.serving.request_batches import RequestQueue, outputs_of
+from dflow.serving.served_model import ServedModel
+from dflow.serving.served_version import ServedVersion, ServingSettings
+from dflow.serving.serving_metrics import UNKNOWN, ServingMetrics
+from dflow.serving.tensors import BINARY_HEADER, RefusedRequest, decode_request, encode_response
+from dflow.tracing.errors import QueueClosed
+
+_AGAIN = {"Retry-After": "1"}
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class HttpApi:
+    """Answers requests. All methods run on the event loop's thread.
+
+    is_stopping  whether new inference requests are refused
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        settings: ServingSettings,
+        metrics: ServingMetrics,
+        renew: Callable[[ServedModel], str | None],
+    ) -> None:
+        self._models, self._settings, self._metrics, self._renew = models, settings, metrics, renew
+        self.is_stopping = False
+        self._tasks: set[asyncio.Task[Any] | None] = set()
+        of_model = {"": self._metadata, "/ready": self._model_ready}
+        models_path = "/v2/models/{model}"
+        routes = [
+            Route("/v2", _answering(self._server_metadata)),
+            Route("/v2/health/live", _answering(self._live)),
+            Route("/v2/health/ready", _answering(self._ready)),
+            Route("/v2/repository/index", _answering(self._index), methods=["POST"]),
+            Route("/v2/repository/models/{model}/load", _answering(self._load), methods=["POST"]),
+            Route("/metrics", self._metrics_text),
+        ]
+        for path in (models_path, models_path + "/versions/{version}"):
+            routes += [Route(path + rest, _answering(handler)) for rest, handler in of_model.items()]
+            routes.append(Route(f"{path}/infer", self._infer, methods=["POST"]))
+        self.app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
+
+    @property
+    def in_progress(self) -> int:
+        """The number of inference requests being read, waiting or computed."""
+        return len(self._tasks)
+
+    def abandon(self) -> None:
+        """Answer the requests in progress by 503."""
+        for task in self._tasks:
+            if task is not None:
+                task.cancel()
+
+    async def _server_metadata(self, request: Request) -> Response:
+        return _json({"name": "dflow", "version": __version__, "extensions": ["binary_tensor_data"]})
+
+    async def _live(self, request: Request) -> Response:
+        return _json({"live": True})
+
+    async def _ready(self, request: Request) -> Response:
+        self._check_going_on()
+        return _json({"ready": True})
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._check_going_on()
+        queue, _, _ = self._found(request)
+        return _json({"name": queue.tensors.name, "ready": True})
+
+    async def _metadata(self, request: Request) -> Response:
+        queue, version, _ = self._found(request)
+        tensors = queue.tensors
+        return _json(
+            {
+                "name": tensors.name,
+                "versions": [str(version.number)],
+                "platform": "dflow",
+                "inputs": [spec.metadata for spec in tensors.inputs],
+                "outputs": [spec.metadata for spec in tensors.outputs],
+            }
+        )
+
+    async def _index(self, request: Request) -> Response:
+        entries: list[dict[str, str]] = []
+        for model in self._models.values():
+            names = [queue.tensors.name for queue in model.current.queues.values()]
+            entries += [{"name": name, "version": str(model.current.number), "state": "READY"} for name in names]
+            entries += [
+                {"name": model.name, "version": str(number), "state": "UNAVAILABLE", "reason": reason}
+                for number, reason in model.refused.items()
+            ]
+        return _json(entries)
+
+    async def _load(self, request: Request) -> Response:
+        """Look for a newer version of a model now; answered when it is served, or refused."""
+        name = request.path_params["model"]
+        if name not in self._models:
+            raise RefusedRequest(404, f"there is no model {name!r}; there is {', '.join(self._models)}")
+        if refusal := await asyncio.to_thread(self._renew, self._models[name]):
+            raise RefusedRequest(400, refusal)
+        return _json({})
+
+    async def _metrics_text(self, request: Request) -> Response:
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _infer(self, request: Request) -> Response:
+        began, name, task = time.monotonic(), UNKNOWN, asyncio.current_task()
+        self._tasks.add(task)
+        try:
+            name = self._found(request)[0].tensors.name
+            response = await self._inferred(request)
+        except RefusedRequest as refusal:
+            response = _refused(refusal)
+        except ClientDisconnect:
+            response = _refused(RefusedRequest(400, "the client left"))
+        except asyncio.CancelledError:
+            if not self.is_stopping:
+                raise
+            response = _refused(RefusedRequest(503, "the server stopped before the computation ended"))
+        finally:
+            self._tasks.discard(task)
+        if self.is_stopping:
+            response.headers["Connection"] = "close"
+        self._metrics.request(name, response.status_code, time.monotonic() - began)
+        return response
+
+    async def _inferred(self, http: Request) -> Response:
+        self._check_going_on()
+        if self.in_progress > self._settings.max_queue:
+            raise RefusedRequest(
+                503, f"the server has {self._settings.max_queue} requests in progress, the most", _AGAIN
+            )
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._settings.timeout_s):
+                body = await self._body(http)
+        except TimeoutError:
+            raise RefusedRequest(408, f"the request did not arrive within {self._settings.timeout_s:g} s") from None
+        request, arrays = decode_request(body, http.headers.get(BINARY_HEADER))
+        timeout_s = self._timeout_s(request.parameters) - (time.monotonic() - began)
+        outputs, version = await self._outputs(http, arrays, timeout_s)
+        queue, number = version
+        named = {spec.name: array for spec, array in zip(queue.tensors.outputs, outputs, strict=True)}
+        head = {"model_name": queue.tensors.name, "model_version": str(number)}
+        parts, json_bytes = encode_response({**head, "id": request.id} if request.id else head, named, request)
+        headers = {BINARY_HEADER: str(json_bytes)} if json_bytes is not None else {}
+        kind = "application/json" if json_bytes is None else "application/octet-stream"
+        return Response(b"".join(parts), headers=headers, media_type=kind)
+
+    async def _outputs(
+        self, http: Request, arrays: Mapping[str, Any], timeout_s: float
+    ) -> tuple[list[Any], tuple[RequestQueue, int]]:
+        """Return the outputs, and the queue and the version that computed them."""
+        while True:
+            queue, version, model = self._found(http)
+            number = version.number
+            queue.tensors.check(arrays)
+            try:
+                return await outputs_of(queue, arrays, timeout_s), (queue, number)
+            except QueueClosed:
+                # A version is closed after another took over. A queue that closed otherwise ends the request.
+                if model.current is version:
+                    raise RefusedRequest(503, "the server is stopping", _AGAIN) from None
+
+    def _timeout_s(self, parameters: Mapping[str, Any]) -> float:
+        """Return the time until the computation must begin: the server's, or less by the parameter `timeout` in us."""
+        given = parameters.get("timeout", 0)
+        if type(given) is not int or given < 0:
+            raise RefusedRequest(400, f"parameter 'timeout': expected a whole number of microseconds, got {given!r}")
+        return min(self._settings.timeout_s, given / 1e6) if given else self._settings.timeout_s
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body. Raises RefusedRequest if it is compressed, or as soon as it is too large."""
+        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
+            raise RefusedRequest(415, f"Content-Encoding: expected identity, got {encoding}")
+        most, parts, size = self._settings.max_bytes, [], 0
+        declared = request.headers.get("Content-Length", "0")
+        size_refusal = RefusedRequest(413, f"the request: expected at most {most} bytes, as --max-bytes says")
+        if declared.isdigit() and int(declared) > most:
+            raise size_refusal
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise size_refusal
+            parts.append(part)
+        return b"".join(parts)
+
+    def _check_going_on(self) -> None:
+        if self.is_stopping:
+            raise RefusedRequest(503, "the server is stopping", {**_AGAIN, "Connection": "close"})
+
+    def _found(self, request: Request) -> tuple[RequestQueue, ServedVersion, ServedModel]:
+        """Return the queue of the function that a path names, with its version and model. Raises RefusedRequest."""
+        path = request.path_params["model"]
+        queue, version, model = self._function(path)
+        asked = request.path_params.get("version", str(version.number))
+        if asked != str(version.number):
+            raise RefusedRequest(
+                404, f"model {path!r}: expected version {version.number}, which is served, got {asked}"
+            )
+        return queue, version, model
+
+    def _function(self, path: str) -> tuple[RequestQueue, ServedVersion, ServedModel]:
+        if path in self._models:
+            model = self._models[path]
+            version, queues = model.current, model.current.queues
+            if len(queues) + len(version.refused) == 1:
+                return next(iter(queues.values())), version, model
+            raise RefusedRequest(404, f"model {path!r} has several functions; name one: {_names(model)}")
+        name, _, function = path.rpartition(".")
+        model_or_none = self._models.get(name)
+        if model_or_none is None:
+            every = ", ".join(_names(model) for model in self._models.values())
+            raise RefusedRequest(404, f"there is no model {path!r}; there is {every}")
+        version = model_or_none.current
+        if function in version.refused:
+            raise RefusedRequest(403, f"{path} is not served: {version.refused[function]}")
+        if function not in version.queues:
+            raise RefusedRequest(404, f"model {name!r} has no function {function!r}; it has {_names(model_or_none)}")
+        return version.queues[function], version, model_or_none
+
+
+def _names(model: ServedModel) -> str:
+    return ", ".join(queue.tensors.name for queue in model.current.queues.values())
+
+
+def _answering(handler: Handler) -> Handler:
+    """Return the handler, with a refusal as its answer."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except RefusedRequest as refusal:
+            return _refused(refusal)
+
+    return answer
+
+
+async def _no_such_path(request: Request, error: Exception) -> Response:
+    status = int(getattr(error, "status_code", 404))
+    return _refused(RefusedRequest(status, f"there is no {request.method} {request.url.path}; see /v2"))
+
+
+def _refused(refusal: RefusedRequest) -> Response:
+    return _json({"error": str(refusal)}, refusal.status, refusal.headers)
+
+
+def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, "application/json")

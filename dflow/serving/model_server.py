@@ -1,0 +1,233 @@
+"""A server of models: HTTP on a thread with an event loop, and a thread that looks for versions and saves state.
+
+Invariant: after `stop`, each request that was taken has been answered, or the time for that has passed; those that
+come meanwhile are answered by 503.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import uvicorn
+
+from dflow.distributed.transport.addresses import TcpAddress
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import SecurityPolicy
+from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.serving.http_api import HttpApi
+from dflow.serving.served_model import ServedModel, find_models, versions_in
+from dflow.serving.served_version import ServingSettings
+from dflow.serving.serving_metrics import ServingMetrics
+from dflow.tracing.errors import ConfigError, InternalError, SecurityError
+
+LOGGER = logging.getLogger("dflow")
+
+#: Longest wait for the event loop to start and to end, in s.
+_LOOP_S = 30.0
+#: Time between two looks at the number of requests in progress, in s.
+_LOOK_S = 0.01
+#: Requests that the system queues before they are accepted.
+_BACKLOG = 1024
+
+
+class ModelServer:
+    """Serves the models of a folder until `stop`. As a context manager, it stops at the exit.
+
+    folder        an export, a folder of its versions, or a folder of models; see `find_models`
+    address       where to listen; port 0 is a free one
+    security      decides where it may listen, and which clients are accepted
+    poll_s        time between two looks for newer versions; 0 never looks, but on request
+    save_every_s  time between two saves of state that calls have changed, as new versions; 0 never saves
+    report        called with lines for the user
+
+    raises  ConfigError, ExportError, SecurityError; OSError for an address in use
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        address: TcpAddress,
+        settings: ServingSettings,
+        security: SecurityPolicy,
+        *,
+        name: str | None = None,
+        poll_s: float = 5.0,
+        save_every_s: float = 0.0,
+        report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    ) -> None:
+        context = _tls_context(security, address)
+        self._poll_s, self._save_every_s, self._report = poll_s, save_every_s, report
+        self._stop_watching = threading.Event()
+        metrics = ServingMetrics()
+        folders = find_models(folder, name)
+        if save_every_s:
+            _check_savable(folders, learns=settings.learn)
+        with _listening(address) as listener:
+            self.models = {
+                model: ServedModel(model, place, settings, metrics, report) for model, place in folders.items()
+            }
+            metrics.models = self.models
+            self._api = HttpApi(self.models, settings, metrics, lambda model: model.renew(self._swap))
+            self._server, self._loop = _uvicorn_server(self._api.app, context), _new_loop()
+            held = listener.detach()
+        sock = socket.socket(fileno=held)
+        port = sock.getsockname()[1]
+        self.url = f"{'https' if context else 'http'}://{TcpAddress(address.host, port)}"
+        self._serving = threading.Thread(target=self._serve, args=(sock,), name="dflow serve http", daemon=True)
+        self._watching = threading.Thread(target=self._watch, name="dflow serve versions", daemon=True)
+        self._serving.start()
+        while not self._server.started:
+            self._serving.join(_LOOK_S)
+            if not self._serving.is_alive():
+                raise InternalError("the HTTP server ended before it accepted connections")
+        self._watching.start()
+
+    def stop(self, grace_s: float = 30.0) -> bool:
+        """Refuse new requests, answer those taken within `grace_s`, and save; return whether all that went well.
+
+        A second call does nothing.
+        """
+        if self._stop_watching.is_set():
+            return True
+        self._stop_watching.set()
+        self._loop.call_soon_threadsafe(self._refuse_new)
+        deadline = time.monotonic() + grace_s
+        while self._api.in_progress and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        is_clean = not self._api.in_progress
+        self._loop.call_soon_threadsafe(self._api.abandon)
+        self._server.should_exit = True
+        self._serving.join(_LOOP_S)
+        self._watching.join()
+        if is_clean:  # a call that hangs would be waited for without end
+            for model in self.models.values():
+                model.current.close()
+        return self._save() and is_clean
+
+    def _refuse_new(self) -> None:
+        self._api.is_stopping = True
+
+    def _serve(self, sock: socket.socket) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._server.serve(sockets=[sock]))
+        finally:
+            self._loop.close()
+            sock.close()
+
+    def _swap(self, change: Callable[[], None]) -> None:
+        """Run `change` on the loop, where no handler is between finding a version and submitting to it."""
+        done = threading.Event()
+
+        def run() -> None:
+            change()
+            done.set()
+
+        self._loop.call_soon_threadsafe(run)
+        if not done.wait(_LOOP_S):
+            raise InternalError("the event loop of the server does not answer")
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        looks_at = now + self._poll_s if self._poll_s else float("inf")
+        saves_at = now + self._save_every_s if self._save_every_s else float("inf")
+        while not self._stop_watching.wait(min(min(looks_at, saves_at) - time.monotonic(), threading.TIMEOUT_MAX)):
+            if time.monotonic() >= looks_at:
+                self._renew()
+                looks_at = time.monotonic() + self._poll_s
+            if time.monotonic() >= saves_at:
+                self._save()
+                saves_at = time.monotonic() + self._save_every_s
+
+    def _renew(self) -> None:
+        for model in self.models.values():
+            try:
+                model.renew(self._swap)
+            except Exception:
+                LOGGER.exception("looking for a newer version of %s failed; the present one is served", model.name)
+
+    def _save(self) -> bool:
+        """Save changed state if the server saves any; return whether that went well."""
+        is_saved = True
+        for model in self.models.values() if self._save_every_s else ():
+            try:
+                model.save()
+            except Exception as error:
+                is_saved = False
+                self._report(f"{model.name}: its state could not be saved, and will be tried again: {error}")
+        return is_saved
+
+    def __enter__(self) -> ModelServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def _uvicorn_server(app: Any, context: Any) -> Any:
+    """Return a server without a log of its own, with this TLS context."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", backlog=_BACKLOG, log_level="warning", ws="none"
+    )
+    config.load()
+    config.ssl = context
+    return uvicorn.Server(config)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Return uvloop's event loop, which takes a third less time for a request, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
+
+
+def _tls_context(security: SecurityPolicy, address: TcpAddress) -> Any:
+    """Return the TLS context for a listener at this address, or None for plain text. Raises SecurityError."""
+    if isinstance(security, SharedSecret):
+        raise ConfigError(
+            "serve: expected certificates, got a shared secret, which a client of HTTP cannot prove without sending it",
+            "give --certificates DIR, or unset DFLOW_SECRET_FILE to listen on loopback alone",
+        )
+    security.check_address(address, listens=True)
+    if isinstance(security, MutualTls):
+        return security.server_context
+    if not address.is_loopback:  # whatever a policy says, no plain text leaves the machine
+        raise SecurityError(f"serve: expected certificates for {address}, got none; give --certificates DIR")
+    return None
+
+
+def _listening(address: TcpAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address.host, address.port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {address}: {error.strerror}; give another --address, or port 0") from error
+    return listener
+
+
+def _check_savable(folders: dict[str, Path], *, learns: bool) -> None:
+    if not learns:
+        raise ConfigError("--save-every saves what calls have learned, and --learn is absent", "give --learn too")
+    for folder in folders.values():
+        if folder in versions_in(folder).values():
+            raise ConfigError(
+                f"--save-every writes versions, and {folder} is one export",
+                f"move it to {folder / '1'}, and serve {folder}",
+            )

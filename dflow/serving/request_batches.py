@@ -1,0 +1,265 @@
+"""Requests of one function, gathered into batches on a thread: the queue between the HTTP server and the device.
+
+The thread takes the requests that wait; if their rows are fewer than a batch, it waits for more, at most the delay that
+was configured since the first came. Rows are padded with zeros to one of a few sizes, so the number of compiled
+programs is bounded. While a batch is computed, the next one gathers in the queue.
+
+The queue is the one that `dflow.FIFOQueue` has. Its elements here are the requests themselves, since converting each to
+arrays and back, as an eager op on a queue does, would cost more than the batching saves.
+
+Invariant: each submitted request ends once, with its outputs or an error. A request is claimed either by the thread,
+which then answers it, or by the server at the request's deadline, and is then not computed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from dflow.lowering.queues.pending_operations import wait
+from dflow.lowering.queues.queues import HeldQueue
+from dflow.serving.signature_tensors import SignatureTensors
+from dflow.serving.tensors import RefusedRequest
+from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed, SignatureError
+from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
+from dflow.tracing.ir.types import QueueType
+
+LOGGER = logging.getLogger("dflow")
+
+#: Most programs of one function for inputs of different shapes; at more, all are freed and compiled again when needed.
+MOST_SHAPES = 64
+
+
+class BatchObserver(Protocol):
+    """What a queue reports: the rows of each batch, the time it took in s, and each request's wait before it in s."""
+
+    def batch(self, function: str, rows: int, took_s: float, waits_s: Sequence[float]) -> None:
+        """Record a batch."""
+        ...
+
+
+@dataclass(eq=False)
+class PendingRequest:
+    """A request that waits for its outputs. `answer` is called once, on the loop's thread, with them or an error."""
+
+    arrays: Mapping[str, np.ndarray[Any, Any]]
+    deadline_s: float
+    future: asyncio.Future[list[np.ndarray[Any, Any]]]
+    came_s: float = field(default_factory=time.monotonic)
+    #: Popped by the one who answers: `list.pop` is atomic.
+    _claims: list[None] = field(default_factory=lambda: [None])
+
+    def claim(self) -> bool:
+        """Return whether the caller is the first to claim this request, and so the one that answers it."""
+        try:
+            self._claims.pop()
+        except IndexError:
+            return False
+        return True
+
+    def answer(self, outcome: list[np.ndarray[Any, Any]] | Exception) -> None:
+        """Answer the waiting handler, unless its client has left."""
+        if self.future.done():
+            return
+        if isinstance(outcome, Exception):
+            self.future.set_exception(outcome)
+        else:
+            self.future.set_result(outcome)
+
+
+def batch_sizes(most: int) -> list[int]:
+    """Return the sizes to which batches of at most `most` rows are padded: powers of two, and `most`."""
+    return sorted({most, *(1 << power for power in range(max(most, 1).bit_length()) if 1 << power <= most)})
+
+
+class RequestQueue:
+    """The requests of one function, and the thread that computes them.
+
+    most       rows of a batch; 0 computes each request by itself, at its own size
+    delay_s    longest wait of a batch's first request for others
+    capacity   most requests that wait
+    exclusive  held during each call, for a function that writes variables
+    """
+
+    def __init__(
+        self,
+        tensors: SignatureTensors,
+        fn: Any,
+        *,
+        most: int,
+        delay_s: float,
+        capacity: int,
+        observer: BatchObserver,
+        exclusive: Any,
+        on_update: Callable[[], None] | None = None,
+    ) -> None:
+        self.tensors, self.most, self.delay_s = tensors, most, delay_s
+        self._fn, self._observer, self._exclusive, self._on_update = fn, observer, exclusive, on_update
+        self._sizes = batch_sizes(most)
+        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+        self._held = HeldQueue(tensors.name, QueueSettings(QueueKind.FIFO, capacity), QueueType(()))
+        self._carried: PendingRequest | None = None
+        self._thread = threading.Thread(target=self._run, name=f"dflow serve {tensors.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait."""
+        return self._held.depth()[0]
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether later requests are refused."""
+        return bool(self._held.with_machine(lambda machine: machine.is_closed, ""))
+
+    def submit(self, request: PendingRequest) -> None:
+        """Add a request whose arrays passed the check. Raises RefusedRequest if there are too many rows, or no room."""
+        rows = self._rows(request)
+        if self.most and rows > self.most:
+            raise RefusedRequest(
+                400,
+                f"{self.tensors.name}: expected at most {self.most} rows, got {rows}; send them in several requests",
+            )
+        refused: list[Any] = []
+        self._held.enqueue([(request,)], refused.append, 0)
+        if isinstance(refused[0], QueueClosed):
+            raise refused[0]
+        if isinstance(refused[0], BaseException):
+            raise RefusedRequest(
+                503,
+                f"{self.tensors.name}: {self.waiting} requests wait, the most that may; try again",
+                {"Retry-After": "1"},
+            )
+
+    def close(self) -> None:
+        """Refuse later requests, and return when those that wait are answered."""
+        self._held.close()
+        self._thread.join()
+
+    def _rows(self, request: PendingRequest) -> int:
+        return len(next(iter(request.arrays.values()))) if self.most else 1
+
+    def _run(self) -> None:
+        while (group := self._gathered()) is not None:
+            taken = time.monotonic()
+            live: list[PendingRequest] = []
+            for request in group:
+                if request.claim():
+                    if taken < request.deadline_s:
+                        live.append(request)
+                    else:
+                        _deliver([request], [RefusedRequest(504, _LATE)])
+            if live:
+                self._compute(live, taken)
+
+    def _gathered(self) -> list[PendingRequest] | None:
+        """Return the requests of the next batch; None at the end."""
+        group = [self._carried] if self._carried is not None else self._take(math.inf)
+        self._carried = None
+        if not group:
+            return None
+        rows, until = sum(map(self._rows, group)), group[0].came_s + self.delay_s
+        while rows < self.most:
+            more = self._take(max(0.0, until - time.monotonic()))
+            if not more:
+                break
+            if rows + self._rows(more[0]) > self.most:
+                self._carried = more[0]
+                break
+            group += more
+            rows += self._rows(more[0])
+        return group
+
+    def _take(self, timeout_s: float) -> list[PendingRequest]:
+        """Return a request; an empty list at the deadline, and when the queue is closed and empty."""
+        if timeout_s <= 0 and not self.waiting:
+            return []
+        try:
+            elements = wait(lambda on_done: self._held.dequeue(1, on_done, timeout_s))
+        except (DeadlineExceeded, QueueClosed):
+            return []
+        return [request for (request,) in elements]
+
+    def _compute(self, live: list[PendingRequest], taken: float) -> None:
+        rows = [self._rows(request) for request in live]
+        outcomes: Sequence[list[np.ndarray[Any, Any]] | Exception]
+        try:
+            arrays = self._batch([request.arrays for request in live], rows)
+            self._bound_shapes(arrays)
+            with self._exclusive:
+                outputs = self.tensors.call(self._fn, arrays)
+                if self._on_update is not None:
+                    self._on_update()
+            outcomes = _split(outputs, rows) if self.most else [outputs]
+        except SignatureError as error:
+            outcomes = [RefusedRequest(400, str(error))] * len(live)
+        except Exception as error:
+            LOGGER.exception("a call of %s failed", self.tensors.name)
+            text = str(error) if isinstance(error, DflowError) else f"{type(error).__name__}: {error}"
+            outcomes = [RefusedRequest(500, f"{self.tensors.name} failed: {text.splitlines()[0]}")] * len(live)
+        ended = time.monotonic()
+        self._observer.batch(self.tensors.name, sum(rows), ended - taken, [taken - request.came_s for request in live])
+        _deliver(live, outcomes)
+
+    def _batch(self, given: list[Mapping[str, np.ndarray[Any, Any]]], rows: list[int]) -> dict[str, Any]:
+        """Return the rows of all requests, padded with zeros to the next size."""
+        if not self.most:
+            return dict(given[0])
+        total = sum(rows)
+        size = next(size for size in self._sizes if size >= total)
+        if len(given) == 1 and total == size:
+            return dict(given[0])
+        batch = {}
+        for spec in self.tensors.inputs:
+            arrays = [one[spec.name] for one in given]
+            padding = [np.zeros((size - total, *arrays[0].shape[1:]), arrays[0].dtype)]
+            batch[spec.name] = np.concatenate(arrays + padding)
+        return batch
+
+    def _bound_shapes(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Free the compiled programs when there would be too many, for inputs of ever new shapes."""
+        self._shapes.add(tuple(array.shape for array in arrays.values()))
+        if len(self._shapes) > MOST_SHAPES:
+            self._fn.clear_cache()
+            self._shapes.clear()
+
+
+_LATE = "the request's deadline passed while it waited; it was not computed"
+
+
+def _split(outputs: Sequence[np.ndarray[Any, Any]], rows: Sequence[int]) -> list[list[np.ndarray[Any, Any]]]:
+    ends = np.cumsum(rows)
+    return [[output[end - count : end] for output in outputs] for end, count in zip(ends, rows, strict=True)]
+
+
+def _deliver(requests: Sequence[PendingRequest], outcomes: Sequence[list[np.ndarray[Any, Any]] | Exception]) -> None:
+    """Answer the requests on their loop, by one wake-up of it."""
+
+    def answer() -> None:
+        for request, outcome in zip(requests, outcomes, strict=True):
+            request.answer(outcome)
+
+    with suppress(RuntimeError):  # the server has ended, and no handler waits
+        requests[0].future.get_loop().call_soon_threadsafe(answer)
+
+
+async def outputs_of(
+    queue: RequestQueue, arrays: Mapping[str, np.ndarray[Any, Any]], timeout_s: float
+) -> list[np.ndarray[Any, Any]]:
+    """Submit a request and return its outputs. Raises RefusedRequest, 504 if its computation has not begun in time."""
+    loop = asyncio.get_running_loop()
+    request = PendingRequest(arrays, time.monotonic() + timeout_s, loop.create_future())
+    queue.submit(request)
+    done, _ = await asyncio.wait([request.future], timeout=timeout_s)
+    if not done and request.claim():
+        raise RefusedRequest(504, _LATE)
+    return await request.future

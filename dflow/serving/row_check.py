@@ -1,0 +1,69 @@
+"""Does each row of a function's outputs depend on the same row of its inputs alone, in a batch of any size?
+
+Why: batching puts rows of several requests into one call, and pads it. That is right only for such functions, and no
+program says so: one that subtracts a batch's mean has the same types. So the function is run on a few rows, which are
+then replaced, reordered and called fewer at a time. This is a test, not a proof: a function may depend on other rows
+for some values only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dflow.serving.signature_tensors import SignatureTensors
+
+#: Rows of the test.
+ROWS = 4
+#: Largest difference between calls of two sizes, relative to the largest value: XLA rounds each size in its own way.
+_TOLERANCE = 0.05
+
+
+def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> str | None:
+    """Return how rows were found to depend on each other, or None. `rows` is at least 2."""
+    random = np.random.default_rng(0)
+    base = tensors.example(lambda dtype, shape: _drawn(random, dtype, shape), {str(tensors.batch): rows})
+    expected = tensors.call(fn, base)
+    for row in range(rows):
+        others = {name: _others_replaced(array, row) for name, array in base.items()}
+        for spec, before, after in zip(tensors.outputs, expected, tensors.call(fn, others), strict=True):
+            if not _same(before[row], after[row]):
+                return f"row {row} of {spec.name} changes with the other rows of the batch"
+    backwards = tensors.call(fn, {name: array[::-1].copy() for name, array in base.items()})
+    fewer = tensors.call(fn, {name: array[:1].copy() for name, array in base.items()})
+    for spec, before, turned, one in zip(tensors.outputs, expected, backwards, fewer, strict=True):
+        if not _near(before, turned[::-1]):
+            return f"a row of {spec.name} changes with its position in the batch"
+        if not _near(before[:1], one):
+            return f"a row of {spec.name} changes with the size of the batch"
+    return None
+
+
+def _drawn(random: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    if dtype.kind in "biu":
+        return random.integers(0, 2, shape).astype(dtype)
+    return random.standard_normal(shape).astype(dtype)
+
+
+def _others_replaced(array: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
+    """Return the array with NaN, or with other whole numbers, in all rows but one."""
+    replaced = array.copy()
+    others = np.arange(len(array)) != row
+    replaced[others] = 1 - array[others].astype(np.int8) if array.dtype.kind in "biu" else np.nan
+    return replaced
+
+
+def _same(a: Any, b: Any) -> bool:
+    return bool(np.array_equal(_wide(a), _wide(b), equal_nan=True))
+
+
+def _near(a: Any, b: Any) -> bool:
+    a, b = _wide(a), _wide(b)
+    finite = a[np.isfinite(a)]
+    scale = float(np.abs(finite).max()) if finite.size else 0.0
+    return bool(np.allclose(a, b, rtol=0.0, atol=_TOLERANCE * scale, equal_nan=True))
+
+
+def _wide(array: Any) -> Any:
+    return np.asarray(array).astype(np.float64)

@@ -1,0 +1,151 @@
+"""One version of a model: a loaded export, and a queue of requests for each of its functions that is served."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.exporting.loader import load
+from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
+from dflow.serving.row_check import ROWS, dependence_of_rows
+from dflow.serving.signature_tensors import SignatureTensors
+from dflow.tracing.errors import ExportError
+
+
+@dataclass(frozen=True)
+class ServingSettings:
+    """How models are served; see the options of `dflow serve`.
+
+    max_batch    most rows of a batch; 0 computes each request by itself
+    max_delay_s  longest wait of a batch's first request for others
+    max_queue    most requests of one function that wait, and most that the server holds
+    max_bytes    most bytes of a request
+    timeout_s    longest time until a request's computation begins
+    learn        whether functions that write variables are served
+    """
+
+    max_batch: int = 0
+    max_delay_s: float = 0.002
+    max_queue: int = 256
+    max_bytes: int = 64 << 20
+    timeout_s: float = 30.0
+    learn: bool = False
+
+
+class ServedVersion:
+    """A version of a model, ready for requests; the constructor compiles its programs.
+
+    queues   by the name of each function that is served
+    refused  for each other function, why not
+    notes    what the user should know of it, as lines
+    raises   ExportError if the export at `path` cannot be loaded, run, or no function of it can be served
+    """
+
+    def __init__(self, model: str, number: int, path: Path, settings: ServingSettings, observer: BatchObserver) -> None:
+        self.number, self._loaded = number, load(path)
+        self.refused: dict[str, str] = {}
+        self.notes: list[str] = []
+        self._count_lock, self._updates, self._saved_updates = threading.Lock(), 0, 0
+        #: Held by each call that writes variables.
+        self._writing = threading.Lock()
+        served = {
+            name: tensors for name in self._loaded.signatures if (tensors := self._tensors(model, name, settings))
+        }
+        if not served:
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.refused.items())
+            raise ExportError(f"{path} has no function that can be served: {reasons}")
+        most = {name: self._rows_of_batch(name, tensors, settings) for name, tensors in served.items()}
+        for name, tensors in served.items():
+            self._warm_up(name, tensors, most[name])
+        self.queues = {
+            name: RequestQueue(
+                tensors,
+                self._loaded[name],
+                most=most[name],
+                delay_s=settings.max_delay_s,
+                capacity=settings.max_queue,
+                observer=observer,
+                exclusive=self._writing if self._writes(name) else nullcontext(),
+                on_update=self._count_update if self._writes(name) else None,
+            )
+            for name, tensors in served.items()
+        }
+
+    @property
+    def has_unsaved_updates(self) -> bool:
+        """Whether a call has written variables since the last `save`."""
+        return self._updates > self._saved_updates
+
+    def save(self, path: Path) -> None:
+        """Write the functions with the present values of the variables; calls go on. Raises as `Loaded.save`."""
+        counted = self._updates
+        self._loaded.save(path)
+        self._saved_updates = counted
+
+    def close(self) -> None:
+        """Refuse later requests, and return when those that wait are answered."""
+        for queue in self.queues.values():
+            queue.close()
+
+    def _count_update(self) -> None:
+        with self._count_lock:
+            self._updates += 1
+
+    def _writes(self, name: str) -> list[str]:
+        return self._loaded.signature_of(name).writes
+
+    def _tensors(self, model: str, name: str, settings: ServingSettings) -> SignatureTensors | None:
+        """Return the tensors of a function, or None, with the reason in `refused`."""
+        if self._writes(name) and not settings.learn:
+            self.refused[name] = f"it writes {', '.join(self._writes(name))}, which needs dflow serve --learn"
+            return None
+        full = model if len(self._loaded.signatures) == 1 else f"{model}.{name}"
+        try:
+            return SignatureTensors(full, self._loaded.signature_of(name))
+        except ExportError as error:
+            self.refused[name] = str(error).splitlines()[0]
+            return None
+
+    def _rows_of_batch(self, name: str, tensors: SignatureTensors, settings: ServingSettings) -> int:
+        """Return the most rows of a batch, 0 for a function whose requests are computed one by one."""
+        if settings.max_batch < 1:
+            return 0
+        reason = "its inputs and outputs have no leading dimension in common, with the others fixed"
+        if self._writes(name):
+            reason = "it writes variables"
+        elif tensors.batch is not None:
+            found = None
+            if settings.max_batch > 1:
+                found = dependence_of_rows(tensors, self._loaded[name], min(ROWS, settings.max_batch))
+            if found is None:
+                return settings.max_batch
+            reason = found
+        self.notes.append(f"{tensors.name} computes its requests one by one: {reason}")
+        return 0
+
+    def _warm_up(self, name: str, tensors: SignatureTensors, most: int) -> None:
+        """Compile and run the function for each size of a batch, or once; the variables stay as they are."""
+        with self._unchanged(self._writes(name)):
+            for size in batch_sizes(most) if most else [1]:
+                letters = {str(tensors.batch): size}
+                if any(
+                    not str(dim).isidentifier() for spec in tensors.inputs for dim in spec.dims if isinstance(dim, str)
+                ):
+                    continue  # no size is known to be one of a dimension such as 2*n
+                tensors.call(self._loaded[name], tensors.example(lambda dtype, shape: np.zeros(shape, dtype), letters))
+
+    @contextmanager
+    def _unchanged(self, names: list[str]) -> Iterator[None]:
+        """Return the variables to their values at the end."""
+        before = {name: jnp.copy(self._loaded.variables[name].read()) for name in names}
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                self._loaded.variables[name].assign(value)

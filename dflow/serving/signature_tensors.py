@@ -1,0 +1,125 @@
+"""The tensors of an exported function: its inputs and outputs as the Open Inference Protocol names them.
+
+An input is named by its parameter, and inside a pytree by the expression that selects it: `batch['ids']`. The outputs
+of a function that returns a dict are named by its keys, those of others `result`, `result[0]`, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dflow.exporting.export_manifest import FunctionSignature, arguments_of
+from dflow.lowering.programs.portable_tree import Dict, build, flatten, leaves_of, parts_of, parts_of_type
+from dflow.serving.tensors import RefusedRequest, datatype_of
+from dflow.tracing.errors import ExportError
+from dflow.tracing.ir.types import DTYPES
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, dtype and dimensions; a dimension is a number, or text such as `b` for any size."""
+
+    name: str
+    dtype: np.dtype[Any]
+    dims: tuple[int | str, ...]
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """The entry of the model's metadata."""
+        shape = [dim if isinstance(dim, int) else -1 for dim in self.dims]
+        return {"name": self.name, "datatype": datatype_of(self.dtype), "shape": shape}
+
+    def refusal(self, array: np.ndarray[Any, Any]) -> str | None:
+        """Return why an array is not of this type, or None."""
+        fits = len(array.shape) == len(self.dims) and all(
+            size == dim if isinstance(dim, int) else size > 0 for dim, size in zip(self.dims, array.shape, strict=True)
+        )
+        if fits and array.dtype == self.dtype:
+            return None
+        due = f"{datatype_of(self.dtype)}[{','.join(map(str, self.dims))}]"
+        return f"input {self.name!r}: expected {due}, got {datatype_of(array.dtype)}{list(array.shape)}"
+
+
+class SignatureTensors:
+    """Inputs and outputs of a function.
+
+    batch   the letter of the leading dimension that all inputs and outputs share; None if there is none, or if another
+            dimension is of no fixed size, so that rows of several requests have no one shape
+    raises  ExportError for a tensor of a dtype that the protocol lacks
+    """
+
+    def __init__(self, name: str, signature: FunctionSignature) -> None:
+        self.name, self._signature = name, signature
+        self._arguments = arguments_of(signature.parameters)
+        inputs = [leaf for one in signature.parameters for leaf in leaves_of(one.tree, one.name)]
+        by_name = {one.name: leaves_of(one.tree, one.name) for one in signature.parameters}
+        #: Names in the order in which `arguments_of` has the leaves.
+        positional = [one.name for one in signature.parameters if one.by != "name"]
+        named = [one.name for one in signature.parameters if one.by == "name"]
+        self._order = [path for one in (*positional, *named) for path, _ in by_name[one]]
+        self.inputs = [_spec(name, path, type) for path, type in inputs]
+        self.outputs = [_spec(name, path, type) for path, type in _outputs(signature)]
+        self.batch = self._batch_letter()
+
+    def _batch_letter(self) -> str | None:
+        every = [*self.inputs, *self.outputs]
+        first = {spec.dims[0] if spec.dims else 0 for spec in every}
+        letter = next(iter(first), 0)
+        rest = [dim for spec in every for dim in spec.dims[1:]]
+        has_one = self.inputs and len(first) == 1 and isinstance(letter, str) and letter.isidentifier()
+        return str(letter) if has_one and all(isinstance(dim, int) for dim in rest) else None
+
+    def check(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Raise RefusedRequest, which names the input, unless the arrays are those of a call."""
+        due = [spec.name for spec in self.inputs]
+        if set(due) != set(arrays):
+            raise RefusedRequest(
+                400, f"{self.name}: expected the inputs {', '.join(due) or 'none'}, got {', '.join(arrays) or 'none'}"
+            )
+        sizes: dict[str, tuple[str, int]] = {}
+        for spec in self.inputs:
+            array = arrays[spec.name]
+            if refusal := spec.refusal(array):
+                raise RefusedRequest(400, refusal)
+            for dim, size in zip(spec.dims, array.shape, strict=True):
+                if isinstance(dim, str) and (known := sizes.setdefault(dim, (spec.name, size)))[1] != size:
+                    raise RefusedRequest(
+                        400, f"input {spec.name!r}: expected {known[1]} for {dim}, as {known[0]!r} has, got {size}"
+                    )
+
+    def call(self, fn: Any, arrays: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
+        """Call the function with these inputs, and return its outputs, in order, as NumPy arrays."""
+        args, named = build(self._arguments, iter([arrays[name] for name in self._order]))
+        result = fn(*args, **named)
+        return [np.asarray(leaf) for leaf in flatten(self._signature.result, result, "result")]
+
+    def example(self, fill: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Return inputs of these sizes; `fill(dtype, shape)` makes each. Letters without a size have 1."""
+        return {
+            spec.name: fill(spec.dtype, tuple(dim if isinstance(dim, int) else sizes.get(dim, 1) for dim in spec.dims))
+            for spec in self.inputs
+        }
+
+
+def _outputs(signature: FunctionSignature) -> Sequence[tuple[str, str]]:
+    whole = leaves_of(signature.result, "result")
+    if not isinstance(signature.result, Dict) or not all(isinstance(key, str) for key, _ in signature.result.of):
+        return whole
+    keys = [str(key) for key, _ in signature.result.of]
+    children = [child for _, child in parts_of(signature.result)]
+    by_key = [leaf for key, child in zip(keys, children, strict=True) for leaf in leaves_of(child, key)]
+    return by_key if len({name for name, _ in by_key}) == len(by_key) else whole
+
+
+def _spec(function: str, path: str, type: str) -> TensorSpec:
+    dtype, dims = parts_of_type(type)
+    if dtype not in DTYPES or datatype_of(DTYPES[dtype]) is None:
+        raise ExportError(
+            f"{function}: {path} is {type}, and the Open Inference Protocol has no such dtype",
+            "export a function that takes and returns numbers of at most 64 bits",
+        )
+    return TensorSpec(path, DTYPES[dtype], tuple(int(dim) if dim.isdecimal() else dim for dim in dims))

@@ -1,0 +1,212 @@
+"""Tensors of the Open Inference Protocol v2: from a request's bytes to NumPy arrays, and back.
+
+A tensor is a JSON list of numbers, or bytes after the JSON (Triton's binary extension; the header
+`Inference-Header-Content-Length` gives the length of the JSON). Invariant: a value arrives exactly, or the request is
+refused: a number that the dtype cannot hold, a list of another size than the shape, and a NaN in JSON are errors.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+
+#: The protocol's dtypes. Strings (BYTES) are none of dflow's.
+DATATYPES: Mapping[str, np.dtype[Any]] = {
+    "BOOL": np.dtype(bool),
+    **{f"{sign}INT{bits}": np.dtype(f"{sign}int{bits}".lower()) for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    "FP16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "FP32": np.dtype(np.float32),
+    "FP64": np.dtype(np.float64),
+}
+_NAMES = {dtype: name for name, dtype in DATATYPES.items()}
+
+BINARY_HEADER = "Inference-Header-Content-Length"
+
+
+class RefusedRequest(Exception):
+    """A request that is answered by an HTTP status and a JSON object with the field `error`."""
+
+    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(text)
+        self.status, self.headers = status, dict(headers or {})
+
+
+class SentTensor(msgspec.Struct):
+    """A tensor as a request has it: `data` is JSON, or empty if the bytes follow."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, Any] = {}
+    data: msgspec.Raw = msgspec.Raw()
+
+
+class WantedOutput(msgspec.Struct):
+    """An output that a request names."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class InferenceRequest(msgspec.Struct):
+    """The JSON of a request."""
+
+    inputs: list[SentTensor]
+    id: str = ""
+    outputs: list[WantedOutput] | None = None
+    parameters: dict[str, Any] = {}
+
+
+#: The first bracket of a list, and the second one of a list of lists.
+_OPENING = re.compile(rb"\s*\[\s*(\[)?")
+_REQUESTS = msgspec.json.Decoder(InferenceRequest)
+
+
+def datatype_of(dtype: Any) -> str | None:
+    """Return the protocol's name of a dtype, or None if it has none."""
+    return _NAMES.get(np.dtype(dtype))
+
+
+def decode_request(body: bytes, json_bytes: str | None) -> tuple[InferenceRequest, dict[str, np.ndarray[Any, Any]]]:
+    """Return a request and its input arrays by name. Raises RefusedRequest.
+
+    json_bytes  the value of BINARY_HEADER
+    """
+    size = len(body) if json_bytes is None else _json_size(json_bytes, len(body))
+    try:
+        request = _REQUESTS.decode(memoryview(body)[:size])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise RefusedRequest(400, f"the request's JSON: {error}") from None
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    rest = memoryview(body)[size:]
+    for tensor in request.inputs:
+        if tensor.name in arrays:
+            raise RefusedRequest(400, f"input {tensor.name!r}: expected once, got twice")
+        arrays[tensor.name], rest = _array_of(tensor, rest)
+    if len(rest):
+        raise RefusedRequest(400, f"binary data: {len(rest)} bytes belong to no input; state each binary_data_size")
+    return request, arrays
+
+
+def _json_size(text: str, most: int) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) <= most):
+        raise RefusedRequest(
+            400, f"{BINARY_HEADER}: expected a number up to {most}, the size of the body, got {text!r}"
+        )
+    return int(text)
+
+
+def _array_of(tensor: SentTensor, rest: memoryview) -> tuple[np.ndarray[Any, Any], memoryview]:
+    """Return the array of a tensor, and the bytes after its own."""
+    subject = f"input {tensor.name!r}"
+    if (dtype := DATATYPES.get(tensor.datatype)) is None:
+        raise RefusedRequest(400, f"{subject}: expected a datatype of {', '.join(DATATYPES)}, got {tensor.datatype!r}")
+    if any(dim < 0 for dim in tensor.shape) or len(tensor.shape) > 64:
+        raise RefusedRequest(400, f"{subject}: expected a shape of sizes from 0, got {tensor.shape}")
+    if refused := sorted(key for key in tensor.parameters if key.startswith("shared_memory")):
+        raise RefusedRequest(400, f"{subject}: {refused[0]} is not offered; send the data in the request")
+    size = tensor.parameters.get("binary_data_size")
+    data = bytes(tensor.data)
+    if (size is None) == (not data):
+        given = "neither" if size is None else "both"
+        raise RefusedRequest(400, f"{subject}: expected data or the parameter binary_data_size, got {given}")
+    if size is None:
+        return _from_json(subject, data, dtype, tensor.shape), rest
+    due = math.prod(tensor.shape) * dtype.itemsize
+    if type(size) is not int or size != due or size > len(rest):
+        raise RefusedRequest(
+            400,
+            f"{subject}: expected {due} bytes of binary data for {tensor.datatype}{tensor.shape}, got binary_data_size "
+            f"{size!r} and {len(rest)} bytes",
+        )
+    return _from_bytes(subject, rest[:size], dtype, tensor.shape), rest[size:]
+
+
+def _from_bytes(subject: str, data: memoryview, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    if dtype.kind == "b" and len(data) and int(np.frombuffer(data, np.uint8).max()) > 1:
+        raise RefusedRequest(400, f"{subject}: expected the bytes 0 and 1 for BOOL, got another")
+    array = np.frombuffer(data, dtype).reshape(shape)
+    return array if array.flags.aligned else array.copy()
+
+
+@cache
+def _list_decoder(kind: str, depth: int) -> msgspec.json.Decoder[Any]:
+    item: Any = {"b": bool, "i": int, "u": int}.get(kind, float)
+    for _ in range(depth):
+        item = list[item]
+    return msgspec.json.Decoder(item)
+
+
+def _from_json(subject: str, data: bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Return the array of a JSON list, flat or nested as the shape, or of the one value of a scalar."""
+    opening = _OPENING.match(data)
+    is_nested = opening is not None and opening[1] is not None
+    depth = max(1, len(shape)) if is_nested else int(bool(shape) or opening is not None)
+    try:
+        values = _list_decoder(dtype.kind, depth).decode(data)
+        with np.errstate(over="ignore"):  # found below
+            array = np.array(values, dtype)
+    except (msgspec.MsgspecError, OverflowError, ValueError) as error:
+        raise RefusedRequest(
+            400, f"{subject}: expected {datatype_of(dtype)} of shape {list(shape)}, got {error}"
+        ) from None
+    if dtype.kind not in "biu" and not np.isfinite(array.astype(np.float64)).all():
+        raise RefusedRequest(400, f"{subject}: expected numbers that {datatype_of(dtype)} can hold, got a larger one")
+    if array.size != math.prod(shape) or (is_nested and array.size and array.shape != tuple(shape)):
+        got = f"a list of shape {list(array.shape)}" if is_nested else f"{array.size} values"
+        raise RefusedRequest(
+            400, f"{subject}: expected {math.prod(shape)} values for its shape {list(shape)}, got {got}"
+        )
+    return array.reshape(shape)
+
+
+def encode_response(
+    head: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]], request: InferenceRequest
+) -> tuple[list[bytes], int | None]:
+    """Return the parts of a response's body, and the length of its JSON if bytes follow. Raises RefusedRequest.
+
+    head    the fields beside `outputs`
+    arrays  all outputs by name; the request says which of them it wants, and which in binary form
+    """
+    by_default = request.parameters.get("binary_data_output", False)
+    wanted = [WantedOutput(name) for name in arrays] if not request.outputs else request.outputs
+    outputs, blobs = [], []
+    for one in wanted:
+        _check_wanted(one, arrays)
+        array = arrays[one.name]
+        entry: dict[str, Any] = {"name": one.name, "datatype": datatype_of(array.dtype), "shape": list(array.shape)}
+        if one.parameters.get("binary_data", by_default):
+            blobs.append(array.tobytes())
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+        else:
+            entry["data"] = _listed(one.name, array)
+        outputs.append(entry)
+    encoded = msgspec.json.encode({**head, "outputs": outputs})
+    return [encoded, *blobs], len(encoded) if blobs else None
+
+
+def _check_wanted(one: WantedOutput, arrays: Mapping[str, Any]) -> None:
+    if one.name not in arrays:
+        raise RefusedRequest(400, f"output {one.name!r}: expected one of {', '.join(arrays) or 'none'}")
+    for key in ("classification", "shared_memory_region"):
+        if one.parameters.get(key):
+            raise RefusedRequest(400, f"output {one.name!r}: {key} is not offered; leave it out")
+
+
+def _listed(name: str, array: np.ndarray[Any, Any]) -> list[Any]:
+    if array.dtype.kind in "biu":
+        return list(array.reshape(-1).tolist())
+    wide = array if array.dtype.kind == "f" else array.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise RefusedRequest(
+            422, f"output {name!r}: NaN or infinity, which JSON cannot hold; request it with the parameter binary_data"
+        )
+    return list(wide.reshape(-1).tolist())

@@ -1,0 +1,301 @@
+"""The server's answers: metadata, health, errors, limits, the stop, and connections that leave the machine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import dflow
+from dflow.cli.certs import init_authority, issue_to
+from dflow.distributed.transport.addresses import TcpAddress
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.distributed.transport.security.policy import SameMachine
+from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.serving.model_server import ModelServer
+from dflow.serving.served_version import ServingSettings
+from dflow.tracing.errors import ConfigError, SecurityError
+from tests.dflow.serving.inference_client import binary_request, call, infer, json_request
+from tests.dflow.serving.small_exports import HeldCalls, scale, served
+from tests.distributed.waiting import until
+
+pytestmark = pytest.mark.once
+
+ROW = np.array([[1, 2]], np.float32)
+
+
+def many(batch: Any, half: Any, *, flag: Any) -> Any:
+    return {"sum": (batch["a"] + batch["b"], half * 2), "both": flag}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models: `scale`, of one function, and `pair` with two, which take rows."""
+    place = tmp_path_factory.mktemp("models")
+    scale(place / "scale", 2)
+    rows, numbers = dflow.spec("b, 2", jnp.float32), dflow.spec("b", jnp.int32)
+    spec = dflow.export(many, {"a": numbers, "b": numbers}, dflow.spec("b", jnp.bfloat16), flag=dflow.spec("b", bool))
+    dflow.export({"many": spec, "joined": (lambda x, y: x @ y, rows, dflow.spec("2, n", jnp.float32))}).save(
+        place / "pair" / "7"
+    )
+    return place
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path) -> Iterator[str]:
+    """A server of both, with batches of at most 4 rows and requests of at most 10,000 bytes."""
+    with served(folder, ServingSettings(max_batch=4, max_bytes=10_000)) as server:
+        yield server.url
+
+
+def test_metadata_names_inputs_and_outputs_as_the_protocol_does(url: str) -> None:
+    assert call(url, "/v2")[1] == {
+        "name": "dflow",
+        "version": dflow.__version__,
+        "extensions": ["binary_tensor_data"],
+    }
+    status, body, _ = call(url, "/v2/models/pair.many/versions/7")
+    assert (status, body) == (
+        200,
+        {
+            "name": "pair.many",
+            "versions": ["7"],
+            "platform": "dflow",
+            "inputs": [
+                {"name": "batch['a']", "datatype": "INT32", "shape": [-1]},
+                {"name": "batch['b']", "datatype": "INT32", "shape": [-1]},
+                {"name": "half", "datatype": "BF16", "shape": [-1]},
+                {"name": "flag", "datatype": "BOOL", "shape": [-1]},
+            ],
+            "outputs": [
+                {"name": "both", "datatype": "BOOL", "shape": [-1]},
+                {"name": "sum[0]", "datatype": "INT32", "shape": [-1]},
+                {"name": "sum[1]", "datatype": "BF16", "shape": [-1]},
+            ],
+        },
+    )
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/scale/ready", "/v2/models/scale/versions/1/ready"):
+        assert call(url, path)[0] == 200
+
+
+@pytest.mark.parametrize("is_binary", [False, True])
+def test_pytrees_of_several_dtypes_go_there_and_back(url: str, is_binary: bool) -> None:
+    inputs = {
+        "half": np.array([0.5, -3, 7], ml_dtypes.bfloat16),
+        "flag": np.array([True, False, True]),
+        "batch['b']": np.array([10, 20, 30], np.int32),
+        "batch['a']": np.array([1, 2, 3], np.int32),
+    }
+    body, headers = binary_request(**inputs) if is_binary else (json_request(**inputs), {})
+    status, answer, found = infer(url, "pair.many", body, **headers)
+    assert status == 200, answer
+    values: dict[str, list[Any]] = {}
+    if is_binary:
+        size = int(found["inference-header-content-length"])
+        head, rest = json.loads(answer[:size]), answer[size:]
+        dtypes = {"BOOL": np.dtype(bool), "INT32": np.dtype(np.int32), "BF16": np.dtype(ml_dtypes.bfloat16)}
+        for one in head["outputs"]:
+            count = one["parameters"]["binary_data_size"]
+            values[one["name"]] = np.frombuffer(rest[:count], dtypes[one["datatype"]]).tolist()
+            rest = rest[count:]
+    else:
+        values = {one["name"]: one["data"] for one in answer["outputs"]}
+    assert values == {"both": [True, False, True], "sum[0]": [11, 22, 33], "sum[1]": [1.0, -6.0, 14.0]}
+
+
+def test_the_id_and_the_wanted_outputs_are_those_of_the_request(url: str) -> None:
+    request = json.loads(json_request(x=ROW)) | {"id": "a7", "outputs": [{"name": "result"}]}
+    assert infer(url, "scale", json.dumps(request).encode())[1] == {
+        "model_name": "scale",
+        "model_version": "1",
+        "id": "a7",
+        "outputs": [{"name": "result", "datatype": "FP32", "shape": [1, 2], "data": [2.0, 4.0]}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "status", "text"),
+    [
+        ("scale", {"x": ROW.astype(np.int32)}, 400, "input 'x': expected FP32[b,2], got INT32[1, 2]"),
+        ("scale", {"x": ROW[0]}, 400, "input 'x': expected FP32[b,2], got FP32[2]"),
+        ("scale", {"x": ROW[:0]}, 400, "input 'x': expected FP32[b,2], got FP32[0, 2]"),
+        ("scale", {"y": ROW}, 400, "scale: expected the inputs x, got y"),
+        ("scale", {}, 400, "scale: expected the inputs x, got none"),
+        ("scale", {"x": np.ones((5, 2), np.float32)}, 400, "scale: expected at most 4 rows, got 5"),
+        ("pair", {}, 404, "model 'pair' has several functions; name one: pair.many, pair.joined"),
+        ("pair.some", {}, 404, "model 'pair' has no function 'some'; it has pair.many, pair.joined"),
+        ("other", {}, 404, "there is no model 'other'; there is pair.many, pair.joined, scale"),
+        ("scale/versions/2", {}, 404, "model 'scale': expected version 1, which is served, got 2"),
+        (
+            "pair.many",
+            {
+                "batch['a']": np.ones(2, np.int32),
+                "batch['b']": np.ones(3, np.int32),
+                "half": np.ones(2, ml_dtypes.bfloat16),
+                "flag": np.ones(2, bool),
+            },
+            400,
+            "input \"batch['b']\": expected 2 for b, as \"batch['a']\" has, got 3",
+        ),
+    ],
+)
+def test_a_bad_request_is_answered_by_an_error_that_names_it(
+    url: str, model: str, inputs: dict[str, Any], status: int, text: str
+) -> None:
+    found, body, _ = infer(url, model, json_request(**inputs))
+    assert (found, body["error"][: len(text)]) == (status, text)
+
+
+def test_other_requests_are_refused(url: str) -> None:
+    assert call(url, "/v2/models/scale/infer")[:2] == (
+        405,
+        {"error": "there is no GET /v2/models/scale/infer; see /v2"},
+    )
+    assert call(url, "/v3")[:2] == (404, {"error": "there is no GET /v3; see /v2"})
+    assert infer(url, "scale", b"x" * 10_001)[0] == 413
+    assert infer(url, "scale", b"x", **{"Content-Encoding": "gzip"})[:2] == (
+        415,
+        {"error": "Content-Encoding: expected identity, got gzip"},
+    )
+    late = json.loads(json_request(x=ROW)) | {"parameters": {"timeout": "soon"}}
+    status, body, _ = infer(url, "scale", json.dumps(late).encode())
+    assert (status, body["error"]) == (
+        400,
+        "parameter 'timeout': expected a whole number of microseconds, got 'soon'",
+    )
+
+
+def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: str) -> None:
+    status, body, _ = call(url, "/v2/models/scale/infer", iter([b"x" * 6000] * 2))  # type: ignore[arg-type]
+    assert (status, body) == (413, {"error": "the request: expected at most 10000 bytes, as --max-bytes says"})
+
+
+def test_a_function_whose_shapes_differ_otherwise_takes_any_of_them(url: str) -> None:
+    for rows, columns in ((1, 1), (3, 2)):
+        inputs = {"x": np.ones((rows, 2), np.float32), "y": np.ones((2, columns), np.float32)}
+        status, body, _ = infer(url, "pair.joined", json_request(**inputs))
+        assert (status, body["outputs"][0]["data"]) == (200, [2.0] * rows * columns)
+
+
+def test_metrics_count_requests_batches_and_errors(folder: Path) -> None:
+    with served(folder / "scale", ServingSettings(max_batch=4)) as server:
+        infer(server.url, "scale", json_request(x=np.ones((3, 2), np.float32)))
+        infer(server.url, "scale", json_request(y=ROW))
+        infer(server.url, "other", json_request(y=ROW))
+        lines = call(server.url, "/metrics")[1].decode().splitlines()
+    for line in (
+        'dflow_serve_requests_total{model="scale",status="200"} 1.0',
+        'dflow_serve_requests_total{model="scale",status="400"} 1.0',
+        'dflow_serve_requests_total{model="unknown",status="404"} 1.0',
+        'dflow_serve_request_seconds_count{model="scale"} 2.0',
+        'dflow_serve_batch_rows_sum{model="scale"} 3.0',
+        'dflow_serve_queue_seconds_count{model="scale"} 1.0',
+        'dflow_serve_waiting_requests{model="scale"} 0.0',
+        'dflow_serve_version{model="scale"} 1.0',
+    ):
+        assert line in lines
+
+
+def test_a_server_with_too_many_requests_in_progress_refuses_more(folder: Path) -> None:
+    with served(folder / "scale", ServingSettings(max_queue=1)) as server:
+        held = HeldCalls(server.models["scale"].current.queues["times"])
+        answers: list[int] = []
+        asker = threading.Thread(target=lambda: answers.append(infer(server.url, "scale", json_request(x=ROW))[0]))
+        asker.start()
+        assert held.began.acquire(timeout=60)
+        status, body, headers = infer(server.url, "scale", json_request(x=ROW))
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert body == {"error": "the server has 1 requests in progress, the most"}
+        held.release()
+        asker.join(60)
+        assert answers == [200]
+
+
+def test_a_request_that_does_not_arrive_is_given_up(folder: Path) -> None:
+    with served(folder / "scale", ServingSettings(timeout_s=0.05)) as server:
+        where = urlsplit(server.url)
+        with socket.create_connection((str(where.hostname), int(where.port or 0)), timeout=60) as slow:
+            slow.sendall(b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_stop_answers_what_was_taken_and_refuses_what_comes(folder: Path) -> None:
+    with served(folder / "scale") as server:
+        held = HeldCalls(server.models["scale"].current.queues["times"])
+        answers: list[tuple[int, Any]] = []
+        asker = threading.Thread(target=lambda: answers.append(infer(server.url, "scale", json_request(x=ROW))[:2]))
+        asker.start()
+        assert held.began.acquire(timeout=60)
+        ended: list[bool] = []
+        stopping = threading.Thread(target=lambda: ended.append(server.stop()))
+        stopping.start()
+        until(lambda: call(server.url, "/v2/health/ready")[0] == 503)
+        assert call(server.url, "/v2/health/live")[0] == 200
+        status, body, headers = infer(server.url, "scale", json_request(x=ROW))
+        assert (status, body, headers["retry-after"]) == (503, {"error": "the server is stopping"}, "1")
+        held.release()
+        for thread in (asker, stopping):
+            thread.join(60)
+        assert ended == [True]
+        assert answers[0][0] == 200
+        with pytest.raises(ConnectionRefusedError):
+            call(server.url, "/v2/health/live")
+
+
+def test_a_stop_ends_in_time_although_a_call_hangs(folder: Path) -> None:
+    with served(folder / "scale") as server:
+        held = HeldCalls(server.models["scale"].current.queues["times"])
+        answers: list[tuple[int, Any]] = []
+        asker = threading.Thread(target=lambda: answers.append(infer(server.url, "scale", json_request(x=ROW))[:2]))
+        asker.start()
+        assert held.began.acquire(timeout=60)
+        assert not server.stop(grace_s=0.0)
+        held.release()
+        asker.join(60)
+        assert answers == [(503, {"error": "the server stopped before the computation ended"})]
+
+
+def test_beyond_loopback_clients_need_a_certificate(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    anywhere, here = TcpAddress("0.0.0.0", 0), TcpAddress("127.0.0.1", 0)
+    with pytest.raises(SecurityError, match=r"address '0.0.0.0:0' is not a loopback address"):
+        ModelServer(folder, anywhere, ServingSettings(), SameMachine())
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_text("s" * 64)
+    with pytest.raises(ConfigError, match="serve: expected certificates, got a shared secret"):
+        ModelServer(folder, here, ServingSettings(), SharedSecret(secret))
+    init_authority(tmp_path / "authority", days=2)
+    for name in ("server:0", "client:0"):
+        issue_to(tmp_path / "authority", [name], ["127.0.0.1"], days=1)
+    certificates = tmp_path / "authority" / "server-0"
+    policy = MutualTls.in_folder(certificates)
+    with ModelServer(folder / "scale", here, ServingSettings(), policy, poll_s=0) as server:
+        where = urlsplit(server.url)
+        assert where.scheme == "https"
+        context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
+        stranger = http.client.HTTPSConnection(str(where.hostname), where.port, context=context, timeout=60)
+        with pytest.raises(OSError, match=r"certificate required|reset|closed connection"):
+            live(stranger)
+        stranger.close()
+        own = tmp_path / "authority" / "client-0"
+        context.load_cert_chain(own / "cert.pem", own / "key.pem")
+        client = http.client.HTTPSConnection(str(where.hostname), where.port, context=context, timeout=60)
+        assert live(client) == 200
+        client.close()
+
+
+def live(connection: http.client.HTTPConnection) -> int:
+    connection.request("GET", "/v2/health/live")
+    return connection.getresponse().status

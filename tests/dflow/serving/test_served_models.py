@@ -1,0 +1,212 @@
+"""Models and their versions: found, replaced, refused, learned and saved."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.serving.served_model import find_models
+from dflow.serving.served_version import ServingSettings
+from dflow.tracing.errors import ConfigError, ExportError
+from tests.dflow.serving.inference_client import call, infer, json_request
+from tests.dflow.serving.small_exports import ROWS, HeldCalls, learner, scale, served
+from tests.distributed.waiting import until
+
+pytestmark = pytest.mark.once
+
+ONE_ROW = json_request(x=np.ones((1, 2), np.float32))
+
+
+@pytest.fixture(scope="module")
+def scales(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of versions 1 and 2, which multiply by 1 and by 2."""
+    folder = tmp_path_factory.mktemp("scales")
+    for factor in (1, 2):
+        scale(folder / str(factor), factor)
+    return folder
+
+
+@pytest.fixture
+def model(scales: Path, tmp_path: Path) -> Iterator[Path]:
+    """A folder that has version 1."""
+    shutil.copytree(scales / "1", tmp_path / "scale" / "1")
+    return tmp_path / "scale"
+
+
+def answered(url: str, model: str = "scale") -> tuple[str, float]:
+    """Return the version that answers, and the factor by which it multiplies."""
+    status, body, _ = infer(url, model, ONE_ROW)
+    assert status == 200, body
+    return body["model_version"], body["outputs"][0]["data"][0]
+
+
+def load_newest(url: str, model: str = "scale") -> tuple[int, str]:
+    status, body, _ = call(url, f"/v2/repository/models/{model}/load", b"")
+    return status, body.get("error", "")
+
+
+def test_an_export_versions_and_folders_of_both_are_found(scales: Path, tmp_path: Path) -> None:
+    one, both = scales / "1", tmp_path / "both"
+    shutil.copytree(one, both / "plain")
+    shutil.copytree(scales, both / "numbered")
+    (both / "other").mkdir()
+    assert find_models(scales) == {scales.name: scales}
+    assert find_models(one, "mine") == {"mine": one}
+    assert find_models(both) == {"numbered": both / "numbered", "plain": both / "plain"}
+    with served(both) as server:
+        assert (answered(server.url, "plain"), answered(server.url, "numbered")) == (("1", 1.0), ("2", 2.0))
+    for place, text in ((tmp_path / "none", "there is no folder"), (both / "other", "holds no export")):
+        with pytest.raises(ConfigError, match=text):
+            find_models(place)
+    with pytest.raises(ConfigError, match=r"--name mine names one model, and .* has numbered, plain"):
+        find_models(both, "mine")
+
+
+def test_a_new_version_takes_over_without_losing_a_request(model: Path, scales: Path) -> None:
+    with served(model) as server:
+        old = weakref.ref(server.models["scale"].current)
+        held = HeldCalls(server.models["scale"].current.queues["times"])
+        answers: list[tuple[str, float]] = []
+        # Three requests wait in the queue of the old version when the new one takes over.
+        askers = [threading.Thread(target=lambda: answers.append(answered(server.url))) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        assert held.began.acquire(timeout=60)
+        shutil.copytree(scales / "2", model / "2")
+        loaded: list[tuple[int, str]] = []
+        loading = threading.Thread(target=lambda: loaded.append(load_newest(server.url)))
+        loading.start()
+        until(lambda: call(server.url, "/v2/models/scale")[1]["versions"] == ["2"])
+        assert answered(server.url) == ("2", 2.0)  # while the old one still computes
+        held.release()
+        for thread in (*askers, loading):
+            thread.join(60)
+        assert loaded == [(200, "")]
+        assert set(answers) <= {("1", 1.0), ("2", 2.0)}
+        assert len(answers) == 4
+        assert ("1", 1.0) in answers
+        del held
+        gc.collect()
+        assert old() is None
+        assert server.lines == ["scale: version 2 is served; version 1 is unloaded"]  # type: ignore[attr-defined]
+
+
+def test_a_broken_version_is_refused_and_the_old_one_goes_on(model: Path, scales: Path) -> None:
+    shutil.copytree(scales / "2", model / "2")
+    chunk = model / "2" / "programs" / "times"
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[:-1])
+    with served(model) as server:
+        assert answered(server.url) == ("1", 1.0)
+        status, error = load_newest(server.url)
+        assert status == 400
+        assert "scale: version 2 is refused: " in error
+        assert f"{chunk} is damaged: expected {len(content)} bytes, got {len(content) - 1}" in error
+        entries = call(server.url, "/v2/repository/index", b"")[1]
+        assert [(one["version"], one["state"]) for one in entries] == [("1", "READY"), ("2", "UNAVAILABLE")]
+        assert entries[1]["reason"] == error
+        assert b'dflow_serve_refused_versions{model="scale"} 1.0' in call(server.url, "/metrics")[1]
+        # The rest of a copy arrives.
+        chunk.write_bytes(content)
+        assert load_newest(server.url) == (200, "")
+        assert answered(server.url) == ("2", 2.0)
+        assert len([line for line in server.lines if "is refused" in line]) == 1  # type: ignore[attr-defined]
+
+
+def test_newer_versions_are_found_in_an_interval(model: Path, scales: Path) -> None:
+    with served(model, poll_s=0.02) as server:
+        shutil.copytree(scales / "2", model / "2")
+        until(lambda: answered(server.url) == ("2", 2.0))
+
+
+def test_an_export_that_is_replaced_in_place_is_served(scales: Path, tmp_path: Path) -> None:
+    place = tmp_path / "scale"
+    shutil.copytree(scales / "1", place)
+    with served(place) as server:
+        assert answered(server.url) == ("1", 1.0)
+        dflow.load(scales / "2").save(place, overwrite=True)
+        assert load_newest(server.url) == (200, "")
+        assert answered(server.url) == ("1", 2.0)
+
+
+def test_a_model_without_a_sound_version_is_refused_at_the_start(model: Path) -> None:
+    (model / "1" / "programs" / "times").unlink()
+    with (
+        pytest.raises(ExportError, match=r"scale: none of its 1 versions can be served:\n.*it is missing"),
+        served(model),
+    ):
+        pass
+
+
+def test_a_dtype_that_the_protocol_lacks_is_refused(tmp_path: Path) -> None:
+    dflow.export(lambda x: x, dflow.spec("b", jnp.complex64)).save(tmp_path / "waves")
+    text = "waves: x is c64.*, and the Open Inference Protocol has no such dtype"
+    with pytest.raises(ExportError, match=text), served(tmp_path / "waves"):
+        pass
+
+
+def test_functions_that_write_are_refused_without_learn(tmp_path: Path) -> None:
+    learner(tmp_path / "counter")
+    with served(tmp_path / "counter") as server:
+        status, body, _ = infer(server.url, "counter.add", json_request(x=np.float32(1)))
+        text = "counter.add is not served: it writes total, which needs dflow serve --learn"
+        assert (status, body) == (403, {"error": text})
+        status, body, _ = infer(server.url, "counter.total", b'{"inputs":[]}')
+        assert (status, body["outputs"][0]["data"]) == (200, [0.0])
+    for folder, settings, text in (
+        (tmp_path / "counter", ServingSettings(learn=True), "--save-every writes versions, and .* is one export"),
+        (tmp_path / "counter", ServingSettings(), "--save-every saves what calls have learned, and --learn is absent"),
+    ):
+        with pytest.raises(ConfigError, match=text), served(folder, settings, save_every_s=60):
+            pass
+
+
+def test_updates_are_applied_one_by_one_and_saved_as_a_new_version(tmp_path: Path) -> None:
+    learner(tmp_path / "counter" / "1")
+    totals: list[float] = []
+
+    def add(url: str) -> None:
+        for _ in range(5):
+            status, body, _ = infer(url, "counter.add", json_request(x=np.float32(1)))
+            assert status == 200
+            totals.append(body["outputs"][0]["data"][0])
+
+    with served(tmp_path / "counter", ServingSettings(learn=True, max_batch=4), save_every_s=3600) as server:
+        reasons = "it writes variables", "its inputs and outputs have no leading dimension in common"
+        for line, reason in zip(server.lines, reasons, strict=True):  # type: ignore[attr-defined]
+            assert f"computes its requests one by one: {reason}" in line
+        threads = [threading.Thread(target=add, args=(server.url,)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        # Each call saw the updates before it: none was lost, and the one that compiled it left no trace.
+        assert sorted(totals) == list(range(1, 21))
+        status, error = load_newest(server.url, "counter")
+        assert (status, error.split(";")[0]) == (400, "counter learns, and keeps its version 1")
+        server.models["counter"].save()
+        server.models["counter"].save()  # nothing has changed since
+        assert call(server.url, "/v2/models/counter.add")[1]["versions"] == ["2"]
+        infer(server.url, "counter.add", json_request(x=np.float32(100)))
+    assert sorted(entry.name for entry in (tmp_path / "counter").iterdir()) == ["1", "2", "3"]
+    assert [float(dflow.load(tmp_path / "counter" / number).total()) for number in "123"] == [0, 20, 120]
+
+
+def test_rows_that_depend_on_each_other_are_not_batched(tmp_path: Path) -> None:
+    dflow.export(lambda x: x - x.mean(0), ROWS).save(tmp_path / "center")
+    with served(tmp_path / "center", ServingSettings(max_batch=4)) as server:
+        assert server.lines == [  # type: ignore[attr-defined]
+            "center computes its requests one by one: row 0 of result changes with the other rows of the batch"
+        ]
+        rows = np.array([[1, 2], [3, 6], [5, 1], [7, 3], [9, 8]], np.float32)
+        outputs = infer(server.url, "center", json_request(x=rows))[1]["outputs"]
+        np.testing.assert_allclose(np.reshape(outputs[0]["data"], (5, 2)), rows - rows.mean(0))

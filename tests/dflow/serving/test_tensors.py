@@ -1,0 +1,151 @@
+"""The codec of the Open Inference Protocol against NumPy, in JSON and in binary form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import hypothesis.extra.numpy as drawn
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.serving.tensors import DATATYPES, InferenceRequest, RefusedRequest, decode_request, encode_response
+from tests.dflow.serving.inference_client import binary_request, json_input, json_request, name_of
+from tests.effort import examples
+
+pytestmark = pytest.mark.once
+
+EMPTY = InferenceRequest([])
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray[Any, Any]:
+    """Draw an array of a dtype of the protocol, whose floating-point values are finite."""
+    dtype = draw(st.sampled_from(list(DATATYPES.values())))
+    shape = draw(drawn.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
+    base = np.dtype(np.float32) if dtype == ml_dtypes.bfloat16 else dtype
+    array = draw(drawn.arrays(base, shape, elements=None if base.kind in "biu" else {"allow_nan": False}))
+    if dtype == ml_dtypes.bfloat16:
+        array = np.clip(array, -1e38, 1e38).astype(dtype)
+    return np.where(np.isfinite(array), array, 0).astype(dtype) if base.kind == "f" else array
+
+
+def equal(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+@settings(max_examples=examples(100))
+@given(arrays(), arrays())
+def test_a_request_arrives_as_numpy_had_it(x: Any, y: Any) -> None:
+    _, found = decode_request(json_request(x=x, y=y), None)
+    assert equal(found["x"], x)
+    assert equal(found["y"], y)
+    body, headers = binary_request(x=x, y=y)
+    _, found = decode_request(body, headers["Inference-Header-Content-Length"])
+    assert equal(found["x"], x)
+    assert equal(found["y"], y)
+
+
+@settings(max_examples=examples(100))
+@given(arrays(), arrays(), st.booleans())
+def test_a_response_has_what_numpy_had(x: Any, y: Any, is_binary: bool) -> None:
+    request = InferenceRequest([], parameters={"binary_data_output": is_binary})
+    parts, size = encode_response({"id": "7"}, {"x": x, "y": y}, request)
+    body = b"".join(parts)
+    assert (size is not None) == is_binary
+    response = json.loads(body[:size])
+    assert response["id"] == "7"
+    rest = body[size:] if size is not None else b""
+    for one, array in zip(response["outputs"], (x, y), strict=True):
+        assert (one["datatype"], one["shape"]) == (name_of(array.dtype), list(array.shape))
+        dtype = array.dtype
+        if is_binary:
+            own, rest = rest[: one["parameters"]["binary_data_size"]], rest[one["parameters"]["binary_data_size"] :]
+            assert own == array.tobytes()
+        else:
+            assert equal(np.array(one["data"], dtype).reshape(one["shape"]), array)
+    assert rest == b""
+
+
+def test_values_may_be_flat_or_nested_as_the_shape() -> None:
+    nested = json_input("x", np.arange(6, dtype=np.int32).reshape(2, 3))
+    for data in (nested["data"], list(range(6))):
+        _, found = decode_request(json.dumps({"inputs": [{**nested, "data": data}]}).encode(), None)
+        assert found["x"].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"datatype": "FLOAT"}, r"input 'x': expected a datatype of BOOL, .*FP64, got 'FLOAT'"),
+        ({"shape": [-1]}, r"input 'x': expected a shape of sizes from 0, got \[-1\]"),
+        ({"shape": [3]}, r"input 'x': expected 3 values for its shape \[3\], got 2 values"),
+        ({"shape": [1, 2], "data": [[1], [2]]}, r"input 'x': expected 2 values .*got a list of shape \[2, 1\]"),
+        ({"shape": [2, 2], "data": [[1, 2], [3]]}, r"input 'x': expected FP32 of shape \[2, 2\], got"),
+        ({"data": [1, "a"]}, r"input 'x': expected FP32 of shape \[2\], got Expected `float`, got `str`"),
+        ({"data": [1, None]}, r"input 'x': expected FP32 .*got `null`"),
+        ({"data": [1, 1e39]}, "input 'x': expected numbers that FP32 can hold, got a larger one"),
+        ({"datatype": "FP16", "data": [1, 70000]}, "input 'x': expected numbers that FP16 can hold"),
+        ({"datatype": "INT8", "data": [1, 128]}, r"input 'x': expected INT8 of shape \[2\], got .*128"),
+        ({"datatype": "INT32", "data": [1, 1.5]}, "input 'x': expected INT32 .*got `float`"),
+        ({"datatype": "BOOL", "data": [True, 1]}, "input 'x': expected BOOL .*got `int`"),
+        (
+            {"parameters": {"binary_data_size": 8}},
+            "input 'x': expected data or the parameter binary_data_size, got both",
+        ),
+        ({"data": ...}, "input 'x': expected data or the parameter binary_data_size, got neither"),
+        (
+            {"data": ..., "parameters": {"binary_data_size": 8}},
+            r"input 'x': expected 8 bytes of binary data for FP32\[2\], got binary_data_size 8 and 0 bytes",
+        ),
+        ({"parameters": {"shared_memory_region": "r"}}, "input 'x': shared_memory_region is not offered"),
+    ],
+)
+def test_a_bad_input_is_refused_by_its_name(changes: dict[str, Any], text: str) -> None:
+    tensor = {key: value for key, value in (X | changes).items() if value is not ...}
+    with pytest.raises(RefusedRequest, match=text) as refused:
+        decode_request(json.dumps({"inputs": [tensor]}).encode(), None)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    ("body", "size", "text"),
+    [
+        (b"{", None, "the request's JSON: Input data was truncated"),
+        (b"\xff", None, "the request's JSON"),
+        (b"{}", None, "the request's JSON: Object missing required field `inputs`"),
+        (b'{"inputs":[]}abc', "13", "binary data: 3 bytes belong to no input"),
+        (b'{"inputs":[]}', "14", "Inference-Header-Content-Length: expected a number up to 13"),
+        (b'{"inputs":[]}', "-1", "Inference-Header-Content-Length: expected a number"),
+        (json.dumps({"inputs": [X, X]}).encode(), None, "input 'x': expected once, got twice"),
+    ],
+)
+def test_a_bad_request_is_refused(body: bytes, size: str | None, text: str) -> None:
+    with pytest.raises(RefusedRequest, match=text):
+        decode_request(body, size)
+
+
+def test_a_byte_that_is_no_truth_value_is_refused() -> None:
+    body, headers = binary_request(x=np.array([True, False]))
+    with pytest.raises(RefusedRequest, match="expected the bytes 0 and 1 for BOOL"):
+        decode_request(body[:-1] + b"\x02", headers["Inference-Header-Content-Length"])
+
+
+def test_a_response_refuses_what_json_cannot_hold_and_outputs_that_are_not_there() -> None:
+    outputs = {"y": np.array([1.0, np.nan], np.float32)}
+    with pytest.raises(
+        RefusedRequest, match=r"output 'y': NaN or infinity, which JSON cannot hold; request .*binary_data"
+    ):
+        encode_response({}, outputs, EMPTY)
+    for wanted, text in (({"name": "z"}, "output 'z': expected one of y"),):
+        request, _ = decode_request(json.dumps({"inputs": [], "outputs": [wanted]}).encode(), None)
+        with pytest.raises(RefusedRequest, match=text):
+            encode_response({}, outputs, request)
+    one = json.dumps({"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
+    assert encode_response({}, outputs, decode_request(one, None)[0])[1] is not None
