@@ -45,9 +45,10 @@ class HttpApi:
         self._models, self._settings, self._metrics, self._renew = models, settings, metrics, renew
         self.is_stopping = False
         self._tasks: set[asyncio.Task[Any] | None] = set()
-        of_model = {"": self._metadata, "/ready": self._model_ready}
-        models_path = "/v2/models/{model}"
-        routes = [
+        paths = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
+        # The first that matches is called, so those of most requests stand first.
+        routes = [Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths]
+        routes += [
             Route("/v2", _answering(self._server_metadata)),
             Route("/v2/health/live", _answering(self._live)),
             Route("/v2/health/ready", _answering(self._ready)),
@@ -55,9 +56,8 @@ class HttpApi:
             Route("/v2/repository/models/{model}/load", _answering(self._load), methods=["POST"]),
             Route("/metrics", self._metrics_text),
         ]
-        for path in (models_path, models_path + "/versions/{version}"):
-            routes += [Route(path + rest, _answering(handler)) for rest, handler in of_model.items()]
-            routes.append(Route(f"{path}/infer", self._infer, methods=["POST"]))
+        for path in paths:
+            routes += [Route(path, _answering(self._metadata)), Route(f"{path}/ready", _answering(self._model_ready))]
         self.app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
 
     @property

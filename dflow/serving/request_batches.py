@@ -88,6 +88,8 @@ class RequestQueue:
     delay_s    longest wait of a batch's first request for others
     capacity   most requests that wait
     exclusive  held during each call, for a function that writes variables
+    on_update  called after each call, in `exclusive`
+    threads    that compute; more than one only without batches, which one thread gathers
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class RequestQueue:
         observer: BatchObserver,
         exclusive: Any,
         on_update: Callable[[], None] | None = None,
+        threads: int = 1,
     ) -> None:
         self.tensors, self.most, self.delay_s = tensors, most, delay_s
         self._fn, self._observer, self._exclusive, self._on_update = fn, observer, exclusive, on_update
@@ -108,8 +111,11 @@ class RequestQueue:
         self._shapes: set[tuple[tuple[int, ...], ...]] = set()
         self._held = HeldQueue(tensors.name, QueueSettings(QueueKind.FIFO, capacity), QueueType(()))
         self._carried: PendingRequest | None = None
-        self._thread = threading.Thread(target=self._run, name=f"dflow serve {tensors.name}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dflow serve {tensors.name}", daemon=True) for _ in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -143,7 +149,8 @@ class RequestQueue:
     def close(self) -> None:
         """Refuse later requests, and return when those that wait are answered."""
         self._held.close()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def _rows(self, request: PendingRequest) -> int:
         return len(next(iter(request.arrays.values()))) if self.most else 1

@@ -17,6 +17,9 @@ from dflow.serving.row_check import ROWS, dependence_of_rows
 from dflow.serving.signature_tensors import SignatureTensors
 from dflow.tracing.errors import ExportError
 
+#: Threads that call a function without batches: one prepares and answers while the other waits for the device.
+_THREADS = 2
+
 
 @dataclass(frozen=True)
 class ServingSettings:
@@ -73,6 +76,7 @@ class ServedVersion:
                 observer=observer,
                 exclusive=self._writing if self._writes(name) else nullcontext(),
                 on_update=self._count_update if self._writes(name) else None,
+                threads=1 if most[name] or self._writes(name) else _THREADS,
             )
             for name, tensors in served.items()
         }

@@ -33,6 +33,7 @@ ALONE = (
     "peers_training",
     "recovery",
     "replicas",
+    "serving",
     "soak",
     "startup",
     "step_budget",
