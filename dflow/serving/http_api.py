@@ -112,6 +112,7 @@ class HttpApi:
 
     async def _load(self, request: Request) -> Response:
         """Look for a newer version of a model now; answered when it is served, or refused."""
+        _check_no_web_page(request)
         name = request.path_params["model"]
         if name not in self._models:
             raise RefusedRequest(404, f"there is no model {name!r}; there is {', '.join(self._models)}")
@@ -145,6 +146,7 @@ class HttpApi:
 
     async def _inferred(self, http: Request) -> Response:
         self._check_going_on()
+        _check_no_web_page(http)
         if self.in_progress > self._settings.max_queue:
             raise RefusedRequest(
                 503, f"the server has {self._settings.max_queue} requests in progress, the most", _AGAIN
@@ -253,6 +255,12 @@ def _answering(handler: Handler) -> Handler:
             return _refused(refusal)
 
     return answer
+
+
+def _check_no_web_page(request: Request) -> None:
+    """Raise RefusedRequest for a request by a web page, which a browser on this machine sends to any address."""
+    if "Origin" in request.headers:
+        raise RefusedRequest(403, f"requests by web pages are refused, and this is by {request.headers['Origin']}")
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

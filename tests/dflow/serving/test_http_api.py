@@ -168,6 +168,8 @@ def test_other_requests_are_refused(url: str) -> None:
         415,
         {"error": "Content-Encoding: expected identity, got gzip"},
     )
+    status, body, _ = infer(url, "scale", json_request(x=ROW), Origin="http://page")
+    assert (status, body["error"]) == (403, "requests by web pages are refused, and this is by http://page")
     late = json.loads(json_request(x=ROW)) | {"parameters": {"timeout": "soon"}}
     status, body, _ = infer(url, "scale", json.dumps(late).encode())
     assert (status, body["error"]) == (
