@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import CodeType
@@ -51,8 +51,18 @@ class TracedExport:
     variables: Mapping[str, Variable]
 
 
-def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options) -> TracedExport:
-    """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError."""
+def make(
+    name: str,
+    fn: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    names: Mapping[str, Any] | None = None,
+) -> TracedExport:
+    """Trace `fn` for these types of arguments, and lower it to a program. Raises ExportError.
+
+    names  of large arrays that the function closes over; by default those in its code
+    """
     if not callable(fn):
         raise ExportError(
             f"{name} is a {type(fn).__name__}, which is no function",
@@ -70,7 +80,7 @@ def make(name: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], opti
     parameters, fixed = _parameters(name, jitted, args, kwargs, looked)
     result = _tree(name, looked.out_tree, [var.aval for var in jaxpr.outvars], "result")
     types = [_type_of(var.aval) for var in jaxpr.invars]
-    constants = _constants(fn, constants_within(jaxpr, consts))
+    constants = _constants(_names_seen_by(fn) if names is None else names, constants_within(jaxpr, consts))
     pure = pure_program(name, jaxpr, consts, constants, arguments_of(parameters), types, result)
     program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
@@ -150,9 +160,8 @@ def _given(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
     return found + [(name, "name", name, kwargs[name]) for name in sorted(kwargs)]
 
 
-def _constants(fn: Callable[..., Any], consts: Sequence[Any]) -> dict[str, Any]:
-    """Return the large arrays among the constants, under the function's names for them if it has any."""
-    seen = _names_seen_by(fn)
+def _constants(seen: Mapping[str, Any], consts: Sequence[Any]) -> dict[str, Any]:
+    """Return the large arrays among the constants, under their names in `seen` if they have any."""
     named: dict[str, Any] = {}
     for index, const in enumerate(const for const in consts if is_large(const)):
         name = next((name for name, value in seen.items() if _is_same(value, const)), f"constant_{index}")

@@ -25,9 +25,19 @@ from dflow.exporting.export_manifest import (
     signature_refusal,
 )
 from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.exporting.small_weights import (
+    FORMS,
+    WeightForm,
+    WeightReport,
+    differences,
+    results_of,
+    size_of,
+    with_small_weights,
+)
 from dflow.lowering.files.array_files import divided
 from dflow.lowering.files.places import place_of
 from dflow.lowering.programs.export import exported
+from dflow.lowering.programs.portable_tree import leaves_of
 from dflow.state_backends import by_backend
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
 from dflow.tracing.errors import ExportError
@@ -105,8 +115,15 @@ class SavableFunctions:
 class Exported(SavableFunctions):
     """Functions with their state, ready to be saved. Made by `export`; its `str` lists them."""
 
-    def __init__(self, made: Mapping[str, TracedExport]) -> None:
+    def __init__(
+        self,
+        made: Mapping[str, TracedExport],
+        before: Mapping[str, TracedExport] | None = None,
+        form: WeightForm | None = None,
+    ) -> None:
         self._made = made
+        #: The functions before their weights were made smaller, and the form of the weights since.
+        self._before, self._form = before, form
         variables: dict[str, Variable] = {}
         constants: dict[str, Any] = {}
         signatures: dict[str, FunctionSignature] = {}
@@ -126,6 +143,23 @@ class Exported(SavableFunctions):
             variables,
             constants,
         )
+
+    def accuracy(self, /, *args: Any, signature: str | None = None, **kwargs: Any) -> WeightReport:
+        """Compare a function of an export made with `weights=` with the function as it was, for these arguments.
+
+        The name of the function, `signature`, is needed if there are several. Nothing is written. Raises ExportError
+        for an export without `weights`, or an unknown name.
+        """
+        if self._before is None or self._form is None:
+            raise ExportError(
+                "accuracy compares smaller weights, and none were asked for", "give weights to dflow.export"
+            )
+        name = self._chosen(signature)
+        before, after = self._before[name], self._made[name]
+        outputs = [path for path, _ in leaves_of(after.signature.result, "result")]
+        errors = differences(outputs, results_of(before, args, kwargs), results_of(after, args, kwargs))
+        was = {held: None for one in self._before.values() for held in one.variables.values()}
+        return WeightReport(self._form, size_of(was), size_of(self.variables.values()), errors)
 
     def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
         """Return the StableHLO text of a function, for all its platforms or for one of them.
@@ -178,7 +212,7 @@ def _add_constants(constants: dict[str, Any], signature: str, one: TracedExport)
     return stored
 
 
-_OPTIONS = ("platforms", "vjp_order", "disabled_checks")
+_OPTIONS = ("platforms", "vjp_order", "disabled_checks", "weights")
 
 
 def export(
@@ -188,6 +222,7 @@ def export(
     platforms: Sequence[str] = ("cpu", "cuda", "tpu"),
     vjp_order: int = 0,
     disabled_checks: Sequence[jax.export.DisabledSafetyCheck] = (),
+    weights: WeightForm | None = None,
     **named_specs: Any,
 ) -> Exported:
     """Prepare a function, and the variables it uses, to run in a process without its Python code.
@@ -200,6 +235,10 @@ def export(
     vjp_order  how many times the loaded function can be differentiated
     disabled_checks  as for `jax.export.export`; allows custom calls of named targets outside XLA
 
+    weights    "int8" (with a scale for each channel, the last dimension) or "bfloat16": stores floating-point variables
+               of at least 2 dimensions that no function writes in this form, with their present values; the program
+               converts them back. `Exported.accuracy` tells what it costs
+
     An argument of `fn` that has the name of one of these options must be passed by position. The values of the
     variables are read by `Exported.save`. Raises ExportError, naming the op and its line, for a function that has no
     meaning in another process or cannot be lowered for a platform.
@@ -207,17 +246,29 @@ def export(
     if is_tracing():
         raise ExportError("export is called inside traced code", "call it outside of any function")
     _check_platforms(platforms)
+    if weights is not None and weights not in FORMS:
+        raise ExportError(
+            f"weights: expected one of {', '.join(FORMS)}, got {weights!r}", "give one of these, or leave it out"
+        )
     options = Options(tuple(platforms), vjp_order, tuple(disabled_checks))
     if not isinstance(fn, Mapping):
         if callable(fn):
             refuse_keywords("export", named_specs, [*_OPTIONS, *keywords_of(fn, named_specs)], _OPTIONS)
-        return Exported({_name_of(fn): make(_name_of(fn), fn, specs, named_specs, options)})
+        return _exported({_name_of(fn): make(_name_of(fn), fn, specs, named_specs, options)}, weights, options)
     if specs or named_specs or not fn:
         what = "arguments are given beside them" if fn else "there is none"
         raise ExportError(
             f"functions are exported by name, and {what}", "give each its own: dflow.export({'serve': (fn, *specs)})"
         )
-    return Exported({_checked_name(name): _given(name, given, options) for name, given in fn.items()})
+    return _exported(
+        {_checked_name(name): _given(name, given, options) for name, given in fn.items()}, weights, options
+    )
+
+
+def _exported(made: Mapping[str, TracedExport], weights: WeightForm | None, options: Options) -> Exported:
+    if weights is None:
+        return Exported(made)
+    return Exported(with_small_weights(made, weights, options), made, weights)
 
 
 def spec(shape: str | Sequence[int | str], dtype: Any) -> jax.ShapeDtypeStruct:

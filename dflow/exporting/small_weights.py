@@ -1,0 +1,186 @@
+"""Smaller weights in an export: int8 with a scale for each channel, or bfloat16, converted back inside the program.
+
+Only floating-point variables of at least 2 dimensions that no exported function writes are made smaller; the others
+stay as they are. Invariant: the new variables are those that the program reads, so the files shrink with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from dflow.calls.function import jit
+from dflow.exporting.export_check import python_signature
+from dflow.exporting.export_manifest import FunctionSignature, arguments_of
+from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.lowering.programs.portable_tree import Held, Tree, build, flatten, parts_of, plain
+from dflow.tracing.errors import ExportError
+from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.state.resources import Variable
+
+#: The largest int8, to which the largest weight of a channel is mapped.
+_LARGEST = 127
+
+WeightForm = Literal["int8", "bfloat16"]
+FORMS: tuple[WeightForm, ...] = ("int8", "bfloat16")
+
+
+@dataclass(frozen=True)
+class SmallWeight:
+    """The variables that stand for one, and its dtype. `scale` is that of each channel, the last dimension."""
+
+    small: Variable
+    scale: Variable | None
+    dtype: Any
+
+    def read(self) -> Any:
+        """Return the weights in their own dtype."""
+        if self.scale is None:
+            return self.small.read().astype(self.dtype)
+        return (self.small.read().astype(jnp.float32) * self.scale.read()).astype(self.dtype)
+
+
+def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, options: Options) -> dict[str, TracedExport]:
+    """Return the functions over smaller variables, which have the present values. Raises ExportError."""
+    smaller = {variable: _made_smaller(variable, form) for variable in _eligible(made.values(), form)}
+    if not smaller:
+        raise ExportError(
+            f"weights={form!r}, and there is no floating-point variable of two dimensions or more that is read alone",
+            "leave weights out",
+        )
+    kept = [each for one in smaller.values() for each in (one.small, one.scale) if each is not None]
+    use_beside_namesakes(kept)
+    return {name: _over(name, one, smaller, options) for name, one in made.items()}
+
+
+def _eligible(functions: Iterable[TracedExport], form: WeightForm) -> list[Variable]:
+    every = list(functions)
+    variables = {variable: None for one in every for variable in one.pure.variables}
+    left_out = {variable for one in every for variable in one.pure.written}
+    left_out |= {one.variables[name] for one in every for name in _returned(one.signature.result)}
+    small_bytes = 1 if form == "int8" else 2
+    return [
+        variable
+        for variable in variables
+        if variable not in left_out
+        and variable.part is None
+        and len(variable.type.shape) > 1
+        and jnp.issubdtype(variable.dtype, jnp.floating)
+        and np.dtype(variable.dtype).itemsize > small_bytes
+    ]
+
+
+def _returned(tree: Tree) -> list[str]:
+    """Return the names of the variables that a function returns as such."""
+    if isinstance(tree, Held):
+        return [tree.name]
+    return [name for _, child in parts_of(tree) for name in _returned(child)]
+
+
+def _made_smaller(variable: Variable, form: WeightForm) -> SmallWeight:
+    def held(value: Any, suffix: str) -> Variable:
+        return Variable(value, name=f"{variable.name}/{suffix}", trainable=False)
+
+    dtype, value = variable.dtype, np.asarray(variable.read())
+    if not np.isfinite(value.astype(np.float32)).all():
+        raise ExportError(
+            f"weights={form!r}: variable {variable.name!r} has a NaN or an infinity", "export it as it is"
+        )
+    if form == "bfloat16":
+        return SmallWeight(held(jnp.asarray(value).astype(jnp.bfloat16), form), None, dtype)
+    wide = value.astype(np.float32)
+    largest = np.abs(wide).max(axis=tuple(range(wide.ndim - 1)), initial=0.0)
+    scale = largest / np.float32(_LARGEST)
+    scale = np.where(scale >= np.finfo(np.float32).tiny, scale, np.float32(1))  # weights of 0, or almost
+    small = np.clip(np.rint(wide / scale), -_LARGEST, _LARGEST).astype(np.int8)
+    return SmallWeight(held(small, form), held(scale, "scale"), dtype)
+
+
+def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight], options: Options) -> TracedExport:
+    """Return the function, traced again over the smaller variables."""
+    signature, pure = one.signature, one.pure
+    parameters, python = signature.parameters, python_signature(signature.parameters)
+    positional = [parameter for parameter in parameters if parameter.by != "name"]
+    readers = {variable.name: smaller.get(variable, variable) for variable in pure.variables}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = python.bind(*args, **kwargs).arguments
+        leaves = [leaf for each in parameters for leaf in flatten(each.tree, given[each.name], each.name)]
+        plain_args, plain_kwargs = build(plain(arguments_of(parameters)), iter(leaves))
+        values = {key: held.read() for key, held in readers.items()}
+        results, after = pure(values, pure.constants, *plain_args, **plain_kwargs)
+        for variable in pure.written:
+            variable.assign(after[variable.name])
+        return build(signature.result, iter(flatten(plain(signature.result), results, "result")), one.variables)
+
+    run.__name__ = run.__qualname__ = name
+    run.__signature__ = python  # type: ignore[attr-defined]
+    function = jit(
+        run,
+        donate_argnums=[index for index, parameter in enumerate(positional) if parameter.donated],
+        donate_argnames=[parameter.name for parameter in parameters if parameter.by == "name" and parameter.donated],
+    )
+    args, named = build(arguments_of(parameters), (type.strong.struct for type in pure.types))
+    again = make(name, function, args, named, options, pure.constants)
+    return _with_fixed(again, signature)
+
+
+def _with_fixed(again: TracedExport, before: FunctionSignature) -> TracedExport:
+    signature = msgspec.structs.replace(again.signature, fixed=before.fixed)
+    return TracedExport(signature, again.pure, again.program, again.content, again.variables)
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What smaller weights cost and save; its `str` is a table.
+
+    form          `int8` or `bfloat16`
+    before_bytes  size of the values of all variables as they were; `after_bytes` as they are exported
+    errors        by output: the largest and the mean absolute difference, and the largest absolute value, of the
+                  results for the given arguments
+    """
+
+    form: WeightForm
+    before_bytes: int
+    after_bytes: int
+    errors: Mapping[str, tuple[float, float, float]]
+
+    def __str__(self) -> str:
+        share = self.after_bytes / max(1, self.before_bytes)
+        lines = [f"variables: {self.before_bytes:,} bytes before, {self.after_bytes:,} in {self.form} ({share:.0%})"]
+        for name, (largest, mean, scale) in self.errors.items():
+            lines.append(f"{name}: differs by at most {largest:.3g}, on average {mean:.3g}; values up to {scale:.3g}")
+        return "\n".join(lines)
+
+
+def size_of(variables: Iterable[Variable]) -> int:
+    """Return the size in bytes of the values of variables."""
+    return sum(int(np.prod(one.type.shape, dtype=np.int64)) * np.dtype(one.dtype).itemsize for one in variables)
+
+
+def results_of(one: TracedExport, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arrays that a function gives for these arguments, without changing its variables."""
+    given = python_signature(one.signature.parameters).bind(*args, **kwargs).arguments
+    leaves = [leaf for each in one.signature.parameters for leaf in flatten(each.tree, given[each.name], each.name)]
+    plain_args, plain_kwargs = build(plain(arguments_of(one.signature.parameters)), map(jnp.asarray, leaves))
+    values = {variable.name: variable.read() for variable in one.pure.variables}
+    results, _ = jax.jit(one.program.call)(values, dict(one.pure.constants), *plain_args, **plain_kwargs)
+    return flatten(plain(one.signature.result), results, "result")
+
+
+def differences(
+    names: Sequence[str], before: Sequence[Any], after: Sequence[Any]
+) -> dict[str, tuple[float, float, float]]:
+    """Return by output the largest and the mean absolute difference, and the largest absolute value before."""
+    found = {}
+    for name, a, b in zip(names, before, after, strict=True):
+        old, new = (np.asarray(each).astype(np.float64) for each in (a, b))
+        apart = np.abs(old - new)
+        found[name] = (float(apart.max(initial=0)), float(apart.mean()), float(np.abs(old).max(initial=0)))
+    return found

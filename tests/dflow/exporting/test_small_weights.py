@@ -1,0 +1,136 @@
+"""Exports with weights in int8 and bfloat16: their error, their size, and what stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import hypothesis.extra.numpy as drawn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dflow
+from dflow.exporting.small_weights import _made_smaller
+from dflow.tracing.errors import ExportError
+from tests.effort import examples
+
+ROWS = dflow.spec("b, 64", jnp.float32)
+RANDOM = np.random.default_rng(0)
+TABLE = RANDOM.normal(size=(64, 300)).astype(np.float32)
+X = RANDOM.normal(size=(5, 64)).astype(np.float32)
+
+
+class Model:
+    """A function with variables of all kinds."""
+
+    def __init__(self) -> None:
+        self.w = dflow.Variable(jnp.asarray(RANDOM.normal(size=(64, 32)), jnp.float32), name="w")
+        self.bias = dflow.Variable(jnp.ones(32), name="bias")
+        self.moving = dflow.Variable(jnp.zeros((2, 32)), name="moving")
+        self.ids = dflow.Variable(jnp.arange(6).reshape(2, 3), name="ids")
+        self.given_out = dflow.Variable(jnp.ones((3, 3)), name="given_out")
+
+    def __call__(self, x: Any, /, scale: Any, *, sharp: bool, extra: Any) -> Any:
+        y = x @ self.w + self.bias
+        self.moving.assign_add(jnp.stack([y.sum(0), y.sum(0)]))
+        total = (x @ TABLE).sum() + self.ids.sum() + self.given_out.sum()
+        return {"y": y * scale["by"] if sharp else y, "rest": (total + extra, self.given_out)}
+
+    def export(self, **options: Any) -> dflow.Exported:
+        number = jax.ShapeDtypeStruct((), jnp.float32)
+        called = dflow.jit(self.__call__, static_argnames=("sharp",))
+        made: dflow.Exported = dflow.export(called, ROWS, {"by": number}, sharp=True, extra=number, **options)
+        return made
+
+
+def size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize(("form", "share"), [("int8", 0.25), ("bfloat16", 0.5)])
+def test_weights_that_are_read_alone_shrink_and_the_rest_stays(form: Any, share: float, tmp_path: Path) -> None:
+    model = Model()
+    exported = model.export(weights=form)
+    stand_ins = {"w/int8", "w/scale"} if form == "int8" else {"w/bfloat16"}
+    assert set(exported.variables) == {"bias", "moving", "ids", "given_out", *stand_ins}
+    report = exported.accuracy(X, {"by": 2.0}, extra=1.0)
+    moved = np.asarray(model.moving.read())
+    assert not moved.any()  # a comparison writes nothing
+    whole, small = model.export(), exported.save(tmp_path / "small")
+    kept = 32 * 4 + 2 * 32 * 4 + 6 * 4 + 9 * 4
+    assert report.before_bytes == kept + 64 * 32 * 4
+    assert report.after_bytes == kept + int(64 * 32 * 4 * share) + (32 * 4 if form == "int8" else 0)
+    saved = size(whole.save(tmp_path / "whole") / "variables") - size(small / "variables")
+    assert saved > (1 - share) * 64 * 32 * 4 * 0.7  # the files are compressed, and have headers
+    loaded = dflow.load(small, prefix=f"{form}/")
+    found = loaded(X, {"by": 2.0}, extra=1.0)
+    expected = whole_result = np.asarray((X @ np.asarray(model.w.read()) + 1) * 2)
+    np.testing.assert_allclose(found["y"], expected, atol=0.03 * np.abs(whole_result).max())
+    largest, mean, scale = report.errors["result['y']"]
+    apart = np.abs(np.asarray(found["y"], np.float64) - expected)
+    assert (largest, mean, scale) == pytest.approx((apart.max(), apart.mean(), np.abs(expected).max()), rel=1e-3)
+    assert 0 < mean < largest
+    np.testing.assert_allclose(loaded.variables["moving"].read()[0], np.asarray(found["y"]).sum(0) / 2, rtol=1e-4)
+    assert found["rest"][1] is loaded.variables["given_out"]
+    assert f"{report.after_bytes:,} in {form}" in str(report)
+    assert "result['y']: differs by at most" in str(report)
+    # The signature is that of the function, and its large array has its name.
+    assert str(exported).splitlines()[2] == str(whole).splitlines()[2]
+    assert "  constants: TABLE\n  fixed: sharp = True\n" in str(exported)
+
+
+def weights() -> st.SearchStrategy[np.ndarray[Any, Any]]:
+    shapes = drawn.array_shapes(min_dims=2, max_dims=3, min_side=1, max_side=4)
+    return shapes.flatmap(
+        lambda shape: drawn.arrays(np.float32, shape, elements=st.floats(-1e6, 1e6, width=32, allow_subnormal=False))
+    )
+
+
+@settings(max_examples=examples(30))
+@given(weights())
+def test_each_weight_differs_by_at_most_half_a_step_of_its_channel(value: Any) -> None:
+    variable = dflow.Variable(jnp.asarray(value), name="value")
+    found = np.asarray(_made_smaller(variable, "int8").read())
+    step = np.abs(value).max(axis=tuple(range(value.ndim - 1))) / 127
+    assert (np.abs(found - value) <= step * 0.5001 + 1e-30).all()
+    found = np.asarray(_made_smaller(variable, "bfloat16").read())
+    assert (found == value.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
+
+
+def test_functions_of_one_export_share_the_small_weights(tmp_path: Path) -> None:
+    w, written = (dflow.Variable(jnp.ones((4, 4)), name=name) for name in ("w", "written"))
+
+    def read(x: Any) -> Any:
+        return x @ w + written.read().sum()
+
+    def write(x: Any) -> Any:
+        written.assign(x @ w)
+
+    row = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    exported = dflow.export({"read": (read, row), "write": (write, row)}, weights="int8")
+    assert set(exported.variables) == {"w/int8", "w/scale", "written"}
+    model = dflow.load(exported.save(tmp_path / "both"))
+    model.write(np.eye(4, dtype=np.float32))
+    np.testing.assert_allclose(model.read(np.eye(4, dtype=np.float32)), np.ones((4, 4)) + 16, rtol=1e-5)
+    assert exported.accuracy(np.eye(4, dtype=np.float32), signature="read").errors.keys() == {"result"}
+
+
+def test_what_cannot_shrink_is_refused() -> None:
+    w = dflow.Variable(jnp.ones((4, 4)), name="w")
+    row = jax.ShapeDtypeStruct((4, 4), jnp.float32)
+    for options, text in (
+        ({"weights": "int4"}, "weights: expected one of int8, bfloat16, got 'int4'"),
+        ({"weights": "int8"}, "weights='int8', and there is no floating-point variable of two dimensions or more"),
+    ):
+        with pytest.raises(ExportError, match=text):
+            dflow.export(lambda x: x, row, **options)
+    with pytest.raises(ExportError, match="accuracy compares smaller weights, and none were asked for"):
+        dflow.export(lambda x: x @ w, row).accuracy(np.ones((4, 4), np.float32))
+    w.assign(jnp.full((4, 4), jnp.nan))
+    with pytest.raises(ExportError, match="variable 'w' has a NaN or an infinity"):
+        dflow.export(lambda x: x @ w, row, weights="bfloat16")
