@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow.exporting.iree_module import compile_module
 from dflow.exporting.small_weights import _made_smaller
-from dflow.tracing.errors import ExportError
+from dflow.tracing.errors import ConfigError, ExportError
 from tests.effort import examples
 
 ROWS = dflow.spec("b, 64", jnp.float32)
@@ -118,6 +120,13 @@ def test_functions_of_one_export_share_the_small_weights(tmp_path: Path) -> None
     model.write(np.eye(4, dtype=np.float32))
     np.testing.assert_allclose(model.read(np.eye(4, dtype=np.float32)), np.ones((4, 4)) + 16, rtol=1e-5)
     assert exported.accuracy(np.eye(4, dtype=np.float32), signature="read").errors.keys() == {"result"}
+
+
+def test_the_compiler_of_modules_is_named_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = dflow.export(lambda x: x, jax.ShapeDtypeStruct((2,), jnp.float32)).save(tmp_path / "same")
+    monkeypatch.setitem(sys.modules, "iree", None)
+    with pytest.raises(ConfigError, match=r"(?s)iree.compiler, which is not installed.*pip install 'dflow.iree.'"):
+        compile_module(dflow.load(path))
 
 
 def test_what_cannot_shrink_is_refused() -> None:

@@ -201,6 +201,14 @@ def test_updates_are_applied_one_by_one_and_saved_as_a_new_version(tmp_path: Pat
     assert [float(dflow.load(tmp_path / "counter" / number).total()) for number in "123"] == [0, 20, 120]
 
 
+def test_smaller_weights_are_served_in_batches(tmp_path: Path) -> None:
+    w = dflow.Variable(jnp.eye(2) * 3, name="w")
+    dflow.export(lambda x: x @ w, ROWS, weights="int8").save(tmp_path / "small")
+    with served(tmp_path / "small", ServingSettings(max_batch=2)) as server:
+        assert server.lines == []  # type: ignore[attr-defined]
+        assert answered(server.url, "small") == ("1", 3.0)
+
+
 def test_rows_that_depend_on_each_other_are_not_batched(tmp_path: Path) -> None:
     dflow.export(lambda x: x - x.mean(0), ROWS).save(tmp_path / "center")
     with served(tmp_path / "center", ServingSettings(max_batch=4)) as server:
