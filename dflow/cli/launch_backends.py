@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from dflow.cli.command import at_least_one, checked, count
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import LaunchPlace
 from dflow.distributed.launching.ray_resources import ray_resources
-from dflow.distributed.launching.shares import core_shares, gpu_shares, visible_gpus
+from dflow.distributed.launching.shares import even_shares
+from dflow.distributed.launching.ssh_hosts import placed, read_hosts
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
 from dflow.tracing.errors import ConfigError
@@ -38,8 +42,8 @@ def add_backends(parser: argparse.ArgumentParser) -> None:
         "--on",
         choices=tuple(BACKENDS),
         default=THIS_MACHINE,
-        help="this machine (default), or the Ray cluster that RAY_ADDRESS names or that runs here; each task is then "
-        "an actor",
+        help="this machine (default); the Ray cluster that RAY_ADDRESS names or that runs here, as actors; or the "
+        "hosts of a file, by ssh",
     )
     for backend in BACKENDS.values():
         backend.add_options(parser)
@@ -78,14 +82,8 @@ def _machine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _this_machine(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
-    given, count = os.environ, len(plan.workers)
-    gpus = gpu_shares(visible_gpus(given), count, options.gpus_per_worker, given)
-    cores = core_shares(sorted(os.sched_getaffinity(0)), count, options.cpus_per_worker, given)
-    shares = {
-        task: replace(core, environment={**core.environment, **gpu})
-        for task, core, gpu in zip(plan.workers, cores, gpus, strict=True)
-    }
-    return ThisMachine(shares), ""
+    shares = even_shares(os.environ, len(plan.workers), options.gpus_per_worker, options.cpus_per_worker)
+    return ThisMachine(dict(zip(plan.workers, shares, strict=True))), ""
 
 
 def _ray_options(parser: argparse.ArgumentParser) -> None:
@@ -113,10 +111,42 @@ def _on_ray(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPol
     return place, f"{place.described(plan.counts)}; "
 
 
+def _ssh_options(parser: argparse.ArgumentParser) -> None:
+    hosts = parser.add_argument_group("hosts to reach by ssh")
+    hosts.add_argument(
+        "--hosts",
+        type=Path,
+        metavar="FILE",
+        help="a line for each host: NAME [slots=N] [user=NAME] [port=N]; slots is the number of tasks there that run "
+        "the script (default: 1). Stock tasks go to the hosts with slots=0, else to all, one after the other",
+    )
+    hosts.add_argument(
+        "--python", metavar="PATH", help="the interpreter on each host (default: the one that runs this)"
+    )
+    hosts.add_argument("--directory", metavar="DIR", help="the folder of the script on each host (default: this one)")
+    hosts.add_argument("--ssh", metavar="COMMAND", help="ssh with options of yours, such as 'ssh -F FILE'")
+
+
+def _on_ssh(plan: LaunchPlan, options: argparse.Namespace, security: SecurityPolicy) -> tuple[LaunchPlace, str]:
+    from dflow.distributed.launching.on_ssh import OnSsh
+
+    if options.hosts is None:
+        raise ConfigError("--on ssh: expected the hosts, got none", "give --hosts FILE, with a line for each host")
+    hosts = read_hosts(options.hosts)
+    parts = placed(hosts, plan.servers, plan.workers)
+    python, directory = options.python or sys.executable, options.directory or os.getcwd()
+    command = shlex.split(options.ssh or "ssh")
+    place = OnSsh(parts, command, python, directory, is_secured=not isinstance(security, SameMachine))
+    used = ", ".join(dict.fromkeys(part.host.name for part in parts.values()))
+    return place, f"by ssh on {used}, the coordinator here on {place.address}; "
+
+
 THIS_MACHINE = "this-machine"
 RAY = "ray"
+SSH = "ssh"
 
 BACKENDS = {
     THIS_MACHINE: LaunchBackend(_machine_options, _this_machine),
     RAY: LaunchBackend(_ray_options, _on_ray),
+    SSH: LaunchBackend(_ssh_options, _on_ssh),
 }

@@ -169,7 +169,7 @@ def _restart(text: str) -> tuple[str, int]:
 
 LAUNCH = Command(
     "launch",
-    "run a script on a cluster of processes on this machine",
+    "run a script on a cluster of processes, on this machine or others",
     _launch_options,
     _launch,
     more=": a coordinator, stock tasks for variables, and the script once per worker.",

@@ -8,9 +8,10 @@ The user's own settings of threads and memory fractions in the environment are k
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dflow.tracing.errors import ConfigError
@@ -30,6 +31,15 @@ class Share:
 
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[int, ...] = ()
+
+
+def even_shares(
+    given: Mapping[str, str], tasks: int, gpus_per_task: int | None = None, cores_per_task: int | None = None
+) -> list[Share]:
+    """Return the share of each of `tasks` processes of this machine; see `gpu_shares` and `core_shares`."""
+    gpus = gpu_shares(visible_gpus(given), tasks, gpus_per_task, given)
+    cores = core_shares(sorted(os.sched_getaffinity(0)), tasks, cores_per_task, given)
+    return [replace(core, environment={**core.environment, **gpu}) for core, gpu in zip(cores, gpus, strict=True)]
 
 
 def visible_gpus(environment: Mapping[str, str], device_files: Path = Path("/dev")) -> tuple[str, ...]:

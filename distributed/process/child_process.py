@@ -30,6 +30,7 @@ class ChildProcess:
 
     `lifeline`  read end of the launcher's pipe, which the child inherits under the same number
     `on_line`   called with each line of output, without its newline, from a reader thread
+    `stdin`     descriptor of its input; by default it has none
     `ends_by`   signal that `terminate` sends
     `cores`     CPU cores that the child and its descendants are restricted to; empty: no restriction
     """
@@ -42,6 +43,7 @@ class ChildProcess:
         lifeline: int,
         on_line: Callable[[str], None],
         *,
+        stdin: int = subprocess.DEVNULL,
         ends_by: signal.Signals = signal.SIGTERM,
         cores: Collection[int] = (),
     ) -> None:
@@ -51,7 +53,7 @@ class ChildProcess:
         self._process = subprocess.Popen(
             command,
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",

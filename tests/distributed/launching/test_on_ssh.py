@@ -1,0 +1,211 @@
+"""`dflow launch --on ssh` with a real sshd on loopback."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dflow.__main__ import main
+from dflow.distributed.launching import on_ssh
+from dflow.distributed.launching.on_ssh import OnSsh
+from dflow.distributed.launching.place import Running, TaskProgram
+from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
+from tests.distributed.launching.private_sshd import IS_HERE, PrivateSshd, private_sshd
+from tests.distributed.processes import Spawned, wait_for_end
+from tests.distributed.waiting import until
+
+needs_sshd = pytest.mark.skipif(not IS_HERE, reason="sshd is not installed; the package openssh-server brings it")
+
+CONNECT = """
+import os, signal, sys, threading
+from pathlib import Path
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.transport.security.configuration import choose_security
+from dflow.distributed.transport.sockets import SocketTransport
+watch()
+index = int(os.environ["DFLOW_INDEX"])
+task = f"/job:worker/task:{index}"
+transport = SocketTransport(security=choose_security(os.environ))
+client = CoordinatorClient(transport, os.environ["DFLOW_COORDINATOR"], name=task)
+client.join(task, f"nowhere:{index}")
+"""
+
+
+@pytest.fixture(scope="module")
+def sshd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateSshd]:
+    with private_sshd(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
+
+
+def launch(sshd: PrivateSshd, folder: Path, script: str, *options: str) -> Spawned:
+    (folder / "script.py").write_text(CONNECT + script)
+    (folder / "hosts").write_text("a slots=2\nb slots=1\n")
+    words = ("--on", "ssh", "--hosts", "hosts", "--ssh", shlex.join(sshd.ssh), "--python", str(sshd.python))
+    return Spawned("-m", "dflow", "launch", *words, *options, "script.py", cwd=folder)
+
+
+def everything_named(folder: Path) -> dict[int, str]:
+    """Return the command lines of the processes whose working folder is this one, by process id."""
+    found = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        try:
+            if os.readlink(f"/proc/{pid}/cwd") == str(folder):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+@needs_sshd
+def test_a_killed_launcher_leaves_nothing_and_shows_no_secret(sshd: PrivateSshd, tmp_path: Path) -> None:
+    assert main(["certs", "secret", str(tmp_path / "secret")]) == 0
+    script = """
+print("has", os.environ["WORD"], os.environ["NPROC"], os.environ["DFLOW_SECRET_FILE"], flush=True)
+threading.Event().wait()
+"""
+    secured = ("--secret-file", "secret", "--env", "WORD=unseen", "--ps", "1", "--workers", "2")
+    with launch(sshd, tmp_path, script, *secured) as launched:
+        lines = launched.read_until("] has unseen", 2)
+        assert not any(str(tmp_path) in line for line in lines)
+        # The launcher and its coordinator, and for each of three tasks ssh, `ssh_task` and the program.
+        until(lambda: len(everything_named(tmp_path)) == 11)
+        found = everything_named(tmp_path)
+        secret = (tmp_path / "secret").read_text().strip()
+        assert not any(secret in line or "unseen" in line for pid, line in found.items() if pid != launched.process.pid)
+        launched.process.kill()
+        wait_for_end(found)
+
+
+@needs_sshd
+def test_tasks_are_started_again_on_their_host(sshd: PrivateSshd, tmp_path: Path) -> None:
+    script = """
+past = Path("past").read_text() if Path("past").exists() else ""
+Path("past").write_text(past + "x")
+print("start", len(past), "from", os.getppid(), flush=True)
+if not past:
+    os.kill(os.getpid(), signal.SIGKILL)
+if past == "x":
+    os.kill(os.getppid(), signal.SIGKILL)
+    threading.Event().wait()
+client.leave()
+"""
+    with launch(sshd, tmp_path, script, "--ps", "0", "--restart", "on-failure") as launched:
+        status, output = launched.finish()
+    assert status == 0, output
+    assert "dflow: by ssh on a, the coordinator here on 127.0.0.1; " in output
+    assert "worker:0 ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)" in output
+    assert "[worker:0] dflow: the connection to a has ended before the task" in output
+    assert "worker:0 ended: killed by SIGKILL; it is started again in 1 s (restart 2 of 3)" in output
+    assert (tmp_path / "past").read_text() == "xxx"
+
+
+class Lines:
+    def __init__(self, sshd: PrivateSshd, host: SshHost, python: str = "") -> None:
+        self.lines: list[str] = []
+        parts = {"/job:worker/task:0": HostPart(host, 0, 1)}
+        self.place = OnSsh(parts, sshd.ssh, python or str(sshd.python), "/", is_secured=False)
+
+    def run(self, *words: str) -> Running:
+        return self.place.start(TaskProgram("/job:worker/task:0", words), self.lines.append)
+
+
+def end_of(running: Running) -> int:
+    until(lambda: running.poll() is not None)
+    status = running.poll()
+    assert status is not None
+    return status
+
+
+@needs_sshd
+def test_a_program_runs_on_a_host_and_ends_when_asked(sshd: PrivateSshd) -> None:
+    host = Lines(sshd, SshHost("a"))
+    running = host.run("-c", "import signal; print('up', flush=True); signal.pause()")
+    until(lambda: "up" in host.lines)
+    running.terminate()
+    assert end_of(running) == -signal.SIGTERM
+    running = host.run("-c", "import sys; print('to stderr', file=sys.stderr); sys.exit(255)")
+    assert end_of(running) == 255
+    assert running.tail == ("to stderr",)
+    running = host.run("-c", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(1e6)")
+    until(lambda: host.lines[-1].startswith("pid "))
+    running.kill()
+    assert not Path(f"/proc/{host.lines[-1].split()[1]}").exists()
+    host.place.close()
+
+
+@needs_sshd
+def test_few_connections_to_a_host_open_at_a_time(sshd: PrivateSshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ssh, "_OPENING", 1)
+    host = Lines(sshd, SshHost("a"))
+    running = host.run("-c", "import signal; print('first', flush=True); signal.pause()")
+    second = host.run("-c", "print('second')")
+    assert "first" in host.lines, "the second one waits until the first runs"
+    assert end_of(second) == 0
+    running.kill()
+    host.place.close()
+
+
+@needs_sshd
+@pytest.mark.parametrize(
+    ("host", "python", "status", "text"),
+    [
+        (SshHost("a"), "/nowhere/python", 127, "give --python an interpreter of that host that has dflow"),
+        (SshHost("a", user="nobody-of-this-name"), "", 255, "Permission denied"),
+        (SshHost("b", port=1), "", 255, "Connection refused"),
+    ],
+)
+def test_a_host_that_cannot_start_the_task_says_why(
+    sshd: PrivateSshd, host: SshHost, python: str, status: int, text: str
+) -> None:
+    lines = Lines(sshd, host, python)
+    assert end_of(lines.run("-c", "")) == status
+    assert any(re.search(text, line) for line in lines.lines), lines.lines
+    lines.place.close()
+
+
+@needs_sshd
+def test_another_version_of_dflow_is_refused(sshd: PrivateSshd, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_ssh, "PROTOCOL_VERSION", 1)
+    host = Lines(sshd, SshHost("a"))
+    assert end_of(host.run("-c", "print('ran')")) == 1
+    assert re.fullmatch(
+        r"this host's dflow speaks protocol version \d+ and the launcher's version 1; .*", host.lines[0]
+    )
+    assert "ran" not in host.lines
+    host.place.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ((), "expected the hosts, got none"),
+        (("--hosts", "hosts", "--workers", "2"), "expected slots for 2 tasks that run the script, got 1 on 1 hosts"),
+        (("--hosts", "hosts", "--ssh", "no-such-ssh"), "no-such-ssh cannot be run: No such file"),
+        (("--hosts", "hosts"), "10.0.0.1 is another machine, and tasks speak to other machines only if"),
+    ],
+)
+def test_a_launch_that_cannot_be_is_refused_before_it_starts(
+    words: tuple[str, ...],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").touch()
+    (tmp_path / "hosts").write_text("10.0.0.1\n")
+    if "--ssh" not in words:
+        # What `ssh -G` prints of this host, without the configuration of whoever runs the test.
+        fake = tmp_path / "ssh"
+        fake.write_text("#!/bin/sh\necho hostname 10.0.0.1\n")
+        fake.chmod(0o700)
+        words = (*words, "--ssh", str(fake))
+    assert main(["launch", "--on", "ssh", *words, "script.py"]) == 2
+    assert text in capsys.readouterr().err
