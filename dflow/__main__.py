@@ -25,13 +25,18 @@ from dflow.tracing.errors import DflowError
 COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, SERVE, COMPILE, CERTS, NEW, DOCTOR, COMPLETION)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command line `words` (default: the process's arguments) and return the exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="dflow", description="Stateful dataflow on JAX and XLA.")
     parser.add_argument("--version", action="version", version=f"dflow {__version__}")
     parser.set_defaults(parser=parser)
     add_commands(parser, "command", COMMANDS)
-    options = parser.parse_args(words)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line `words` (default: the process's arguments) and return the exit status."""
+    options = make_parser().parse_args(words)
     try:
         return options.run(options) or 0
     except (DflowError, OSError, ValueError) as error:

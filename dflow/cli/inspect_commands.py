@@ -26,16 +26,27 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--watch", action="store_true", help="renew it each second, until Ctrl-C")
     add_all_tables(shown)
+    shown.add_argument(
+        "--up",
+        metavar="TASK",
+        help="show nothing, and end with status 0 if this task, such as ps:0 or coordinator, is up and 1 if not: a "
+        "probe for a scheduler",
+    )
     _running_cluster(parser)
 
 
-def _show_cluster(options: argparse.Namespace) -> None:
+def _show_cluster(options: argparse.Namespace) -> int:
+    if options.up is not None:
+        from dflow.cli.observing import is_up
+
+        return 0 if is_up(transport_of(options), coordinator_of(options), options.up) else 1
     from dflow.cli.closing_summary import closing_summary
     from dflow.cli.live_status import show_status
     from dflow.cli.status_view import closing_tables, make_console
 
     summary = closing_tables if options.all_tables else closing_summary
     show_status(transport_of(options), coordinator_of(options), make_console(), watch=options.watch, summary=summary)
+    return 0
 
 
 def _trace_options(parser: argparse.ArgumentParser) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.distributed.wire.messages.observing import DumpEvents
@@ -57,6 +58,17 @@ def live_tasks(status: Status) -> list[TaskInfo]:
     return sorted(
         (info for info in status.tasks if info.left_at_s is None), key=lambda info: split_task_name(info.task)
     )
+
+
+def is_up(transport: Transport, coordinator: str, task: str) -> bool:
+    """Whether the coordinator answers and, if `task` is the short name of another one, lists it with a connection.
+
+    raises  DeadlineExceeded when the coordinator does not answer
+    """
+    with contextlib.closing(ClusterObserver(transport, coordinator)) as observer:
+        status = observer.status()
+    up = {short_task_name(info.task) for info in live_tasks(status) if info.task not in status.away}
+    return task == COORDINATOR or task in up
 
 
 @contextlib.contextmanager

@@ -51,6 +51,8 @@ _POLL_S = 0.02
 _END_S = 3.0
 #: Variables that name files which others may read.
 _PUBLIC = (CERTIFICATE_VARIABLES[0], CERTIFICATE_VARIABLES[2])
+#: Exit status of ssh for a fault of its own, such as a host that it does not reach.
+_SSH_FAILED = 255
 #: Exit status of a program whose host or connection is gone: that of a killed process.
 _GONE = -9
 
@@ -178,10 +180,13 @@ class _OverSsh:
         if self.has_started:
             self._show(f"dflow: the connection to {self._host} has ended before the task")
             return _GONE
-        self._show(
-            f"dflow: ssh could not start the task on {self._host} (status {status}): give --python an interpreter of "
-            "that host that has dflow, and --directory a folder there"
-        )
+        if status == _SSH_FAILED:
+            self._show(f"dflow: {self._host} was not reached; try: ssh -o BatchMode=yes {self._host} true")
+        else:
+            self._show(
+                f"dflow: {self._host} could not start the task: give --python an interpreter of that host that has "
+                "dflow, and --directory a folder there"
+            )
         return status or 1
 
     def _send(self, order: bytes) -> None:

@@ -55,8 +55,12 @@ def test_status_shows_a_running_cluster(capsys: pytest.CaptureFixture[str]) -> N
     output = capsys.readouterr().out
     assert "1 of 2 tasks are up; waiting for ps:1" in output
     assert "Tasks" in output
+    up = {task: main(["status", "--up", task, "--coordinator", coordinator.address]) for task in ("ps:0", "ps:1")}
+    assert up == {"ps:0": 0, "ps:1": 1}
     client.close()
+    assert main(["status", "--up", "coordinator", "--coordinator", coordinator.address]) == 0
     coordinator.close()
+    assert capsys.readouterr().out == ""
 
 
 def test_an_error_is_one_line_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:

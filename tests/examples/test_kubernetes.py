@@ -1,0 +1,190 @@
+"""The manifests and the Helm chart: valid by the schemas of Kubernetes, and with commands that dflow takes.
+
+The chart is rendered by Helm's own library. `cluster.yaml` is the chart with its default values, written by
+`make golden`.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dflow.__main__ import make_parser
+from dflow.distributed.detection.cluster_file import read_cluster_file
+from dflow.distributed.detection.cluster_spec import ClusterSpec
+from dflow.distributed.detection.detect import detect, found_cluster
+from dflow.tracing.environment import VARIABLES, misspelt
+from tests.examples.loading import ROOT
+from tests.golden import UpdateMode
+
+yaml = pytest.importorskip("yaml")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+pytestmark = pytest.mark.once
+
+FOLDER = ROOT / "examples/kubernetes"
+HEAD = """\
+# A cluster whose roles are pods of their own, each of which may fail. This is the chart in helm/ with its default
+# values, rendered for the release `train`.
+"""
+#: The oldest and the newest version of Kubernetes that the manifests are for.
+VERSIONS = ("1.28", "1.37")
+
+
+def rendered(**values: Any) -> str:
+    """Return the objects of the chart, in one text."""
+    helm = pytest.importorskip("helm_python", reason="no Helm; pip install helm-python-sdk brings its library")
+    assert helm.lint(str(FOLDER / "helm"))["errors"] == []
+    with helm.Chart.load(str(FOLDER / "helm")) as chart:
+        made = chart.render(values, name="train", namespace="default")
+    return HEAD + "".join(f"---\n{made[name].strip()}\n" for name in sorted(made) if made[name].strip())
+
+
+def objects(text: str) -> dict[str, Any]:
+    """Return the objects of a manifest, by kind and name."""
+    return {f"{each['kind']} {each['metadata']['name']}": each for each in yaml.safe_load_all(text)}
+
+
+def check_schema(text: str) -> None:
+    for each in objects(text).values():
+        for version in VERSIONS:
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def containers(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for each in found.values():
+        pod = each["spec"].get("template", {}).get("spec", {})
+        for container in (*pod.get("initContainers", []), *pod.get("containers", [])):
+            yield pod, container
+
+
+def commands(container: dict[str, Any]) -> Iterator[list[str]]:
+    """Yield the command and those of the probes; `sh -c` is taken apart, for the pod number 1."""
+    probes = (container.get(probe, {}).get("exec") for probe in ("readinessProbe", "livenessProbe"))
+    for words in (container["command"], *(probe["command"] for probe in probes if probe)):
+        yield words[2].removeprefix("exec ").replace("${HOSTNAME##*-}", "1").split() if words[0] == "sh" else words
+
+
+def environment(container: dict[str, Any], hostname: str, index: str = "") -> dict[str, str]:
+    """Return the environment of a pod with this host name, of an indexed Job if it has an index."""
+    of_kubernetes = {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "HOSTNAME": hostname}
+    of_job = {"JOB_COMPLETION_INDEX": index} if index else {}
+    return of_kubernetes | of_job | {each["name"]: each["value"] for each in container["env"]}
+
+
+def detected(variables: dict[str, str]) -> ClusterSpec:
+    spec = found_cluster(detect(variables, "", lambda key: None, read_cluster_file))
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "cluster.yaml"])
+def test_a_manifest_is_valid_and_dflow_takes_its_commands_and_variables(name: str) -> None:
+    text = (FOLDER / name).read_text()
+    check_schema(text)
+    found = objects(text)
+    count = 0
+    for pod, container in containers(found):
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        claimed = {claim for each in found.values() for claim in claims(each)}
+        assert mounts.keys() <= volumes | claimed
+        for words in commands(container):
+            if words[0] == "dflow":
+                make_parser().parse_args(words[1:])
+                count += 1
+        names = {each["name"]: each["value"] for each in container.get("env", [])}
+        assert not misspelt(names)
+        assert {each for each in names if each.startswith("DFLOW_")} <= VARIABLES.keys()
+        if "DFLOW_SECRET_FILE" in names:
+            assert str(Path(names["DFLOW_SECRET_FILE"]).parent) in mounts.values()
+    assert count == (5 if name == "cluster.yaml" else 0)
+
+
+def claims(each: dict[str, Any]) -> list[str]:
+    return [claim["metadata"]["name"] for claim in each["spec"].get("volumeClaimTemplates", [])]
+
+
+def test_the_pods_of_the_job_find_each_other() -> None:
+    found = objects((FOLDER / "job.yaml").read_text())
+    job, service = found["Job train"]["spec"], found["Service dflow"]
+    (container,) = job["template"]["spec"]["containers"]
+    spec = detected(environment(container, "train-3", "3"))
+    assert (spec.task, spec.coordinator) == ("/job:worker/task:3", "train-0.dflow:7711")
+    assert spec.jobs == {"ps": 4, "worker": job["completions"]}
+    assert service["spec"]["selector"] == {"job-name": "train"}
+    assert job["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+
+
+def test_the_roles_of_the_cluster_find_each_other() -> None:
+    found = objects((FOLDER / "cluster.yaml").read_text())
+    roles = {name: found[name]["spec"] for name in found if "template" in found[name]["spec"]}
+    coordinator, ps, worker = (
+        next(spec for name, spec in roles.items() if name.endswith(role)) for role in ("coordinator", "ps", "worker")
+    )
+    (container,) = worker["template"]["spec"]["containers"]
+    spec = detected(environment(container, "train-worker-3", "3"))
+    assert spec.task == "/job:worker/task:3"
+    assert spec.starts == ()
+    (container,) = ps["template"]["spec"]["containers"]
+    assert detected(environment(container, "train-ps-1")).index == 1
+    assert detected(environment(container, "train-ps-1")).coordinator == spec.coordinator
+    # The coordinator is where they look for it, and expects as many tasks as there are pods.
+    service = found["Service train"]["metadata"]["name"]
+    assert coordinator["serviceName"] == ps["serviceName"] == worker["template"]["spec"]["subdomain"] == service
+    assert spec.coordinator == f"train-coordinator-0.{service}:7711"
+    (container,) = coordinator["template"]["spec"]["containers"]
+    options = make_parser().parse_args(container["command"][1:])
+    assert dict(options.jobs) == {"ps": ps["replicas"], "worker": worker["completions"]}
+    assert options.address.endswith(":7711")
+    assert worker["completions"] == worker["parallelism"]
+    # All pods, and only they, are behind the Service and the policy.
+    chosen = found["Service train"]["spec"]["selector"].items()
+    assert found["NetworkPolicy train"]["spec"]["podSelector"]["matchLabels"].items() == chosen
+    for spec_ in roles.values():
+        assert chosen <= spec_["template"]["metadata"]["labels"].items()
+
+
+def test_cluster_yaml_is_the_chart_with_its_default_values() -> None:
+    text = rendered()
+    if UpdateMode.on:
+        (FOLDER / "cluster.yaml").write_text(text)
+    assert (FOLDER / "cluster.yaml").read_text() == text
+
+
+def test_the_chart_takes_values_and_refuses_misspelt_ones() -> None:
+    gpu = {"requests": {"cpu": "8"}, "limits": {"nvidia.com/gpu": 1}}
+    on_gpus = {"key": "nvidia.com/gpu", "operator": "Exists"}
+    text = rendered(
+        storageClass="fast",
+        env={"XLA_FLAGS": "--a=1"},
+        ps={"count": 3, "nodeSelector": {"pool": "cpu"}},
+        workers={"count": 8, "resources": gpu, "tolerations": [on_gpus]},
+    )
+    check_schema(text)
+    assert len(re.findall("storageClassName: fast", text)) == 2
+    assert "--job=ps=3" in text
+    assert "--job=worker=8" in text
+    pod = objects(text)["Job train-worker"]["spec"]["template"]["spec"]
+    assert pod["tolerations"] == [on_gpus]
+    assert {"name": "XLA_FLAGS", "value": "--a=1"} in pod["containers"][0]["env"]
+    with pytest.raises(Exception, match="wrokers"):
+        rendered(wrokers={"count": 8})
+
+
+@pytest.mark.skipif(not shutil.which("kubectl"), reason="kubectl is not installed")
+def test_kubectl_makes_the_secret_from_the_file(tmp_path: Path) -> None:
+    for name in ("kustomization.yaml", "cluster.yaml"):
+        shutil.copy(FOLDER / name, tmp_path)
+    (tmp_path / "cluster.secret").write_text("of a test\n")
+    done = subprocess.run(["kubectl", "kustomize", tmp_path], capture_output=True, text=True, check=True)
+    check_schema(done.stdout)
+    found = objects(done.stdout)
+    assert found["Secret dflow-secret"]["data"]["cluster.secret"] == "b2YgYSB0ZXN0Cg=="
+    assert len(found) == 6
