@@ -105,6 +105,8 @@ def connect(
             joined.close()
             raise
     dump_on_signal(joined.flights.dump_soon)
+    if spec.starts:
+        atexit.register(_leave, joined)
     if sidecars is not None:
         sidecars.stay_in_touch(transport)
     place = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
@@ -171,6 +173,14 @@ def _attend(spec: ClusterSpec) -> Sidecars | None:
 
     atexit.register(end)
     return sidecars
+
+
+def _leave(joined: Cluster) -> None:
+    """Leave the cluster, before this process waits with its sidecars: other workers may wait for it likewise."""
+    if getattr(sys, "last_value", None) is None:
+        joined.close()
+    else:  # the script failed
+        joined.coordinator.close()
 
 
 #: Addresses of coordinators whose sidecar processes this process has started, which it does once.

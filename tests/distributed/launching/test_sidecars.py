@@ -48,8 +48,15 @@ def free_port() -> int:
 
 
 def step_of_two(
-    tmp_path: Path, script: str, started: ExitStack, node: str = "127.0.0.1", ranks: Sequence[int] = (0, 1), **more: str
+    tmp_path: Path,
+    script: str,
+    started: ExitStack,
+    nodes: str = "127.0.0.1",
+    ranks: Sequence[int] = (0, 1),
+    count: int = 1,
+    **more: str,
 ) -> list[Spawned]:
+    """Start two workers on `count` nodes, each of which has a task server."""
     (tmp_path / "train.py").write_text(script)
     os.mkfifo(tmp_path / "go")
     port = str(free_port())
@@ -58,9 +65,8 @@ def step_of_two(
             Spawned(
                 "train.py",
                 cwd=tmp_path,
-                **slurm(number, nodes=node, per_node=2, nodes_count=1),
+                **slurm(number, nodes=nodes, per_node=2 // count, nodes_count=count),
                 DFLOW_PORT=port,
-                DFLOW_PS="1",
                 **more,
             )
         )
@@ -70,8 +76,8 @@ def step_of_two(
 
 def test_what_the_first_worker_runs_stays_for_the_others_and_ends_with_the_last(tmp_path: Path) -> None:
     with ExitStack() as started:
-        # With garbage collection at exit, as in a user's process.
-        first, second = step_of_two(tmp_path, TRAIN, started, PYTHONPATH="")
+        # With garbage collection at exit, as in a user's process. Each worker has sidecars for the other one.
+        first, second = step_of_two(tmp_path, TRAIN, started, nodes="127.0.0.[1-2]", count=2, PYTHONPATH="")
         first.read_until("coordinator and ps:0 stay up for worker:1")
         children = children_of(first.process.pid)
         assert len(children) == 2
@@ -121,14 +127,14 @@ def test_the_death_of_a_child_is_said_by_whoever_started_it(tmp_path: Path) -> N
 def test_by_its_name_a_host_is_reached_with_a_secret_and_not_without(tmp_path: Path) -> None:
     host = socket.gethostname()
     with ExitStack() as started:
-        [first] = step_of_two(tmp_path, TRAIN, started, node=host, ranks=[0])
+        [first] = step_of_two(tmp_path, TRAIN, started, nodes=host, ranks=[0])
         status, output = first.finish()
         assert status == 1
         assert "SecurityError" in output
     (tmp_path / "go").unlink()
     make_secret(tmp_path / "secret")
     with ExitStack() as started:
-        first, second = step_of_two(tmp_path, TRAIN, started, node=host, DFLOW_SECRET_FILE=str(tmp_path / "secret"))
+        first, second = step_of_two(tmp_path, TRAIN, started, nodes=host, DFLOW_SECRET_FILE=str(tmp_path / "secret"))
         first.read_until("coordinator and ps:0 stay up for worker:1")
         (tmp_path / "go").write_text("")
         status, output = second.finish()
