@@ -1,4 +1,4 @@
-"""An sshd of a test on loopback, with keys and a configuration of its own; hosts `a` and `b` lead to it."""
+"""An sshd of a test on loopback, with keys and a configuration of its own; for its clients all hosts are this one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PrivateSshd:
             f"AuthorizedKeysFile {folder}/user_key.pub\nStrictModes no\nPasswordAuthentication no\n"
         )
         (folder / "ssh_config").write_text(
-            f"Host a b\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
+            f"Host *\n  HostName 127.0.0.1\n  Port {port}\n  User {getpass.getuser()}\n"
             f"  IdentityFile {folder}/user_key\n  IdentitiesOnly yes\n  UserKnownHostsFile {folder}/known_hosts\n"
         )
         passed = {name: os.environ[name] for name in ("JAX_PLATFORMS", "XLA_FLAGS") if name in os.environ}
