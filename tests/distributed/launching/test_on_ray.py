@@ -1,13 +1,8 @@
-"""`dflow launch --on ray` on a Ray cluster of this machine, which the launch starts.
-
-Ray starts slowly, so one launch tests all: a worker that is killed once and restarted, a worker that fails finally, and
-the end of all processes.
-"""
+"""`dflow launch --on ray`: the actor of a task, and launches that are refused. `test_recovery_on_ray.py` launches."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,56 +11,10 @@ import pytest
 
 from dflow.__main__ import main
 from dflow.tracing.errors import ConfigError
-from tests.distributed.processes import Spawned, exists
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed; pip install 'dflow[ray]' brings it"
 )
-
-SCRIPT = """
-import os, signal
-import jax.numpy as jnp
-import dflow
-
-cluster = dflow.connect()
-print("pid", os.getpid(), "of", os.getppid())
-if os.environ["DFLOW_JOB"] == "evaluator":
-    raise SystemExit(3)
-if cluster.index == 1 and not os.path.exists("been here"):
-    open("been here", "w").close()
-    os.kill(os.getpid(), signal.SIGKILL)
-with cluster.parameter_servers():
-    count = dflow.Variable(lambda: jnp.zeros(()), name="count")
-
-@dflow.jit
-def step(x):
-    count.assign_add(x)
-    return {"loss": count.read()}
-
-for metrics in dflow.distributed.Async(cluster).run(step, iter(lambda: jnp.float32(1), None), steps=20):
-    pass
-if cluster.elect("report"):
-    cluster.report("count", float(count))
-"""
-
-
-@needs_ray
-def test_tasks_are_actors_that_are_started_again(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["--workers", "2", "--job", "evaluator=1", "--restart", "worker=on-failure:2", "--logs", "logs"]
-    few = ["--ps-resources", "CPU=0.25", "--worker-resources", "CPU=0.25"]
-    with Spawned("-m", "dflow", "launch", "--on", "ray", *few, *words, "train.py", cwd=tmp_path) as launched:
-        status, output = launched.finish()
-    assert status == 1, output
-    assert "dflow: on a Ray cluster of 1 node with CPU" in output
-    assert "worker:1 ended: killed by SIGKILL; it is started again immediately (restart 1 of 2)" in output
-    # The number of other workers that still run depends on Ray.
-    assert re.search(r"dflow: evaluator:0 ended: exit status 3(; [12] of 3 workers go on)?\n", output), output
-    assert re.search(r"\n count +20 ", output), output
-    pids = [int(pid) for found in re.findall(r"pid (\d+) of (\d+)", output) for pid in found]
-    assert len(pids) == 8, output
-    assert not any(exists(pid) for pid in pids)
-    assert (tmp_path / "logs/worker-1.log").read_text().count("pid ") == 2
 
 
 @needs_ray

@@ -144,11 +144,13 @@ def test_a_program_runs_on_a_host_and_ends_when_asked(sshd: PrivateSshd) -> None
 def test_few_connections_to_a_host_open_at_a_time(sshd: PrivateSshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_ssh, "_OPENING", 1)
     host = Lines(sshd, SshHost("a"))
-    running = host.run("-c", "import signal; print('first', flush=True); signal.pause()")
+    first = host.run("-c", "import signal; signal.pause()")
+    assert isinstance(first, on_ssh._OverSsh)
+    assert not first.has_started
     second = host.run("-c", "print('second')")
-    assert "first" in host.lines, "the second one waits until the first runs"
+    assert first.has_started, "the second one waits until the first has been started"
     assert end_of(second) == 0
-    running.kill()
+    first.kill()
     host.place.close()
 
 

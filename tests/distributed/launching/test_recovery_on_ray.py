@@ -1,4 +1,5 @@
-"""Recovery on a Ray cluster of several nodes, which are all on this machine: tasks, nodes and whole launches end.
+"""`dflow launch --on ray` on a Ray cluster of several nodes, which are all on this machine: tasks of every role, nodes
+and whole launches end.
 
 Ray starts slowly, so one cluster and two launches test all.
 """
@@ -54,12 +55,16 @@ for line in sys.stdin:
     print("drained", which[0].get_gcs_client().drain_node(which[0].node_id, reason, "", deadline), flush=True)
 """
 
-#: While the file `slow` exists, the worker takes a batch in 10 ms, and at most 1000 in all.
+#: An evaluator fails. While the file `slow` exists, the worker takes a batch in 10 ms, and at most 1000 in all.
 SCRIPT = (
     COUNTERS
     + """
 import os
 import time
+
+if os.environ["DFLOW_JOB"] == "evaluator":
+    raise SystemExit(3)
+print("worker", os.getpid(), "of", os.getppid(), flush=True)
 
 def batches():
     for number in range(10**6):
@@ -75,13 +80,17 @@ for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=1500):
 )
 
 
-#: Without it the cluster makes a token, which a launch does not know.
-TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(16)}
+#: Without a token of the test the cluster makes one, which a launch does not know. Workers are started when needed.
+SETTINGS = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(16),
+    "RAY_prestart_worker_first_driver": "0",
+}
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Spawned]:
-    with Spawned("-c", CLUSTER, cwd=tmp_path, **TOKEN) as started:
+    with Spawned("-c", CLUSTER, cwd=tmp_path, **SETTINGS) as started:
         yield started
         assert started.process.stdin is not None
         started.process.stdin.close()
@@ -96,8 +105,9 @@ def words(folder: Path) -> list[str]:
     return ["launch", "--on", "ray", *counts, *few, *again, *kept]
 
 
-def launch(folder: Path, address: str) -> Spawned:
-    return Spawned("-m", "dflow", *words(folder), str(folder / "train.py"), cwd=folder, RAY_ADDRESS=address, **TOKEN)
+def launch(folder: Path, address: str, *more: str) -> Spawned:
+    script = str(folder / "train.py")
+    return Spawned("-m", "dflow", *words(folder), *more, script, cwd=folder, RAY_ADDRESS=address, **SETTINGS)
 
 
 def programs(folder: Path, word: str = "") -> list[int]:
@@ -147,8 +157,11 @@ def test_all_that_ends_comes_back_and_each_step_is_done_once(
     (tmp_path / "slow").touch()
     assert main(["certs", "secret", str(tmp_path / "secret")]) == 0
     _, address, head = cluster.read_until("address")[0].split()
-    with launch(tmp_path, address) as launched:
+    failing = ("--job", "evaluator=1", "--restart", "evaluator=never", "--logs", "logs")
+    with launch(tmp_path, address, *failing) as launched:
         launched.read_until("the first snapshot")
+        assert "dflow: on a Ray cluster of 3 nodes with CPU 8, server 4; " in "".join(launched.lines)
+        launched.read_until("evaluator:0 ended: exit status 3; 1 of 2 workers go on")
         assert main([*words(tmp_path), str(tmp_path / "train.py")]) == 2
         assert "is used by another launch" in capsys.readouterr().err
 
@@ -159,6 +172,12 @@ def test_all_that_ends_comes_back_and_each_step_is_done_once(
         launched.read_until("coordinator ended: killed by SIGKILL; it is started again in 1 s")
         await_snapshot(tmp_path)
         coordinator_on(tmp_path, head)
+
+        (_, pid, _, actor) = launched.read_until("] worker ")[0].removeprefix("[worker:0] ").split()
+        assert parent(int(pid)) == int(actor)
+        os.kill(int(pid), signal.SIGKILL)
+        launched.read_until("worker:0 ended: killed by SIGKILL; it is started again immediately (restart 1 of 3)")
+        launched.read_until("] worker ", 2)
 
         server = programs(tmp_path, "task")[0]
         node = node_of(server)
@@ -172,6 +191,7 @@ def test_all_that_ends_comes_back_and_each_step_is_done_once(
         assert len(found) == 4
         launched.process.kill()
         wait_for_end(found)
+    assert (tmp_path / "logs/worker-0.log").read_text().count("worker ") == 2
     assert main([*words(tmp_path), str(tmp_path / "other.py")]) == 2
     assert "expected the script train.py, whose job has not finished, got other.py" in capsys.readouterr().err
 
@@ -179,6 +199,7 @@ def test_all_that_ends_comes_back_and_each_step_is_done_once(
     with launch(tmp_path, address) as launched:
         status, output = launched.finish()
     assert status == 0, output
+    assert not programs(tmp_path)
     assert re.search(r"the job goes on from snapshot \d+, with [1-9]\d* steps done", output), output
     assert "Steps: 1500 of 1500" in output
     for name in ("count", "other"):
