@@ -18,7 +18,7 @@ from dflow.tracing.errors import ConfigError
 SOURCE = "Kubernetes"
 _REMEDY = (
     "give the container DFLOW_SERVICE, the name of the headless Service that is the pods' subdomain, and "
-    "DFLOW_WORKERS, how many pods there are; see docs/clusters.md"
+    "DFLOW_WORKERS, how many pods there are; see docs/launchers.md"
 )
 
 
