@@ -8,6 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflow.cli.tables import make_table, size_text, time_text
+from dflow.dashboard.looks import part_use
 from dflow.distributed.observe.step_times import MessageTimes, StepTimes
 from dflow.distributed.wire.messages.observing import TaskState
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -34,23 +35,19 @@ def usage_table(before: Mapping[str, TaskState], now: Mapping[str, TaskState], t
 
 
 def _usage_cells(before: TaskState, now: TaskState, took_s: float) -> list[str]:
-    earlier, later, parts = before.usage, now.usage, now.parts - before.parts
-    if earlier is None or later is None or parts < 0 or later.wakeups < earlier.wakeups:
+    used = part_use(before, now)
+    if used is None:
         return []
-    # The time of Python's threads is a difference of two clocks, so it may seem to go back a little.
-    times_s = [max(later.python_s - earlier.python_s, 0.0), later.other_s - earlier.other_s]
+    times_s, parts = (used.python_s, used.other_s), used.parts
     shares = [f"{parts / took_s:.1f}", f"{100 * sum(times_s) / took_s:.0f} %"]
     if not parts:
         return [*shares, *[""] * 7]
-    updates = later.updates - earlier.updates
     return [
         *shares,
         *(time_text(1e6 * time_s / parts) for time_s in times_s),
-        f"{(later.wakeups - earlier.wakeups) / parts:.1f}",
-        f"{(later.messages - earlier.messages) / parts:.1f}",
-        f"{(later.values - earlier.values) / parts:.1f}",
-        size_text((later.size_bytes - earlier.size_bytes) / parts),
-        f"{(later.missed - earlier.missed) / updates:.1f}" if updates else "",
+        *(f"{count / parts:.1f}" for count in (used.wakeups, used.messages, used.values)),
+        size_text(used.size_bytes / parts),
+        f"{used.missed / used.updates:.1f}" if used.updates else "",
     ]
 
 

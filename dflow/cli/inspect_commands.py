@@ -37,7 +37,7 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
 
 def _show_cluster(options: argparse.Namespace) -> int:
     if options.up is not None:
-        from dflow.cli.observing import is_up
+        from dflow.dashboard.observing import is_up
 
         return 0 if is_up(transport_of(options), coordinator_of(options), options.up) else 1
     from dflow.cli.closing_summary import closing_summary
@@ -65,7 +65,7 @@ def _trace_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _trace_cluster(options: argparse.Namespace) -> None:
-    from dflow.cli.observing import trace
+    from dflow.dashboard.observing import trace
 
     path = options.out or (None if options.summary else Path("trace.json"))
     if path is not None and not path.absolute().parent.is_dir():
@@ -83,7 +83,7 @@ def _trace_cluster(options: argparse.Namespace) -> None:
 
 
 def _dump_cluster(options: argparse.Namespace) -> None:
-    from dflow.cli.observing import dump
+    from dflow.dashboard.observing import dump
 
     for line in dump(transport_of(options), coordinator_of(options)):
         print(line)

@@ -7,20 +7,21 @@ line is printed every two seconds.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from msgspec.structs import replace
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from dflow.cli.tables import launch_table, make_table, size_text, time_text
+from dflow.dashboard.looks import StepRate, type_text
+from dflow.dashboard.traffic import grouped_traffic, summed
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
@@ -32,28 +33,8 @@ PLAIN_LINE_S = 2.0
 SAME_LINE_S = 30.0
 #: Width of the tables, in characters, where the output is not a terminal.
 PLAIN_WIDTH = 120
-RATE_WINDOW_S = 5.0
 NO_ANSWER = "the coordinator does not answer"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
-_LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
-
-
-class StepRate:
-    """Steps per second over the last `RATE_WINDOW_S` seconds, not counting time before the first step."""
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque()
-
-    def add(self, now_s: float, done: int) -> float:
-        """Add the number of steps done by now, and return the rate up to it; 0 until two numbers are known."""
-        # Fewer steps after a return to a snapshot are a new beginning.
-        if not done or (self._seen and done < self._seen[-1][1]):
-            self._seen.clear()
-        self._seen.append((now_s, done))
-        while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
-            self._seen.popleft()
-        then_s, before = self._seen[0]
-        return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
 
 
 def progress_line(status: Status, steps_per_s: float) -> str:
@@ -95,49 +76,6 @@ def closing_tables(status: Status, ends: Mapping[str, str]) -> RenderableType:
         _tasks_table(status, ends),
     )
     return Group(*(part for table in tables if table.row_count for part in (Text(), table)))
-
-
-def type_text(dtype: str, shape: Sequence[int]) -> str:
-    """Return the short form of an array's type, such as `f32[3,3,1,16]`."""
-    word = dtype.rstrip("0123456789")
-    short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
-    return f"{short}[{','.join(map(str, shape))}]"
-
-
-def grouped_traffic(traffic: Iterable[EdgeTraffic]) -> list[EdgeTraffic]:
-    """Return the traffic, largest first, with one row for all tasks of a job that have the same role for an edge.
-
-    Tasks have their short names, and `job:*` stands for several of a job.
-    """
-    rows = [
-        replace(row, source=short_task_name(row.source), destination=short_task_name(row.destination))
-        for row in traffic
-    ]
-    rows = _grouped(_grouped(rows, "destination", "source"), "source", "destination")
-    return sorted(rows, key=lambda row: (-row.size_bytes, row.edge, row.source, row.destination))
-
-
-def _grouped(rows: Iterable[EdgeTraffic], end: str, other: str) -> list[EdgeTraffic]:
-    """Return the rows, those joined that differ only in the task of a job at one `end`."""
-    groups: dict[tuple[str, str, str], list[EdgeTraffic]] = {}
-    for row in rows:
-        job = getattr(row, end).partition(":")[0] + ":*"
-        groups.setdefault((row.edge, job, getattr(row, other)), []).append(row)
-    found = []
-    for (_, job, _), same in groups.items():
-        where = job if len({getattr(row, end) for row in same}) > 1 else getattr(same[0], end)
-        found.append(replace(_sum(same), **{end: where}))
-    return found
-
-
-def _sum(rows: Sequence[EdgeTraffic]) -> EdgeTraffic:
-    """Return the first row with the messages, values and bytes of all."""
-    return replace(
-        rows[0],
-        values=sum(row.values for row in rows),
-        size_bytes=sum(row.size_bytes for row in rows),
-        messages=sum(row.messages for row in rows),
-    )
 
 
 class TerminalView:
@@ -304,7 +242,7 @@ def traffic_table(
     for row in rows[:most]:
         table.add_row(Text(row.edge), f"{row.source} -> {row.destination}", *cells(row))
     if most is not None and (rest := rows[most:]):
-        table.add_row(f"{len(rest)} more", "", *cells(_sum(rest)))
+        table.add_row(f"{len(rest)} more", "", *cells(summed(rest)))
     return table
 
 

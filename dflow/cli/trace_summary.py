@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.text import Text
 
 from dflow.cli.cost_tables import message_table, step_tables, usage_table
-from dflow.cli.live_status import LOOK_S, MOST_TASKS, look
-from dflow.cli.observing import ClusterObserver, trace
+from dflow.cli.live_status import MOST_TASKS
+from dflow.dashboard.looks import LOOK_S, look
+from dflow.dashboard.observing import ClusterObserver, trace
 from dflow.distributed.transport.base import Transport
 
 MOST_EDGES = 30

@@ -11,7 +11,8 @@ from msgspec.structs import replace
 from rich.console import Console
 
 import dflow
-from dflow.cli.live_status import Look, live_view, show_status, stragglers
+from dflow.cli.live_status import live_view, show_status
+from dflow.dashboard.looks import Look, stragglers
 from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.status import Status, TaskHealth

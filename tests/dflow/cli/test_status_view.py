@@ -7,15 +7,14 @@ from dflow.cli.closing_summary import closing_summary
 from dflow.cli.status_view import (
     Closing,
     PlainView,
-    StepRate,
     TerminalView,
     closing_tables,
-    grouped_traffic,
     launch_view,
     progress_line,
-    type_text,
 )
 from dflow.cli.tables import size_text
+from dflow.dashboard.looks import StepRate, type_text
+from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
 from dflow.distributed.wire.messages.status import PartCosts, Status, VariableInfo, WorkerProgress

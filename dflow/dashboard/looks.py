@@ -1,0 +1,169 @@
+"""Snapshots of a running cluster, and what two of them tell of each task.
+
+The coordinator reports membership, heartbeats and traffic; each task reports its own state. Rates are differences, so
+they need two snapshots.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from dflow.dashboard.observing import ClusterObserver, live_tasks
+from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
+from dflow.distributed.wire.messages.roster import TaskInfo
+from dflow.distributed.wire.messages.status import Status, TaskHealth
+from dflow.tracing.devices.task_name import split_task_name
+from dflow.tracing.errors import DflowError
+
+#: Time between two snapshots, in s.
+LOOK_S = 1.0
+#: Longest wait for an answer of a task, in s.
+TASK_S = 2.0
+#: A straggler's step time is more than this multiple of its job's median.
+SLOW = 1.5
+#: A task without a heartbeat for longer than this, in s, is shown as silent; heartbeats come every second.
+SILENT_S = 3.0
+RATE_WINDOW_S = 5.0
+_LETTER = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+
+
+@dataclass(frozen=True)
+class Look:
+    """A snapshot: the coordinator's status, and the states of the tasks that answered, by full task name."""
+
+    at_s: float
+    status: Status
+    states: Mapping[str, TaskState]
+
+
+def look(observer: ClusterObserver, pool: Executor) -> Look:
+    """Take a snapshot. Tasks that do not answer within `TASK_S` are left out."""
+    status = observer.status()
+    live = live_tasks(status)
+    answers = zip(live, pool.map(partial(_state_of, observer), live), strict=True)
+    states = {info.task: state for info, state in answers if state is not None}
+    return Look(time.monotonic(), status, states)
+
+
+def _state_of(observer: ClusterObserver, info: TaskInfo) -> TaskState | None:
+    try:
+        return observer.peer(info, TASK_S).call(GetTaskState(usage=True), timeout_s=TASK_S).message
+    except (DflowError, OSError, ValueError):
+        return None
+
+
+def stragglers(states: Mapping[str, TaskState]) -> dict[str, float]:
+    """Return the tasks whose step time is more than `SLOW` times their job's median, with that ratio."""
+    found: dict[str, float] = {}
+    times: dict[str, dict[str, float]] = {}
+    for task, state in states.items():
+        if state.step_s:
+            times.setdefault(split_task_name(task)[0], {})[task] = state.step_s
+    for of_job in times.values():
+        # The lower of the two middle values, so that one of two tasks can be a straggler.
+        median = statistics.median_low(of_job.values())
+        found |= {task: time_s / median for task, time_s in of_job.items() if time_s > SLOW * median}
+    return found
+
+
+class Condition(NamedTuple):
+    """State of a task as one word, how it is marked (ok, warn, bad or off), and the text to show."""
+
+    state: str
+    level: str
+    text: str
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the task needs no look."""
+        return self.level == "ok"
+
+
+def condition(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float], now: Look) -> Condition:
+    """Return the condition of a live task.
+
+    known  its newest heartbeat, if there was one
+    slow   the stragglers of the snapshot `now`; see `stragglers`
+    """
+    if info.task in now.status.away:
+        return Condition("away", "warn", "away")
+    if known is not None and known.stalled_since_s is not None:
+        return Condition("stalled", "bad", f"stalled for {now.status.now_s - known.stalled_since_s:.0f} s")
+    if known is not None and now.status.now_s - known.heard_at_s > SILENT_S:
+        return Condition("silent", "bad", "silent")
+    if info.task not in now.states:
+        return Condition("not reached", "warn", "live, not reached")
+    if info.task in slow:
+        return Condition("straggler", "warn", f"straggler, {slow[info.task]:.1f} x the median")
+    return Condition("live", "ok", "live")
+
+
+@dataclass(frozen=True)
+class PartUse:
+    """What a task used between two of its states; times in s.
+
+    `updates`  number of parts that changed variables; `missed` is their staleness in all: see `TaskUsage`
+    """
+
+    parts: int
+    python_s: float
+    other_s: float
+    wakeups: int
+    messages: int
+    values: int
+    size_bytes: int
+    updates: int
+    missed: int
+
+
+def part_use(before: TaskState | None, now: TaskState | None) -> PartUse | None:
+    """Return the use between two states; None if one has no usage, or the task was started again in between."""
+    if before is None or now is None or before.usage is None or now.usage is None:
+        return None
+    earlier, later, parts = before.usage, now.usage, now.parts - before.parts
+    if parts < 0 or later.wakeups < earlier.wakeups:
+        return None
+    return PartUse(
+        parts,
+        # The time of Python's threads is a difference of two clocks, so it may seem to go back a little.
+        max(later.python_s - earlier.python_s, 0.0),
+        later.other_s - earlier.other_s,
+        later.wakeups - earlier.wakeups,
+        later.messages - earlier.messages,
+        later.values - earlier.values,
+        later.size_bytes - earlier.size_bytes,
+        later.updates - earlier.updates,
+        later.missed - earlier.missed,
+    )
+
+
+class StepRate:
+    """Steps per second over the last `RATE_WINDOW_S` seconds, not counting time before the first step."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def add(self, now_s: float, done: int) -> float:
+        """Add the number of steps done by now, and return the rate up to it; 0 until two numbers are known."""
+        # Fewer steps after a return to a snapshot are a new beginning.
+        if not done or (self._seen and done < self._seen[-1][1]):
+            self._seen.clear()
+        self._seen.append((now_s, done))
+        while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
+            self._seen.popleft()
+        then_s, before = self._seen[0]
+        return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
+
+
+def type_text(dtype: str, shape: Sequence[int]) -> str:
+    """Return the short form of an array's type, such as `f32[3,3,1,16]`."""
+    word = dtype.rstrip("0123456789")
+    short = _LETTER[word] + dtype[len(word) :] if word in _LETTER else dtype
+    return f"{short}[{','.join(map(str, shape))}]"
