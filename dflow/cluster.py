@@ -25,6 +25,7 @@ from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.distributed.worker.standalone import standalone
+from dflow.graphs.compiled_functions import CompiledFunctions
 from dflow.lowering.queues.timers import TIMERS
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import short_task_name
@@ -104,6 +105,7 @@ def connect(
         except BaseException:
             joined.close()
             raise
+    joined.server.observer.functions = CompiledFunctions()
     dump_on_signal(joined.flights.dump_soon)
     if spec.starts:
         atexit.register(_leave, joined)

@@ -9,6 +9,7 @@ from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
+from dflow.graphs.compiled_functions import CompiledFunctions
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import task_name
 
@@ -27,7 +28,7 @@ class MemoryCluster:
 
     def worker(self, index: int = 0, settings: ClusterSettings | None = None) -> Cluster:
         """Join as worker `index`, and return its cluster; close that before this one."""
-        return Cluster(
+        cluster = Cluster(
             self.coordinator.address,
             self.network,
             job="worker",
@@ -36,6 +37,8 @@ class MemoryCluster:
             address="",
             settings=settings or ClusterSettings(),
         )
+        cluster.server.observer.functions = CompiledFunctions()
+        return cluster
 
     def close(self) -> None:
         """End the parameter tasks, then the coordinator."""

@@ -113,6 +113,7 @@ class Planner:
             trace_ms = (time.perf_counter() - started) * 1e3
             note_trace(source_of(jaxpr), shared.log.name)
             shared.log.add(described(self.fn, args, kwargs, shared.static.test_of(args)), caller(), trace_ms)
+            shared.traced(stage.jaxpr)
         return stage
 
     def _traced_by_jax(self, args: Any, kwargs: Any) -> Any:

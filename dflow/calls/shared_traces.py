@@ -6,6 +6,7 @@ state is dropped with it. Invariant: nothing here refers to the Python function.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -32,6 +33,8 @@ class SharedTraces:
     """The traces of one function, and its plans by argument types.
 
     `jaxprs`  jaxprs of the traces in `log`
+    `programs`  the closed jaxpr of each trace in `log`, in its order, while JAX keeps it
+    `id`      number of the function in this process
     `returns_variables`  whether a result contained a variable, so that each function is traced through a wrapper
     `state`   variables reachable from the function when a trace first touched state; None before, or if too many
     """
@@ -40,6 +43,8 @@ class SharedTraces:
     log: TraceLog
     plans: Plans = field(default_factory=Plans)
     jaxprs: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    programs: list[weakref.ref[Any]] = field(default_factory=list)
+    id: int = field(default_factory=itertools.count(1).__next__)
     returns_variables: bool = False
     state: list[Handle] | None = None
     has_state: bool = False
@@ -50,6 +55,12 @@ class SharedTraces:
         traced_args, traced_kwargs, static = self.static.split(args, kwargs)
         leaves, in_tree = jax.tree_util.tree_flatten((traced_args, traced_kwargs))
         return (in_tree, tuple([_type_key(leaf) for leaf in leaves]), static, trace_context()), leaves
+
+    def traced(self, closed: Any) -> None:
+        """Keep the closed jaxpr of the newest trace in `log` findable, and the function with it."""
+        self.programs.append(weakref.ref(closed))
+        TRACED.pop(self.id, None)  # set again, so that the newest is last
+        TRACED[self.id] = self
 
     def touches_state(self, fn: Callable[..., Any]) -> None:
         """Record, when a trace of `fn` touches state, the variables reachable from it."""
@@ -79,6 +90,9 @@ def _type_key(leaf: Any) -> Any:
         return leaf.dtype, leaf.shape
     return abstract(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else type(leaf)
 
+
+#: The functions that this process has traced and still has, by number, the most recently traced last.
+TRACED: weakref.WeakValueDictionary[int, SharedTraces] = weakref.WeakValueDictionary()
 
 #: By the `id` of a Python function: a weak reference to it, and its shared state by options.
 _shared: dict[int, tuple[weakref.ref[Any], dict[Hashable, SharedTraces]]] = {}

@@ -1,4 +1,4 @@
-"""A task's answers to tools that watch it: its clock, its state, and all events of some steps.
+"""A task's answers to tools that watch it: its clock, its state, all events of some steps, and its functions.
 
 Invariant: a trace that no tool stops ends after its deadline, so that a task whose tracer has died then keeps no more
 events than before, and waits for no more results.
@@ -12,8 +12,10 @@ from typing import cast
 
 import msgspec
 
+from dflow.distributed.observe.function_source import FunctionSource, NoFunctions
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.codec import Payload
+from dflow.distributed.wire.messages.functions import ListFunctions, ListTraces, ReadGraph
 from dflow.distributed.wire.messages.message import Answer, Message, Request
 from dflow.distributed.wire.messages.observing import (
     ClockTold,
@@ -33,7 +35,9 @@ from dflow.tracing.errors import WireError
 MOST_EVENTS = 1_000_000
 LONGEST_S = 3600.0
 
-Observation = GetClock | StartTrace | StopTrace | GetTaskState
+Observation = GetClock | StartTrace | StopTrace | GetTaskState | ListFunctions | ListTraces | ReadGraph
+#: Those that take too long for a reader thread.
+ON_THREADS: tuple[type[Observation], ...] = (StartTrace, StopTrace, GetTaskState, ListFunctions, ListTraces, ReadGraph)
 
 
 class TaskObserver:
@@ -43,11 +47,16 @@ class TaskObserver:
         self, recorder: Recorder, state: Callable[[], TaskState], usage: Callable[[], TaskUsage | None] = lambda: None
     ) -> None:
         self._recorder, self._state, self._usage = recorder, state, usage
+        #: The compiled functions of the process.
+        self.functions: FunctionSource = NoFunctions()
         self._lock = threading.Lock()
         self._ends: Stoppable | None = None
 
     def answer(self, message: Observation) -> tuple[Message, Payload]:
-        """Return the answer with its payload; raises WireError for a trace over the limits."""
+        """Return the answer with its payload.
+
+        raises  WireError for a trace over the limits; GraphNameError for a function or graph that is not kept
+        """
         match message:
             case GetClock():
                 return ClockTold(self._recorder.clock()), b""
@@ -62,6 +71,12 @@ class TaskObserver:
             case GetTaskState(usage):
                 state = self._state()
                 return (msgspec.structs.replace(state, usage=self._usage()) if usage else state), b""
+            case ListFunctions():
+                return self.functions.functions(), b""
+            case ListTraces(id):
+                return self.functions.traces(id), b""
+            case ReadGraph(id, trace):
+                return self.functions.graph(id, trace)
 
     def call(self, message: Request[Answer], *, timeout_s: float) -> Reply[Answer]:
         """Answer a tracer in this process; as `Peer.call`."""

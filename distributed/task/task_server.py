@@ -31,7 +31,7 @@ from dflow.distributed.coordinator.variable_directory import REMEDY
 from dflow.distributed.observe.flight_recorder import FlightRecorder
 from dflow.distributed.observe.processor_use import processor_use
 from dflow.distributed.observe.step_counts import StepCounts
-from dflow.distributed.observe.task_observer import TaskObserver
+from dflow.distributed.observe.task_observer import ON_THREADS, TaskObserver
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns
@@ -65,9 +65,6 @@ from dflow.distributed.wire.messages.observing import (
     Dumped,
     DumpEvents,
     GetClock,
-    GetTaskState,
-    StartTrace,
-    StopTrace,
     TaskState,
     TaskUsage,
 )
@@ -488,9 +485,8 @@ REQUESTS.queued(OpenRounds)(lambda task, message, arrival: task.rounds.open(mess
 REQUESTS.queued(NextRound)(lambda task, message, arrival: task.rounds.ask(message, arrival.responder))
 REQUESTS.queued(LeaveRounds)(lambda task, message, arrival: task.rounds.leave(message, arrival.responder))
 REQUESTS.handles(BeginStep)(lambda task, message, arrival: task.staleness.begin(message, arrival.responder))
-REQUESTS.on_own_thread(StartTrace)(lambda task, message, _: task.observer.answer(message))
-REQUESTS.on_own_thread(StopTrace)(lambda task, message, _: task.observer.answer(message))
-REQUESTS.on_own_thread(GetTaskState)(lambda task, message, _: task.observer.answer(message))
+for _observation in ON_THREADS:
+    REQUESTS.on_own_thread(_observation)(lambda task, message, _: task.observer.answer(message))
 for _kind in (Values, PulledValues):
     NOTICES.handles(_kind)(lambda task, message, arrival: task.channel.arrived(message, arrival.payload, arrival.peer))
 NOTICES.handles(Offer)(lambda task, message, arrival: task.channel.offered(message, arrival.peer))

@@ -1,0 +1,113 @@
+"""The functions that this process has compiled, for tools: their traces, and their graphs as JSON.
+
+A graph is made from the jaxpr of a trace when a tool asks for it; calls of the functions do not wait for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from dflow.calls.shared_traces import TRACED, SharedTraces
+from dflow.calls.trace_log import TraceRecord
+from dflow.distributed.observe.function_source import FunctionSource, missing_function
+from dflow.distributed.wire.messages.functions import (
+    FunctionGraph,
+    FunctionInfo,
+    Functions,
+    FunctionTraces,
+    TraceTelling,
+)
+from dflow.graphs.graph_json import graph_json
+from dflow.tracing.errors import GraphNameError
+from dflow.tracing.jax_frontend import closed_parts
+from dflow.tracing.jaxprs.from_jaxpr import graph_of
+
+#: Most functions and traces that are listed, and most arguments of a trace.
+MOST_FUNCTIONS, MOST_TRACES, MOST_ARGUMENTS = 200, 100, 200
+#: Most bytes of a graph as JSON.
+MOST_GRAPH_BYTES = 16 << 20
+
+
+class CompiledFunctions(FunctionSource):
+    """The functions of this process; see `FunctionSource`."""
+
+    def functions(self) -> Functions:
+        """List the most recently traced functions."""
+        found = [shared for _, shared in reversed(list(TRACED.items()))]
+        shown = tuple(_info(shared) for shared in found[:MOST_FUNCTIONS] if len(shared.log))
+        return Functions(shown, max(len(found) - MOST_FUNCTIONS, 0))
+
+    def traces(self, number: int) -> FunctionTraces:
+        """List the newest traces of a function. Raises GraphNameError for a function that is not kept."""
+        shared = _found(number)
+        records = list(shared.log.records)
+        left_out = max(len(records) - MOST_TRACES, 0)
+        told = tuple(_told(record, _program(shared, record.number) is not None) for record in records[left_out:])
+        return FunctionTraces(shared.log.name, told, left_out)
+
+    def graph(self, number: int, trace: int) -> tuple[FunctionGraph, bytes]:
+        """Return the graph of a trace as JSON. Raises GraphNameError if it is not kept, or is too large."""
+        shared = _found(number)
+        trace, name = trace or len(shared.log), shared.log.name
+        closed = _program(shared, trace)
+        if closed is None:
+            raise GraphNameError(
+                f"trace {trace} of {name}: expected one of 1 to {len(shared.log)} that JAX keeps, got one without a "
+                "graph",
+                "look at a newer trace",
+            )
+        jaxpr, consts = closed_parts(closed)
+        names = _argument_names([*shared.log[trace - 1].arguments], len(jaxpr.invars))
+        data = msgspec.json.encode(graph_json(graph_of(jaxpr, consts, names)[0], name))
+        if len(data) > MOST_GRAPH_BYTES:
+            raise GraphNameError(
+                f"graph of {name}: expected at most {MOST_GRAPH_BYTES >> 20} MiB of JSON, got {len(data) >> 20} MiB",
+                f"print dflow.graph({name}, ...) in the program",
+            )
+        return FunctionGraph(name, trace), data
+
+
+def _found(number: int) -> SharedTraces:
+    shared = TRACED.get(number)
+    if shared is None:
+        raise missing_function(number)
+    return shared
+
+
+def _program(shared: SharedTraces, trace: int) -> Any:
+    """Return the closed jaxpr of a trace, or None."""
+    return shared.programs[trace - 1]() if 1 <= trace <= len(shared.programs) else None
+
+
+def _argument_names(names: Sequence[str], count: int) -> Sequence[str]:
+    """Return the names of the arguments, or numbers where some of the arguments are not in the graph."""
+    return names if len(names) == count else [f"argument_{index}" for index in range(count)]
+
+
+def _info(shared: SharedTraces) -> FunctionInfo:
+    records, made = list(shared.log.records), shared.log.made
+    return FunctionInfo(
+        shared.id,
+        shared.log.name,
+        made.short if made else "",
+        len(records),
+        records[-1].changes,
+        sum(record.trace_ms if record.total_ms is None else record.total_ms for record in records),
+        _program(shared, len(records)) is not None,
+    )
+
+
+def _told(record: TraceRecord, has_graph: bool) -> TraceTelling:
+    return TraceTelling(
+        record.number,
+        record.call.short if record.call else "",
+        record.changes,
+        dict(list(record.arguments.items())[:MOST_ARGUMENTS]),
+        record.trace_ms,
+        record.total_ms,
+        record.captured,
+        has_graph,
+    )
