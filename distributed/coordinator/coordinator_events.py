@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -108,9 +108,10 @@ class Disconnect:
 
 @dataclass(frozen=True)
 class Log:
-    """Log a warning."""
+    """Log a warning; `kind` is that of its `ClusterEvent`."""
 
     text: str
+    kind: str = field(default="log", compare=False)
 
 
 Command = Persist | Log | SendReply | Broadcast | Disconnect

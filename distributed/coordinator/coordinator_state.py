@@ -22,6 +22,7 @@ from functools import partial
 import msgspec
 
 from dflow.distributed.coordinator.barriers import Barriers
+from dflow.distributed.coordinator.cluster_news import ClusterNews
 from dflow.distributed.coordinator.coordinator_events import (
     Asked,
     Broadcast,
@@ -67,7 +68,15 @@ from dflow.distributed.wire.messages.snapshots import (
     StateLoaded,
     StateWritten,
 )
-from dflow.distributed.wire.messages.status import GetHealth, GetStatus, Health, Report, Status, TaskHealth
+from dflow.distributed.wire.messages.status import (
+    GetEvents,
+    GetHealth,
+    GetStatus,
+    Health,
+    Report,
+    Status,
+    TaskHealth,
+)
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 
@@ -146,6 +155,7 @@ class CoordinatorState:
         )
         self._barriers = Barriers(self._present, self._describe, records)
         self._groups = ProcessGroups(partial(self._membership.coming, within_s=RETURN_S), self._describe)
+        self._news = ClusterNews(self._membership)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
         self._has_lost_state = False
@@ -154,6 +164,7 @@ class CoordinatorState:
         """Apply the event and return the commands for the shell, in order."""
         self.log.append(event)
         commands = [*self._decide(event), *self._go_on(event.at_s), *map(Log, self._ledger.take_news())]
+        self._news.note(event.at_s, commands)
         if self._records.changed:
             self._marks.written()  # before `take_changes`, since the revision is a record too
         changes = self._records.take_changes()
@@ -281,7 +292,7 @@ class CoordinatorState:
             f"it is at: {self._describe_work(stalled)}"
             for stalled, stall_s in self._watch.tick(at_s)
         ]
-        return [*map(Log, texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
+        return [*(Log(text, "stalled") for text in texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
 
     def _describe_work(self, stalled: TaskHealth) -> str:
         claims = self._ledger.describe_claims(stalled.task)
@@ -303,14 +314,6 @@ class CoordinatorState:
         return Health(at_s, self._watch.health.get(self._membership.life(task)), "")
 
     # Requests.
-
-    @REQUESTS.handles(GetHealth)
-    def _get_health(self, request: GetHealth, event: Asked) -> Health:
-        return self._health(event.at_s, request.task)
-
-    @REQUESTS.handles(GetStatus)
-    def _get_status(self, request: GetStatus, event: Asked) -> Status:
-        return self.status(event.at_s)
 
     @REQUESTS.handles(ClaimSteps)
     def _claim(self, claim: ClaimSteps, event: Asked) -> list[Command]:
@@ -359,18 +362,10 @@ class CoordinatorState:
         self._records.put(_RESULT + report.name, _Result(report.value))
         return Ok()
 
-    @REQUESTS.handles(AwaitRecovery)
-    def _await_recovery(self, request: AwaitRecovery, event: Asked) -> list[Command]:
-        return self._recovery.await_recovery(event.ask, request)
-
     @REQUESTS.handles(SaveChanges)
     def _save_changes(self, request: SaveChanges, event: Asked) -> list[Command]:
         self._recovery.changed(event.ask, event.at_s + request.wait_s)
         return []
-
-    @REQUESTS.handles(AnnounceLeave)
-    def _announce_leave(self, request: AnnounceLeave, event: Asked) -> list[Command]:
-        return self._recovery.announce_leave(request.task, event.ask)
 
     @REQUESTS.handles(PauseSteps)
     def _pause(self, request: PauseSteps, event: Asked) -> list[Command]:
@@ -492,3 +487,11 @@ class CoordinatorState:
             why = f"{short_task_name(one.task)} has left: {one.reason}"
             commands += [*self._barriers.leave(one.task, why), *self._groups.leave(at_s, one.task, one.life, why)]
         return commands
+
+
+# The handlers that only call one part of the state.
+REQUESTS.handles(GetHealth)(lambda state, request, event: state._health(event.at_s, request.task))
+REQUESTS.handles(GetStatus)(lambda state, request, event: state.status(event.at_s))
+REQUESTS.handles(GetEvents)(lambda state, request, event: state._news.since(request))
+REQUESTS.handles(AwaitRecovery)(lambda state, request, event: state._recovery.await_recovery(event.ask, request))
+REQUESTS.handles(AnnounceLeave)(lambda state, request, event: state._recovery.announce_leave(request.task, event.ask))

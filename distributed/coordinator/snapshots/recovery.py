@@ -389,7 +389,7 @@ class Recovery:
         where = ", ".join(map(short_task_name, self._committed.tasks))
         live, what = self._members.connections(), f"{where} returned to snapshot {self._committed.number}"
         return [
-            Log(f"{what}; {max(0, redone)} steps are done again"),
+            Log(f"{what}; {max(0, redone)} steps are done again", "returned"),
             *self._refuse_unsaved(f"{what}, which was made before it"),
             *map(Log, self._ledger.take_news()),
             Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),

@@ -130,6 +130,41 @@ class Status(Message, frozen=True):
     snapshot: SnapshotSize | None = None
 
 
+class ClusterEvent(msgspec.Struct, frozen=True):
+    """Something that happened to the cluster, at `at_s`; `number` counts the events of one start of the coordinator.
+
+    `kind`  joined, restarted, left, stalled, returned or log
+    `task`  full name of the task that it is about, or empty
+    """
+
+    number: int
+    at_s: float
+    kind: str
+    task: str
+    text: str
+
+
+class ClusterEvents(Message, frozen=True):
+    """Events, oldest first; those between the requested number and the first of these are not kept any more.
+
+    `start`   id of the coordinator's start, whose events these are
+    `newest`  number of the newest event, 0 if there is none
+    """
+
+    start: str
+    newest: int
+    events: tuple[ClusterEvent, ...]
+
+
+class GetEvents(Request[ClusterEvents], frozen=True):
+    """Read the events after number `since` of the coordinator's `start`; all that it keeps if it has started again."""
+
+    is_open = True
+
+    since: int = 0
+    start: str = ""
+
+
 class GetStatus(Request[Status], frozen=True):
     """Read the state of the cluster."""
 
