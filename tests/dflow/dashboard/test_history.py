@@ -1,0 +1,91 @@
+"""The curves of the dashboard: bounded, and without a lost spike."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dflow.dashboard.history import History, Series, SeriesName
+from tests.effort import examples
+
+WEEK_S = 7 * 24 * 3600
+
+
+def column(series: Series, name: str) -> list[float]:
+    return [math.nan if value is None else value for value in series.json()[name]]
+
+
+def test_a_week_of_one_value_a_second_stays_within_the_limits() -> None:
+    series = Series(600)
+    for second in range(WEEK_S):
+        series.add(float(second), 10 * second, 5.0 if second == 123_456 else 1.0)
+    assert 300 <= len(series) <= 600
+    assert column(series, "at_s")[-1] == WEEK_S - 1
+    assert column(series, "step")[-1] == 10 * (WEEK_S - 1)
+    assert max(column(series, "high")) == 5.0, "the spike of one second is seen after a week"
+    steps_s = [later - earlier for earlier, later in pairwise(column(series, "at_s"))]
+    assert max(steps_s[:-1]) == min(steps_s[:-1]), "old and new parts of the curve are equally fine"
+    held = sum(sys.getsizeof(each) for each in series._columns())
+    assert held <= 5 * 8 * 600 * 2
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=60), st.integers(2, 9))
+def test_points_cover_all_values_in_order(values: list[float], most: int) -> None:
+    series = Series(most)
+    for index, value in enumerate(values):
+        series.add(float(index), index, value)
+        assert len(series) <= most
+    ends = [int(at_s) for at_s in column(series, "at_s")]
+    assert ends == sorted(set(ends))
+    begins = [0, *(end + 1 for end in ends)]
+    for begin, end, low, high, value in zip(
+        begins, ends, *(series.json()[name] for name in ("low", "high", "value")), strict=False
+    ):
+        known = [each for each in values[begin : end + 1] if math.isfinite(each)]
+        assert (low, high) == ((min(known), max(known)) if known else (None, None))
+        assert value == (values[end] if math.isfinite(values[end]) else None)
+    assert not values or ends[-1] == len(values) - 1
+
+
+def test_series_beyond_the_limit_are_counted_and_dropped() -> None:
+    history = History(most_points=10, most_series=2)
+    names = [SeriesName(f"worker:{index}", "loss") for index in range(3)]
+    kept = history.add(1.0, 1, dict.fromkeys(names, 0.5))
+    history.add(2.0, 2, {names[2]: 1.0, SeriesName("", "x" * 500): 1.0})
+    assert kept == {"worker:0/loss": 0.5, "worker:1/loss": 0.5}
+    told = history.json()
+    assert [one["id"] for one in told["series"]] == ["worker:0/loss", "worker:1/loss"]
+    assert told["left_out"] == 2
+
+
+def test_series_are_chosen_by_quantity() -> None:
+    history = History()
+    history.add(1.0, 1, {SeriesName("worker:0", "loss"): math.inf, SeriesName("", "steps/s", "1/s"): 2.0})
+    (one,) = history.json({"loss"})["series"]
+    assert one == {
+        "id": "worker:0/loss",
+        "task": "worker:0",
+        "name": "loss",
+        "unit": "",
+        "at_s": [1.0],
+        "step": [1],
+        "value": [None],
+        "low": [None],
+        "high": [None],
+    }
+
+
+@pytest.mark.parametrize("most", [2, 3, 7])
+def test_an_odd_number_of_points_is_thinned_too(most: int) -> None:
+    series = Series(most)
+    for index in range(100):
+        series.add(float(index), index, float(index % 10))
+        assert len(series) <= most
+    assert column(series, "at_s")[-1] == 99.0
+    assert (min(column(series, "low")), max(column(series, "high"))) == (0.0, 9.0)
