@@ -13,6 +13,7 @@ from dflow import __version__
 from dflow.cli.certs import CERTS
 from dflow.cli.command import add_commands
 from dflow.cli.compile_command import COMPILE
+from dflow.cli.dashboard_command import DASHBOARD
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
 from dflow.cli.launch_command import LAUNCH
 from dflow.cli.local.completion import COMPLETION
@@ -22,7 +23,7 @@ from dflow.cli.serve_command import SERVE
 from dflow.cli.server_commands import COORDINATOR, TASK
 from dflow.tracing.errors import DflowError
 
-COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, TRACE, DUMP, WHERE, SHOW, SERVE, COMPILE, CERTS, NEW, DOCTOR, COMPLETION)
+COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, DASHBOARD, TRACE, DUMP, WHERE, SHOW, SERVE, COMPILE, CERTS, NEW, DOCTOR, COMPLETION)
 
 
 def make_parser() -> argparse.ArgumentParser:

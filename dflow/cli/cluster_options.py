@@ -11,6 +11,7 @@ from dflow.distributed.detection.cluster_spec import COORDINATOR_VARIABLE
 from dflow.distributed.observe.metrics import VARIABLE as METRICS_VARIABLE
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.configuration import choose_security
+from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.sockets import SocketTransport
 from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
@@ -82,12 +83,17 @@ def coordinator_of(options: argparse.Namespace) -> str:
 
 
 def transport_of(options: argparse.Namespace) -> Transport:
-    """Return the transport, with credentials from the options, else the cluster file, else the environment."""
+    """Return the transport, with the policy of `security_of`."""
+    return SocketTransport(security=security_of(options))
+
+
+def security_of(options: argparse.Namespace) -> SecurityPolicy:
+    """Return the security policy, with credentials from the options, else the cluster file, else the environment."""
     certificates, secret_file = options.certificates, options.secret_file
     file = cluster_file_of(options)
     if file and not (certificates or secret_file):
         certificates, secret_file = file.security.certificates, file.security.secret_file
-    return SocketTransport(security=choose_security(os.environ, certificates=certificates, secret_file=secret_file))
+    return choose_security(os.environ, certificates=certificates, secret_file=secret_file)
 
 
 def metrics_place_of(options: argparse.Namespace) -> str:

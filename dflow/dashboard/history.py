@@ -12,8 +12,8 @@ from array import array
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-MOST_POINTS = 600
-MOST_SERIES = 500
+MOST_POINTS = 400
+MOST_SERIES = 200
 #: Most characters of a series' name.
 LONGEST_NAME = 120
 
@@ -38,7 +38,7 @@ class Series:
         self._most = most
         #: Values that were added per point, and that the last point stands for.
         self._per_point, self._in_last = 1, 0
-        self._at_s, self._step = array("d"), array("d")
+        self._at_s, self._step = array("d"), array("q")
         self._value, self._low, self._high = array("d"), array("d"), array("d")
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Series:
         names = ("at_s", "step", "value", "low", "high")
         return {name: [*map(finite, column)] for name, column in zip(names, self._columns(), strict=True)}
 
-    def _columns(self) -> tuple[array[float], ...]:
+    def _columns(self) -> tuple[array[Any], ...]:
         return self._at_s, self._step, self._value, self._low, self._high
 
     def _join_neighbours(self) -> None:
@@ -77,7 +77,7 @@ class Series:
         for column, joined in ((self._low, low), (self._high, high)):
             column[:] = array("d", joined + ([column[-1]] if is_odd else []))
         for column in (self._at_s, self._step, self._value):
-            column[:] = column[1::2] + (column[-1:] if is_odd else array("d"))
+            column[:] = column[1::2] + (column[-1:] if is_odd else column[:0])
         self._in_last = self._per_point if is_odd else 2 * self._per_point
         self._per_point *= 2
 

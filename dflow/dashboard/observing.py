@@ -1,4 +1,4 @@
-"""Tools that observe a running cluster over connections of their own; `dflow trace` and `dflow dump`."""
+"""Connections of tools that observe a running cluster; `dflow trace` and `dflow dump`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dflow.distributed.observe.tracer import Trace, Tracer
 from dflow.distributed.transport.base import Peer, RefuseAll, Transport
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.roster import TaskInfo
-from dflow.distributed.wire.messages.status import GetStatus, Status
+from dflow.distributed.wire.messages.status import ClusterEvents, GetEvents, GetStatus, Status
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DflowError
 
@@ -36,6 +36,10 @@ class ClusterObserver:
     def status(self) -> Status:
         """Return the coordinator's status."""
         return self._client.ask(GetStatus(), CONNECT_S)
+
+    def events(self, since: int, start: str) -> ClusterEvents:
+        """Return the coordinator's events after number `since` of its `start`; see `GetEvents`."""
+        return self._client.ask(GetEvents(since, start), CONNECT_S)
 
     def peer(self, info: TaskInfo, timeout_s: float = CONNECT_S) -> Peer:
         """Return the connection to a task, which is made if there is none. Raises DflowError or OSError if it fails."""

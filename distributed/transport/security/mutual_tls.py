@@ -38,6 +38,8 @@ class MutualTls(SecurityPolicy):
                     "give the three files that one `dflow certs issue` wrote",
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
+        self._browsers = tls_context(ssl.PROTOCOL_TLS_SERVER)
+        self._browsers.load_cert_chain(certificate, key)
 
     @classmethod
     def in_folder(cls, folder: Path) -> MutualTls:
@@ -53,6 +55,10 @@ class MutualTls(SecurityPolicy):
         """Raise SecurityError unless the name is in the certificate; over a Unix socket, accept any name."""
         if identity:
             require_admitted(identities_of(identity.split()), name)
+
+    def browser_context(self) -> ssl.SSLContext:
+        """Return a context with the certificate, which asks browsers for none."""
+        return self._browsers
 
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         """Shake hands; at the dialling side, check that the certificate is for the dialled host, if it names hosts."""

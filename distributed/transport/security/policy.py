@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import ssl
 import struct
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -44,6 +45,13 @@ class SecurityPolicy(ABC):
 
     def may_be_called(self, identity: str, name: str) -> None:  # noqa: B027
         """Raise SecurityError if a peer with the proved `identity` may not use `name` in its `Hello`."""
+
+    def browser_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of a server for browsers, which show no certificate; None if there is no encryption.
+
+        Such a server must check by itself who asks.
+        """
+        return None
 
     def secure(self, sock: socket.socket, address: Address, deadline: Deadline, *, is_server: bool) -> Secured:
         """Secure a connection to `address`, or one accepted there; the socket is blocking and just connected.

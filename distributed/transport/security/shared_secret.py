@@ -62,6 +62,10 @@ class SharedSecret(SecurityPolicy):
         if listens and isinstance(address, TcpAddress):
             self._server_context()
 
+    def browser_context(self) -> ssl.SSLContext:
+        """Return the context with the self-signed certificate, about which browsers warn."""
+        return self._server_context()
+
     def secure_tcp(self, sock: socket.socket, address: TcpAddress, deadline: Deadline, *, is_server: bool) -> Secured:
         """Shake hands and exchange proofs."""
         context = self._server_context() if is_server else self._client

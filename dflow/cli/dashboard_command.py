@@ -1,0 +1,62 @@
+"""`dflow dashboard`: serve pages about a running cluster until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+
+from dflow.cli.cluster_options import add_coordinator_address, add_security, coordinator_of, security_of
+from dflow.cli.command import Command
+from dflow.distributed.launching.dashboard_sidecar import SERVING
+from dflow.distributed.process.parent_watch import watch
+from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.errors import ConfigError
+
+
+def _dashboard_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        default="0",
+        metavar="[HOST:]PORT",
+        help="where to serve it; off loopback only with certificates or a secret (default: a free port of 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--host-name",
+        dest="host_names",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="another name by which browsers reach it, such as a proxy's; repeatable",
+    )
+    add_coordinator_address(parser)
+    add_security(parser)
+
+
+def _serve_dashboard(options: argparse.Namespace) -> int:
+    stop = StopSignal()  # before slow imports, during which a signal could be missed
+    watch()
+    try:
+        from dflow.dashboard.serving import DashboardServer
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
+            raise
+        raise ConfigError(
+            "the dashboard is served by starlette and uvicorn, which are not installed",
+            "pip install 'dflow[dashboard]'",
+        ) from None
+    security, coordinator = security_of(options), coordinator_of(options)
+    transport = SocketTransport(security=security)
+    server = DashboardServer(transport, coordinator, options.address, security=security, host_names=options.host_names)
+    print(f"{SERVING}{server.address}", flush=True)
+    status, _ = stop.wait_for_exit_status()
+    server.close()
+    return status
+
+
+DASHBOARD = Command(
+    "dashboard",
+    "show a running cluster in the browser",
+    _dashboard_options,
+    _serve_dashboard,
+    more=": its tasks, curves, graphs, traces and events. Prints the address to open as its first line.",
+)

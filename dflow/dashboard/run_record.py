@@ -1,0 +1,144 @@
+"""What the dashboard knows of a run: its last state, its curves and its events; a state machine without I/O.
+
+Snapshots of the cluster and failures to take one go in, and updates for the pages come out. Times come with the calls.
+Invariants: memory is bounded; after a failure the last state stays, with the phase that tells why it is old.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+from dflow.dashboard.cluster_json import cluster_json, curve_values, is_over
+from dflow.dashboard.history import History
+from dflow.dashboard.looks import Look, StepRate
+from dflow.distributed.wire.messages.status import ClusterEvents
+from dflow.tracing.devices.task_name import short_task_name
+
+MOST_EVENTS = 500
+#: After this time without an answer of the coordinator, in s, the run is shown as ended.
+GIVE_UP_S = 60.0
+ENDED = "the run has ended; its last state is shown"
+#: Kinds of events that a coordinator tells again after its restart.
+_OF_MEMBERS = ("joined", "restarted", "left")
+
+Data = dict[str, Any]
+
+
+class Update(NamedTuple):
+    """JSON data for all pages; `name` is state, points or news."""
+
+    name: str
+    data: Data
+
+
+class RunRecord:
+    """The record of the cluster whose coordinator is at the address `coordinator`."""
+
+    def __init__(self, coordinator: str) -> None:
+        self._coordinator = coordinator
+        self._begin()
+
+    def _begin(self) -> None:
+        self.history = History()
+        self._rate = StepRate()
+        self._look: Look | None = None
+        self._cluster: Data = {}
+        self._wall_s: float | None = None
+        #: While the coordinator does not answer: since when, the time of the last try, and its error.
+        self._failed_since_s: float | None = None
+        self._now_s, self._why = 0.0, ""
+        self._events: deque[Data] = deque(maxlen=MOST_EVENTS)
+        self._newest = 0
+        self._snapshot: int | None = None
+        #: Number of the coordinator's newest event that was seen, and the start of the coordinator that it is of.
+        self.seen_event, self.seen_start = 0, ""
+
+    def seen(self, look: Look, told: ClusterEvents, *, wall_s: float) -> list[Update]:
+        """Record a snapshot, and the coordinator's events since the last one; `wall_s` is the Unix time."""
+        if self.seen_start and told.start.partition("/")[0] != self.seen_start.partition("/")[0]:
+            newest = self._newest
+            self._begin()
+            self._newest = newest
+        status = look.status
+        news = self._news_of(told)
+        if self._failed_since_s is not None:
+            news.append(self._event(status.now_s, "answers", "", "the coordinator answers again"))
+        if status.snapshot is not None and status.snapshot.number != self._snapshot:
+            if self._look is not None:
+                news.append(self._event(status.now_s, "snapshot", "", f"snapshot {status.snapshot.number} is complete"))
+            self._snapshot = status.snapshot.number
+        if is_over(status) and not self._is_over():
+            news.append(self._event(status.now_s, "ended", "", "the run has ended"))
+        self._failed_since_s, self._why = None, ""
+        self._cluster = cluster_json(self._look, look, self._rate.add(status.now_s, status.steps_done))
+        self._look, self._wall_s = look, wall_s
+        values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster))
+        points: Data = {"at_s": status.now_s, "step": status.steps_done, "values": values}
+        return [*self._told(news), Update("points", points)]
+
+    def failed(self, why: str, *, now_s: float) -> list[Update]:
+        """Record that no snapshot could be taken at the time `now_s` of any clock that does not go back."""
+        news = []
+        if self._failed_since_s is None:
+            self._failed_since_s = now_s
+            if self._look is not None:
+                news.append(self._event(self._look.status.now_s, "silent", "", "the coordinator does not answer"))
+        self._now_s, self._why = now_s, why
+        return self._told(news)
+
+    def state(self) -> Data:
+        """Return the JSON data of the last state, with the phase of the run."""
+        phase, text = self._phase()
+        head: Data = {
+            "phase": phase,
+            "phase_text": text,
+            "coordinator": self._coordinator,
+            "read_only": True,
+            "wall_s": self._wall_s,
+            "newest_event": self._newest,
+        }
+        return head | (self._cluster or {"at_s": None})
+
+    def events(self, since: int) -> Data:
+        """Return the JSON data of the events after number `since`."""
+        kept = [event for event in self._events if event["number"] > since]
+        lost = max(self._newest - max(since, 0) - len(kept), 0)
+        return {"events": kept, "newest": self._newest, "lost": lost}
+
+    def _phase(self) -> tuple[str, str]:
+        over = self._is_over()
+        if self._failed_since_s is None:
+            return ("ended", ENDED) if over else ("running" if self._look is not None else "connecting", "")
+        silent_s = self._now_s - self._failed_since_s
+        if self._look is None:
+            return "connecting", f"no answer of the coordinator at {self._coordinator} yet: {self._why}"
+        if over:
+            return "ended", ENDED
+        if silent_s > GIVE_UP_S:
+            return "ended", f"the coordinator has not answered for {silent_s:.0f} s, so the run has probably ended"
+        return "unreachable", f"the coordinator has not answered for {silent_s:.0f} s; its last state is shown"
+
+    def _is_over(self) -> bool:
+        return self._look is not None and is_over(self._look.status)
+
+    def _news_of(self, told: ClusterEvents) -> list[Data]:
+        known = {(event["kind"], event["task"], event["at_s"]) for event in self._events}
+        news = []
+        for event in told.events:
+            task = short_task_name(event.task) if event.task else ""
+            if event.kind not in _OF_MEMBERS or (event.kind, task, event.at_s) not in known:
+                news.append(self._event(event.at_s, event.kind, task, event.text))
+        self.seen_event, self.seen_start = told.newest, told.start
+        return news
+
+    def _event(self, at_s: float, kind: str, task: str, text: str) -> Data:
+        self._newest += 1
+        event = {"number": self._newest, "at_s": at_s, "kind": kind, "task": task, "text": text}
+        self._events.append(event)
+        return event
+
+    def _told(self, news: Collection[Data]) -> list[Update]:
+        updates = [Update("news", {"events": [*news]})] if news else []
+        return [Update("state", self.state()), *updates]

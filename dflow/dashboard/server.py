@@ -1,0 +1,252 @@
+"""The dashboard's web application: its page, and JSON about the cluster.
+
+It reads, and changes nothing but that a page may ask for a trace of some steps. One watch of the cluster serves all
+pages. Invariant: at most `MOST_REQUESTS` requests are answered at a time, besides the streams.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from dflow.dashboard.access import AccessChecks, json_error
+from dflow.dashboard.cluster_watch import ClusterWatch
+from dflow.dashboard.function_requests import FunctionRequests
+from dflow.dashboard.looks import LOOK_S
+from dflow.dashboard.run_record import Update
+from dflow.dashboard.streams import MOST_PAGES, Streams
+from dflow.dashboard.timeline import LONGEST_S, MOST_STEPS, Timeline
+from dflow.distributed.transport.base import Transport
+from dflow.tracing.errors import DflowError, GraphNameError
+
+#: The page, and what it loads.
+PAGE = Path(__file__).parent / "static"
+MOST_REQUESTS = 50
+MOST_BODY_BYTES = 4096
+
+Data = dict[str, Any]
+
+
+class _Wrong(Exception):
+    """A request with a wrong value; the arguments are the error and its remedy."""
+
+
+class TimelineOrder(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of the request for a trace of the next `steps` steps of each worker, waiting at most `timeout_s`."""
+
+    steps: int = 5
+    timeout_s: float = 60.0
+
+
+class Dashboard:
+    """The dashboard of the cluster whose coordinator is at `coordinator`; `app` is the ASGI application.
+
+    names       host names of the server besides localhost and IP addresses
+    token       that each request must have; empty for none
+    cookie      name of the cookie with the token
+    is_secure   whether it is served over TLS
+    most_pages  number of pages that may be open at once
+    every_s     time between two looks at the cluster, in s
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        coordinator: str,
+        *,
+        names: Collection[str] = (),
+        token: str = "",
+        cookie: str = "dflow-dashboard",
+        is_secure: bool = False,
+        most_pages: int = MOST_PAGES,
+        every_s: float = LOOK_S,
+    ) -> None:
+        self._transport, self._coordinator, self._every_s = transport, coordinator, every_s
+        self.streams = Streams(self._first, most_pages)
+        self.timeline = Timeline(transport, coordinator, lambda data: self.streams.publish([Update("timeline", data)]))
+        self._functions = FunctionRequests(transport, coordinator)
+        self._watch = ClusterWatch(transport, coordinator, self._publish, every_s=every_s)
+        routes = [
+            Route("/", self._page),
+            Route("/api/state", self._get(lambda request: self._state())),
+            Route("/api/history", self._get(self._history)),
+            Route("/api/events", self._get(lambda request: self._watch.events(_number(request, "since", 0)))),
+            Route("/api/stream", self.streams, methods=["GET"]),
+            Route("/api/functions", self._get(lambda request: self._functions.functions())),
+            Route("/api/traces", self._get(self._traces)),
+            Route("/api/graph", self._get(self._graph)),
+            Route("/api/timeline", self._get(lambda request: self.timeline.json())),
+            Route("/api/timeline", self._start_timeline, methods=["POST"]),
+            Route("/api/timeline/trace.json", self._timeline_file),
+            Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
+        ]
+        self.app: ASGIApp = Starlette(
+            routes=routes,
+            middleware=[
+                Middleware(AccessChecks, names=names, token=token, cookie=cookie, is_secure=is_secure),
+                Middleware(_RequestLimit),
+            ],
+            exception_handlers={HTTPException: _http_error, Exception: _fault},
+            lifespan=self._lifespan,
+        )
+
+    def close(self) -> None:
+        """Stop watching the cluster."""
+        self._watch.close()
+        self._functions.close()
+        self.timeline.close()
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self.streams.open()
+        yield
+        self.streams.close()
+
+    def _publish(self, updates: Sequence[Update]) -> None:
+        self.streams.publish([self._counted(update) for update in updates])
+
+    def _first(self) -> list[Update]:
+        return [Update("state", self._state()), Update("timeline", self.timeline.json())]
+
+    def _state(self) -> Data:
+        return self._watch.state() | {"pages": self.streams.pages}
+
+    def _counted(self, update: Update) -> Update:
+        return Update("state", update.data | {"pages": self.streams.pages}) if update.name == "state" else update
+
+    async def _page(self, request: Request) -> Response:
+        path = PAGE / "index.html"
+        if not path.is_file():
+            return json_error(404, f"page: expected the file {path}, got none", "install dflow again, with its pages")
+        return FileResponse(path, headers={"cache-control": "no-cache"})
+
+    def _history(self, request: Request) -> Data:
+        names = request.query_params.get("names", "")
+        return self._watch.history({name for name in names.split(",") if name})
+
+    def _traces(self, request: Request) -> Data:
+        return self._functions.traces(_text(request, "task"), _number(request, "id"))
+
+    def _graph(self, request: Request) -> Data:
+        head, graph = self._functions.graph(
+            _text(request, "task"), _number(request, "id"), _number(request, "trace", 0)
+        )
+        return head | {"graph": msgspec.Raw(graph)}
+
+    def _get(self, data_of: Callable[[Request], Data]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that answers with JSON data, which is made on another thread."""
+
+        def answer(request: Request) -> Response:
+            try:
+                return _json(data_of(request))
+            except _Wrong as wrong:
+                return json_error(400, *wrong.args)
+            except GraphNameError as error:
+                return json_error(404, *_parts(error))
+            except (DflowError, OSError) as error:
+                return json_error(504, *_parts(error))
+
+        async def endpoint(request: Request) -> Response:
+            return await run_in_threadpool(answer, request)
+
+        return endpoint
+
+    async def _start_timeline(self, request: Request) -> Response:
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > MOST_BODY_BYTES:
+                    return json_error(413, f"body: expected at most {MOST_BODY_BYTES} bytes, got more", "send steps")
+            order = msgspec.json.decode(bytes(body or b"{}"), type=TimelineOrder)
+        except ClientDisconnect:
+            return json_error(400, "body: expected JSON, got the end of the connection")
+        except msgspec.DecodeError as error:
+            return json_error(400, f"body: expected JSON with steps and timeout_s: {error}", 'send {"steps": 5}')
+        for name, value, least, most in (
+            ("steps", order.steps, 1, MOST_STEPS),
+            ("timeout_s", order.timeout_s, 1, LONGEST_S),
+        ):
+            if not least <= value <= most:
+                return json_error(400, f"{name}: expected {least} to {most:g}, got {value}", f'send {{"{name}": 5}}')
+        if not await run_in_threadpool(self.timeline.start, order.steps, order.timeout_s):
+            return json_error(409, "timeline: expected none under way, got one", "wait until it is done")
+        return _json(self.timeline.json(), 202)
+
+    async def _timeline_file(self, request: Request) -> Response:
+        path = self.timeline.file()
+        if path is None:
+            return json_error(404, "timeline: expected a trace, got none", "ask for one by POST api/timeline")
+        return FileResponse(path, media_type="application/json", filename="trace.json")
+
+
+class _RequestLimit:
+    """Answers requests beyond `MOST_REQUESTS` at a time with an error; streams have a limit of their own."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app, self._running = app, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].endswith("/api/stream"):
+            await self._app(scope, receive, send)
+        elif self._running >= MOST_REQUESTS:
+            text = f"requests: expected at most {MOST_REQUESTS} at a time, got one more"
+            await json_error(503, text, "ask again later", {"retry-after": "1"})(scope, receive, send)
+        else:
+            self._running += 1
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._running -= 1
+
+
+def _json(data: Data, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(data), status, media_type="application/json")
+
+
+def _parts(error: Exception) -> tuple[str, str]:
+    """Return the text of an error and its remedy, which is on lines of its own."""
+    text, _, remedy = str(error).partition("\n")
+    return text, " ".join(line.strip() for line in remedy.splitlines())
+
+
+def _text(request: Request, name: str) -> str:
+    value = request.query_params.get(name, "")
+    if not value:
+        raise _Wrong(f"{name}: expected a value, got none", f"add ?{name}= to the address")
+    return value
+
+
+def _number(request: Request, name: str, default: int | None = None) -> int:
+    value = request.query_params.get(name)
+    if value is None and default is not None:
+        return default
+    if value is None or not (value.isascii() and value.isdigit() and len(value) < 16):
+        raise _Wrong(f"{name}: expected a whole number, got {(value or 'none')[:100]!r}", f"give ?{name}=1")
+    return int(value)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    remedies = {404: "see docs/monitoring.md for the addresses", 405: "use GET"}
+    text = {404: f"path: expected a known one, got {path!r}", 405: f"method: got {request.method} for {path!r}"}
+    status = error.status_code
+    return json_error(status, text.get(status, error.detail), remedies.get(status, ""), error.headers)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    return json_error(500, f"the dashboard failed: {type(error).__name__}", "see its output")

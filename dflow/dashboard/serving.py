@@ -1,0 +1,136 @@
+"""The dashboard as a web server: its address, TLS and token, and the thread that serves it.
+
+Invariants: without certificates or a secret it listens on loopback only. With them, each request needs the token that
+the printed address has, and off loopback all is encrypted.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Collection
+
+import uvicorn
+
+from dflow.dashboard.looks import LOOK_S
+from dflow.dashboard.server import Dashboard
+from dflow.dashboard.streams import MOST_PAGES
+from dflow.distributed.transport.addresses import TcpAddress, parse_address
+from dflow.distributed.transport.base import Transport
+from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
+from dflow.tracing.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+#: Most connections, and longest waits for the server to start and to end, in s.
+MOST_CONNECTIONS, START_S, END_S = 500, 30.0, 5.0
+
+
+def dashboard_place(place: str) -> TcpAddress:
+    """Parse `8080`, `0.0.0.0:8080` or `[::1]:8080`; without a host it is loopback. Raises ConfigError for the rest."""
+    host, _, port = place.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"address of the dashboard: expected a port or HOST:PORT, got {place!r}", "give 8080, or 0")
+    address = parse_address(f"{host or LOOPBACK}:{port}")
+    assert isinstance(address, TcpAddress)
+    return address
+
+
+class DashboardServer:
+    """Serves the dashboard of the cluster whose coordinator is at `coordinator`, from construction until `close`.
+
+    place       see `dashboard_place`; port 0 is any free one
+    security    that of the cluster; None for this machine alone
+    host_names  further names by which browsers reach this server, such as a proxy's
+    most_pages  number of pages that may be open at once
+    every_s     time between two looks at the cluster, in s
+    raises      ConfigError for a malformed place; SecurityError for one off loopback without certificates or a secret;
+                OSError for a port in use
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        coordinator: str,
+        place: str = "0",
+        *,
+        security: SecurityPolicy | None = None,
+        host_names: Collection[str] = (),
+        most_pages: int = MOST_PAGES,
+        every_s: float = LOOK_S,
+    ) -> None:
+        listens, security = dashboard_place(place), security or SameMachine()
+        security.check_address(listens, listens=True)
+        context = None if listens.is_loopback else security.browser_context()
+        token = "" if isinstance(security, SameMachine) else secrets.token_urlsafe(32)
+        self._socket = _listen(listens)
+        port = self._socket.getsockname()[1]
+        names = {name.lower() for name in host_names}
+        if not listens.is_loopback:
+            names |= {listens.host.lower(), socket.gethostname().lower()}
+        scheme, shown = "http" if context is None else "https", TcpAddress(_shown_host(listens), port)
+        #: The address to open in a browser.
+        self.address = f"{scheme}://{shown}/" + (f"?token={token}" if token else "")
+        self._dashboard = Dashboard(
+            transport,
+            coordinator,
+            names=names,
+            token=token,
+            cookie=f"dflow-dashboard-{port}",
+            is_secure=context is not None,
+            most_pages=most_pages,
+            every_s=every_s,
+        )
+        config = uvicorn.Config(
+            self._dashboard.app,
+            http="h11",
+            loop="asyncio",
+            ws="none",
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=MOST_CONNECTIONS,
+            timeout_graceful_shutdown=1,
+            h11_max_incomplete_event_size=16384,
+            ssl_context_factory=None if context is None else lambda config, default: context,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="dflow dashboard", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + START_S
+        while not self._server.started and self._thread.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if not self._server.started:
+            self.close()
+            raise OSError(f"the dashboard could not be served at {shown}")
+
+    def close(self) -> None:
+        """End all pages' streams, and stop serving and watching."""
+        self._dashboard.streams.close()
+        self._server.should_exit = True
+        self._thread.join(END_S)
+        self._socket.close()
+        self._dashboard.close()
+
+    def _serve(self) -> None:
+        self._server.run(sockets=[self._socket])
+
+
+def _listen(address: TcpAddress) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        return socket.create_server((address.host, address.port), family=family, backlog=128)
+    except OSError as error:
+        raise OSError(f"the dashboard cannot listen at {address}: {error.strerror}; port 0 is any free one") from error
+
+
+def _shown_host(address: TcpAddress) -> str:
+    """Return the host to show: this machine's name for all its addresses."""
+    try:
+        return socket.gethostname() if ipaddress.ip_address(address.host).is_unspecified else address.host
+    except ValueError:
+        return address.host

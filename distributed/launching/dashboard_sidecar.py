@@ -1,0 +1,51 @@
+"""The dashboard of a launch, a process of this machine. Invariant: its end is reported once, and the run goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from dflow.distributed.launching.place import TaskProgram
+from dflow.distributed.launching.this_machine import ThisMachine
+from dflow.distributed.process.child_process import describe_end
+
+#: What the first line of `dflow dashboard` begins with, before its address.
+SERVING = "dflow dashboard: "
+NAME = "dashboard"
+GRACE_S = 3.0
+
+
+class DashboardSidecar:
+    """The process, started by construction.
+
+    coordinator  address of the coordinator
+    address      address to serve it at, as `[HOST:]PORT`
+    environment  variables, such as those of certificates
+    on_line      called with each line that it prints, from any thread
+    raises       OSError when it cannot be started
+    """
+
+    def __init__(
+        self, coordinator: str, address: str, environment: Mapping[str, str], on_line: Callable[[str], None]
+    ) -> None:
+        self._place = ThisMachine()
+        words = ("-P", "-m", "dflow", "dashboard", "--coordinator", coordinator, "--address", address)
+        self._child = self._place.start(TaskProgram(NAME, words, environment), on_line)
+        self._is_over = False
+
+    def end(self) -> str:
+        """Return how the process has ended, at the first call after that; else an empty text."""
+        status = None if self._is_over else self._child.poll()
+        if status is None:
+            return ""
+        self._is_over = True
+        return describe_end(status)
+
+    def close(self) -> None:
+        """End the process, by SIGKILL after `GRACE_S`."""
+        self._child.terminate()
+        deadline = time.monotonic() + GRACE_S
+        while self._child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._child.kill()
+        self._place.close()
