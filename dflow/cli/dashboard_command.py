@@ -6,11 +6,10 @@ import argparse
 
 from dflow.cli.cluster_options import add_coordinator_address, add_security, coordinator_of, security_of
 from dflow.cli.command import Command
-from dflow.distributed.launching.dashboard_sidecar import SERVING
+from dflow.distributed.launching.dashboard_sidecar import SERVING, require_dashboard
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.sockets import SocketTransport
-from dflow.tracing.errors import ConfigError
 
 
 def _dashboard_options(parser: argparse.ArgumentParser) -> None:
@@ -35,16 +34,10 @@ def _dashboard_options(parser: argparse.ArgumentParser) -> None:
 def _serve_dashboard(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
-    try:
-        from dflow.dashboard.serving import DashboardServer
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
-            raise
-        raise ConfigError(
-            "the dashboard is served by starlette and uvicorn, which are not installed",
-            "pip install 'dflow[dashboard]'",
-        ) from None
     security, coordinator = security_of(options), coordinator_of(options)
+    require_dashboard(options.address, security)
+    from dflow.dashboard.serving import DashboardServer
+
     transport = SocketTransport(security=security)
     server = DashboardServer(transport, coordinator, options.address, security=security, host_names=options.host_names)
     print(f"{SERVING}{server.address}", flush=True)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dflow.cli.cluster_options import add_security
 from dflow.cli.command import Command, add_all_tables, add_seconds, at_least_one, checked, count, job_count
 from dflow.cli.launch_backends import add_backends, backend_of
 from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.dashboard_sidecar import require_dashboard
 from dflow.distributed.launching.launch_plan import LaunchPlan, Setting
 from dflow.distributed.launching.restarts import restart_limit
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
@@ -75,6 +77,12 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         "folder for temporary files)",
     )
     add_all_tables(parser)
+    parser.add_argument(
+        "--dashboard",
+        metavar="[HOST:]PORT",
+        help="show the run in the browser, at a free port of this machine, or with =[HOST:]PORT there; off loopback "
+        "only with certificates or a secret. The address is printed at the start",
+    )
     add_security(parser)
     parser.add_argument("script", help="the Python script that each worker runs")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
@@ -89,6 +97,8 @@ def _launch(options: argparse.Namespace) -> int:
         plan = _launch_plan(options)
         backend = backend_of(options)
         security = choose_security(os.environ, certificates=options.certificates, secret_file=options.secret_file)
+        if plan.dashboard:
+            require_dashboard(plan.dashboard, security)
         if options.snapshots is not None:
             from dflow.distributed.launching.launch_state import LaunchState
 
@@ -156,7 +166,22 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         snapshots="" if options.snapshots is None else str(options.snapshots.resolve()),
         snapshot_every_s=options.snapshot_every,
         environment=(*_proofs(options), *options.environment),
+        dashboard=options.dashboard or "",
     )
+
+
+def with_dashboard_port(words: Sequence[str]) -> list[str]:
+    """Return the words of `dflow launch` with a port after `--dashboard` if it has none; 0 is any free one.
+
+    argparse would take the next word, which may be the script, for the value. Every other option has a value.
+    """
+    place = 0
+    while place < len(words) and words[place].startswith("-"):
+        if words[place] == "--dashboard":
+            return [*words[:place], "--dashboard=0", *words[place + 1 :]]
+        has_value_after = "=" not in words[place] and words[place] not in ("-h", "--help")
+        place += 1 + has_value_after
+    return [*words]
 
 
 def _restart(text: str) -> tuple[str, int]:

@@ -7,6 +7,7 @@ line is printed every two seconds.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -169,7 +170,8 @@ class LoggedView:
         self._show(self._view.show_status, status, rows)
 
     def show_event(self, text: str) -> None:
-        self._log("launcher", _dated(text))
+        # Others may be able to read the logs, and the token of the dashboard's address is a password.
+        self._log("launcher", _dated(re.sub(r"\?token=\S+", "?token=...", text)))
         self._show(self._view.show_event, text)
 
     def show_end(self, status: Status | None, ends: Mapping[str, str]) -> None:

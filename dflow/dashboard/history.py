@@ -76,7 +76,7 @@ class Series:
         is_odd = len(self) % 2
         for column, joined in ((self._low, low), (self._high, high)):
             column[:] = array("d", joined + ([column[-1]] if is_odd else []))
-        for column in (self._at_s, self._step, self._value):
+        for column in self._columns()[:3]:
             column[:] = column[1::2] + (column[-1:] if is_odd else column[:0])
         self._in_last = self._per_point if is_odd else 2 * self._per_point
         self._per_point *= 2

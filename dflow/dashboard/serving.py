@@ -18,30 +18,19 @@ import uvicorn
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.server import Dashboard
 from dflow.dashboard.streams import MOST_PAGES
-from dflow.distributed.transport.addresses import TcpAddress, parse_address
+from dflow.distributed.launching.dashboard_sidecar import require_dashboard
+from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
-from dflow.tracing.errors import ConfigError
 
-LOOPBACK = "127.0.0.1"
 #: Most connections, and longest waits for the server to start and to end, in s.
 MOST_CONNECTIONS, START_S, END_S = 500, 30.0, 5.0
-
-
-def dashboard_place(place: str) -> TcpAddress:
-    """Parse `8080`, `0.0.0.0:8080` or `[::1]:8080`; without a host it is loopback. Raises ConfigError for the rest."""
-    host, _, port = place.rpartition(":")
-    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise ConfigError(f"address of the dashboard: expected a port or HOST:PORT, got {place!r}", "give 8080, or 0")
-    address = parse_address(f"{host or LOOPBACK}:{port}")
-    assert isinstance(address, TcpAddress)
-    return address
 
 
 class DashboardServer:
     """Serves the dashboard of the cluster whose coordinator is at `coordinator`, from construction until `close`.
 
-    place       see `dashboard_place`; port 0 is any free one
+    place       where to listen, as `8080` for loopback or `HOST:8080`; port 0 is any free one
     security    that of the cluster; None for this machine alone
     host_names  further names by which browsers reach this server, such as a proxy's
     most_pages  number of pages that may be open at once
@@ -61,8 +50,8 @@ class DashboardServer:
         most_pages: int = MOST_PAGES,
         every_s: float = LOOK_S,
     ) -> None:
-        listens, security = dashboard_place(place), security or SameMachine()
-        security.check_address(listens, listens=True)
+        security = security or SameMachine()
+        listens = require_dashboard(place, security)
         context = None if listens.is_loopback else security.browser_context()
         token = "" if isinstance(security, SameMachine) else secrets.token_urlsafe(32)
         self._socket = _listen(listens)

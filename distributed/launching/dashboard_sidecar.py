@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Mapping
 
 from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import describe_end
+from dflow.distributed.transport.addresses import TcpAddress, parse_address
+from dflow.distributed.transport.security.policy import SecurityPolicy
+from dflow.tracing.errors import ConfigError
 
 #: What the first line of `dflow dashboard` begins with, before its address.
 SERVING = "dflow dashboard: "
 NAME = "dashboard"
+LOOPBACK = "127.0.0.1"
+#: Packages of the extra `dashboard`, which serve it.
+PACKAGES = ("starlette", "uvicorn")
 GRACE_S = 3.0
+
+
+def require_dashboard(place: str, security: SecurityPolicy) -> TcpAddress:
+    """Return the address of a dashboard at `place`: `8080` for loopback, `0.0.0.0:8080` or `[::1]:8080`.
+
+    raises  ConfigError for a malformed place, or if its packages are not installed; SecurityError for an address off
+            this machine without certificates or a secret
+    """
+    host, _, port = place.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(f"address of the dashboard: expected a port or HOST:PORT, got {place!r}", "give 8080, or 0")
+    address = parse_address(f"{host or LOOPBACK}:{port}")
+    assert isinstance(address, TcpAddress)
+    security.check_address(address, listens=True)
+    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ConfigError(
+            f"packages of the dashboard: expected {' and '.join(PACKAGES)}, got none of {' and '.join(missing)}",
+            "pip install 'dflow[dashboard]'",
+        )
+    return address
 
 
 class DashboardSidecar:
@@ -30,7 +58,7 @@ class DashboardSidecar:
     ) -> None:
         self._place = ThisMachine()
         words = ("-P", "-m", "dflow", "dashboard", "--coordinator", coordinator, "--address", address)
-        self._child = self._place.start(TaskProgram(NAME, words, environment), on_line)
+        self._child = self._place.start(TaskProgram(NAME, words, environment, {"JAX_PLATFORMS": "cpu"}), on_line)
         self._is_over = False
 
     def end(self) -> str:

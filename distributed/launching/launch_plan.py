@@ -59,6 +59,7 @@ class LaunchPlan:
     `environment`  variables for some or all of the tasks; later ones override earlier ones
     `snapshots`    the folder where task servers keep snapshots of their state, at intervals of `snapshot_every_s`;
                    empty for none
+    `dashboard`    where the launcher serves a dashboard, as `[HOST:]PORT`; empty for none
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
     raises         ConfigError when a name refers to no job, or to two
     """
@@ -72,6 +73,7 @@ class LaunchPlan:
     state: str = ""
     snapshots: str = ""
     snapshot_every_s: float = 60.0
+    dashboard: str = ""
 
     def __post_init__(self) -> None:
         both = sorted({*self.stock} & {*self.jobs})
@@ -107,6 +109,11 @@ class LaunchPlan:
     def workers(self) -> tuple[str, ...]:
         """The full names of the tasks that run the script."""
         return _tasks(self.jobs)
+
+    @property
+    def everywhere(self) -> dict[str, str]:
+        """The environment variables that are for all tasks."""
+        return {setting.name: setting.value for setting in self.environment if not setting.job}
 
     def program(self, task: str, coordinator: str) -> TaskProgram:
         """Return the program of `task`, for a coordinator at the address `coordinator`.

@@ -6,7 +6,7 @@ Invariants:
 - a task that fails is restarted by its job's policy, and has ended only when that does not restart it; a worker that
   has ended does not end the run, while the coordinator or a task server that has ended does;
 - a restarted coordinator has the address and the state of the one before it;
-- task servers and the coordinator are stopped only after all workers have ended.
+- task servers and the coordinator are stopped only after all workers have ended; the dashboard is the last to be.
 
 The exit status is 0 when at least one worker finished, no worker failed, and all steps of all runs were done; it is
 130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed: others do its steps. A worker that
@@ -25,6 +25,8 @@ from typing import Protocol
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.detection.cluster_spec import COORDINATOR
+from dflow.distributed.launching.dashboard_sidecar import NAME as DASHBOARD
+from dflow.distributed.launching.dashboard_sidecar import SERVING, DashboardSidecar
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import LaunchPlace, Running
 from dflow.distributed.launching.restarts import Restarts
@@ -125,18 +127,25 @@ class _Launch:
         self._workers = [_Task(task, plan.restarts) for task in plan.workers]
         self._everyone = [self._coordinator, *self._servers, *self._workers]
         self._address = ""
+        self._dashboard: DashboardSidecar | None = None
         self._client: CoordinatorClient | None = None
         self._status: Status | None = None
 
     def run(self) -> int:
         """Start everything, wait for the workers, end the rest, and show the result."""
         self._start_coordinator()
+        if self._plan.dashboard:
+            self._dashboard = DashboardSidecar(
+                self._address, self._plan.dashboard, self._plan.everywhere, self._take_dashboards_line
+            )
         for task in (*self._servers, *self._workers):
             self._start(task)
         while not all(task.is_over for task in self._workers):
             self._wait()
             for task in self._everyone:
                 self._look_at(task)
+            if self._dashboard is not None and (end := self._dashboard.end()):
+                self._view.show_event(f"the dashboard ended: {end}; the run goes on without it")
             self._poll_status()
         self._poll_status()
         self._end(self._servers)
@@ -149,6 +158,8 @@ class _Launch:
         if self._client is not None:
             self._client.close()
         self._end(self._everyone)
+        if self._dashboard is not None:
+            self._dashboard.close()
         self._place.close()
 
     def _start_coordinator(self) -> None:
@@ -174,6 +185,12 @@ class _Launch:
             self._address = line.removeprefix(LISTENING)
         else:
             self._view.show_line(COORDINATOR, line)
+
+    def _take_dashboards_line(self, line: str) -> None:
+        if line.startswith(SERVING):
+            self._view.show_event(f"dashboard: {line.removeprefix(SERVING)}")
+        else:
+            self._view.show_line(DASHBOARD, line)
 
     def _wait(self) -> None:
         """Wait `POLL_S`; raises when a signal arrived."""
