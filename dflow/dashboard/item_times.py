@@ -15,9 +15,9 @@ from dflow.tracing.devices.task_name import split_task_name
 class ItemTime:
     """Time of one item of a plan at a task, in the steps that have it.
 
-    `line`      the user's line, as `train.py:12`, or empty
-    `kind`      Call for an XLA program, whose time ends when its results are computed; Send; Recv, whose time is a
-                wait; and so on
+    `line`      the user's line with the file's path, or empty
+    `kind`      Call for an XLA program, which may hold ops of further lines, and whose time ends when its results are
+                computed; Send; Recv, whose time is a wait; and so on
     `per_step`  number of runs in a step
     `mean_us`   mean time in a step, of all its runs, in us
     """

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, Response
-from starlette.routing import Mount, Route
+from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -79,7 +79,7 @@ class Dashboard:
         self.timeline = Timeline(transport, coordinator, lambda data: self.streams.publish([Update("timeline", data)]))
         self._functions = FunctionRequests(transport, coordinator)
         self._watch = ClusterWatch(transport, coordinator, self._publish, every_s=every_s)
-        routes = [
+        routes: list[BaseRoute] = [
             Route("/", self._page),
             Route("/api/state", self._get(lambda request: self._state())),
             Route("/api/history", self._get(self._history)),
@@ -91,8 +91,9 @@ class Dashboard:
             Route("/api/timeline", self._get(lambda request: self.timeline.json())),
             Route("/api/timeline", self._start_timeline, methods=["POST"]),
             Route("/api/timeline/trace.json", self._timeline_file),
-            Mount("/static", StaticFiles(directory=PAGE, check_dir=False)),
         ]
+        if PAGE.is_dir():
+            routes.append(Mount("/static", StaticFiles(directory=PAGE)))
         self.app: ASGIApp = Starlette(
             routes=routes,
             middleware=[

@@ -1,0 +1,249 @@
+"""The record of a run while tasks are killed: phases, events and curves, at the times of a manual clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from dflow.dashboard.looks import Look
+from dflow.dashboard.run_record import GIVE_UP_S, MOST_EVENTS, RunRecord, Update
+from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
+from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
+from dflow.distributed.wire.messages.rounds import NotFinite
+from dflow.distributed.wire.messages.status import (
+    ClusterEvent,
+    ClusterEvents,
+    SnapshotSize,
+    Status,
+    TaskHealth,
+    VariableInfo,
+    WorkerProgress,
+)
+from tests.manual_clock import ManualClock
+
+PS, W0, W1 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1"
+
+
+class SimulatedRun:
+    """A cluster whose tasks do 10 steps a second each, seen once a second by a record."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.record = RunRecord("h:1")
+        self.tasks = [TaskInfo(task, "h:2", 0.0, life=life) for life, task in enumerate((PS, W0, W1))]
+        self.news: list[ClusterEvent] = []
+        self.start = "c/1"
+        self.status = Status(0.0, (), (), (), 0, 10_000, (VariableInfo("w", "float32", (4,), 16, PS),), (), {})
+        self.silent: set[str] = set()
+
+    def tell(self, kind: str, task: str, text: str) -> None:
+        number = len(self.news) + 1
+        self.news.append(ClusterEvent(number, self.clock.now_s, kind, task, text))
+
+    def kill(self, task: str, why: str = "no heartbeat") -> None:
+        self.tasks = [
+            replace(info, left_at_s=self.clock.now_s, left=why) if info.task == task and not info.left else info
+            for info in self.tasks
+        ]
+        self.tell("left", task, f"{task} left: {why}")
+
+    def look(self, seconds: float = 1.0, **changes: Any) -> list[Update]:
+        """Let time pass, and have the record see the cluster then."""
+        self.clock.advance(seconds)
+        now_s = self.clock.now_s
+        live = {info.task for info in self.tasks if info.left_at_s is None}
+        steps = {task: int(10 * now_s) for task in live & {W0, W1}}
+        self.status = replace(
+            self.status,
+            now_s=now_s,
+            tasks=tuple(self.tasks),
+            workers=tuple(WorkerProgress(task, int(10 * now_s), 0.1, {"loss": 1 / now_s}) for task in (W0, W1)),
+            steps_done=max(self.status.steps_done, sum(steps.values())),
+            health=tuple(TaskHealth(task, now_s - 0.5, 1, "step 1", None) for task in sorted(live)),
+            traffic=(EdgeTraffic("w", PS, W0, int(now_s), int(1000 * now_s), int(now_s)),),
+            **changes,
+        )
+        states = {
+            task: TaskState(
+                steps.get(task, 0),
+                0.1 if task in steps else 0.0,
+                int(10 * now_s),
+                1,
+                0,
+                0,
+                (ResourceDepth("examples", 3, 10),) if task == PS else (),
+                TaskUsage(
+                    0.2 * now_s, 0.3 * now_s, int(50 * now_s), int(20 * now_s), 0, 0, int(10 * now_s), int(15 * now_s)
+                ),
+            )
+            for task in live - self.silent
+        }
+        seen = self.record.seen_event if self.record.seen_start == self.start else 0
+        told = ClusterEvents(self.start, len(self.news), tuple(self.news[seen:]))
+        return self.record.seen(Look(now_s, self.status, states), told, wall_s=1e9 + now_s)
+
+    def fail(self, seconds: float = 1.0) -> list[Update]:
+        self.clock.advance(seconds)
+        return self.record.failed("no answer", now_s=self.clock.now_s)
+
+    def row(self, task: str) -> dict[str, Any]:
+        (row,) = (row for row in self.record.state()["tasks"] if row["task"] == task)
+        return row
+
+
+def texts(updates: list[Update]) -> list[str]:
+    return [event["text"] for update in updates if update.name == "news" for event in update.data["events"]]
+
+
+def test_before_the_first_snapshot_it_connects() -> None:
+    run = SimulatedRun()
+    assert run.record.state()["phase"] == "connecting"
+    (update,) = run.fail()
+    assert update.data["phase"] == "connecting"
+    assert update.data["phase_text"] == "no answer of the coordinator at h:1 yet: no answer"
+    assert run.record.events(0) == {"events": [], "newest": 0, "lost": 0}
+
+
+def test_a_running_cluster_has_rates_and_curves() -> None:
+    run = SimulatedRun()
+    run.look()
+    assert run.row("worker:0")["steps_per_s"] is None, "one snapshot has no rates"
+    updates = run.look()
+    assert [update.name for update in updates] == ["state", "points"]
+    state = run.record.state()
+    assert state["phase"] == "running"
+    assert state["wall_s"] == 1e9 + 2
+    worker = run.row("worker:0")
+    expected = {"steps_per_s": 10.0, "parts_per_s": 10.0, "processor": 0.5, "wakeups": 5.0, "missed": 1.5}
+    assert {name: round(worker[name], 6) for name in expected} == expected
+    assert worker["python_us"] is not None
+    assert round(worker["xla_us"]) == 30_000
+    assert run.row("ps:0")["queues"] == [{"name": "examples", "size": 3, "capacity": 10}]
+    assert state["edges"][0]["bytes_per_s"] == 1000.0
+    assert state["jobs"] == {"ps": {"live": 1, "steps_per_s": 0.0}, "worker": {"live": 2, "steps_per_s": 20.0}}
+    points = updates[-1].data
+    assert (points["at_s"], points["step"]) == (2.0, 40)
+    assert points["values"]["worker:1/loss"] == 0.5
+    assert (
+        {one["id"] for one in run.record.history.json()["series"]}
+        == set(points["values"])
+        == {
+            "steps/s",
+            "bytes/s",
+            "ps:0/processor",
+            "ps:0/missed",
+            "ps:0/queue examples",
+            *(f"worker:{index}/{name}" for index in (0, 1) for name in ("loss", "steps/s", "processor", "missed")),
+        }
+    )
+
+
+def test_killed_tasks_are_events_and_rows_that_are_off() -> None:
+    run = SimulatedRun()
+    for task in (PS, W0, W1):
+        run.tell("joined", task, f"{task} joined")
+    run.look()
+    run.kill(W1)
+    assert texts(run.look()) == [f"{W1} left: no heartbeat"]
+    assert (run.row("worker:1")["state"], run.row("worker:1")["level"]) == ("left", "off")
+    assert run.row("worker:1")["steps"] is None
+    run.tasks.append(TaskInfo(W1, "h:9", run.clock.now_s, life=9))
+    run.tell("restarted", W1, f"{W1} joined again")
+    assert texts(run.look()) == [f"{W1} joined again"]
+    assert (run.row("worker:1")["state"], run.row("worker:1")["restarts"]) == ("live", 1)
+    run.silent = {W0}
+    run.look()
+    assert (run.row("worker:0")["state"], run.row("worker:0")["steps_per_s"]) == ("not reached", None)
+    told = run.record.events(3)
+    assert [event["kind"] for event in told["events"]] == ["left", "restarted"]
+    assert [event["task"] for event in told["events"]] == ["worker:1", "worker:1"]
+
+
+def test_while_the_coordinator_is_away_the_last_state_stays() -> None:
+    run = SimulatedRun()
+    run.tell("joined", W0, "worker:0 joined")
+    run.look()
+    done = run.record.state()["steps"]["done"]
+    assert texts(run.fail()) == ["the coordinator does not answer"]
+    assert texts(run.fail(10.0)) == [], "it is told once"
+    state = run.record.state()
+    assert (state["phase"], state["steps"]["done"]) == ("unreachable", done)
+    assert state["phase_text"] == "the coordinator has not answered for 10 s; its last state is shown"
+    run.start = "c/2"  # started again, with the same tasks, which it tells again
+    assert texts(run.look()) == ["the coordinator answers again"]
+    assert run.record.state()["phase"] == "running"
+    assert [event["text"] for event in run.record.events(0)["events"]].count("worker:0 joined") == 1
+
+
+def test_the_end_of_the_run_is_told_and_its_last_state_stays() -> None:
+    run = SimulatedRun()
+    run.look()
+    run.kill(W0, "finished")
+    run.kill(W1, "finished")
+    assert "the run has ended" in texts(run.look())
+    assert run.row("worker:0")["state"] == "finished"
+    run.fail()
+    state = run.record.state()
+    assert (state["phase"], state["phase_text"]) == ("ended", "the run has ended; its last state is shown")
+    assert state["tasks"]
+
+
+def test_a_coordinator_that_never_comes_back_ends_the_run() -> None:
+    run = SimulatedRun()
+    run.look()
+    run.fail()
+    run.fail(GIVE_UP_S + 1)
+    state = run.record.state()
+    assert state["phase"] == "ended"
+    assert "has not answered for 61 s, so the run has probably ended" in state["phase_text"]
+
+
+def test_another_run_at_the_same_address_begins_a_new_record() -> None:
+    run = SimulatedRun()
+    run.tell("joined", W0, "worker:0 joined")
+    run.look()
+    run.fail()
+    numbered = run.record.events(0)["newest"]
+    run.start, run.news = "d/1", []
+    run.tell("joined", W0, "worker:0 of another run joined")
+    updates = run.look()
+    assert texts(updates) == ["worker:0 of another run joined"]
+    assert run.record.events(0)["newest"] == numbered + 1, "pages see it as news"
+    assert len(run.record.history.json(["loss"])["series"][0]["at_s"]) == 1
+
+
+def test_events_are_bounded_and_lost_ones_counted() -> None:
+    run = SimulatedRun()
+    for number in range(MOST_EVENTS + 20):
+        run.tell("log", "", f"event {number}")
+    run.look()
+    told = run.record.events(0)
+    assert (len(told["events"]), told["newest"], told["lost"]) == (MOST_EVENTS, MOST_EVENTS + 20, 20)
+    assert run.record.events(MOST_EVENTS + 19)["events"][0]["text"] == f"event {MOST_EVENTS + 19}"
+    assert run.record.events(10**9)["lost"] == 0
+
+
+def test_snapshots_and_values_that_json_lacks() -> None:
+    run = SimulatedRun()
+    run.look(snapshot=SnapshotSize(3, 10, 100))
+    not_finite = (NotFinite(7, "loss", float("nan"), "run_0", W1),)
+    updates = run.look(snapshot=SnapshotSize(4, 5, 100), not_finite=not_finite, results={"accuracy": float("inf")})
+    assert texts(updates) == ["snapshot 4 is complete"]
+    state = run.record.state()
+    assert state["snapshot"] == {"number": 4, "written_bytes": 5, "full_bytes": 100}
+    assert state["results"] == {"accuracy": None}
+    assert state["not_finite"] == [{"step": 7, "metric": "loss", "value": "nan", "run": "run_0", "task": "worker:1"}]
+
+
+def test_the_state_of_thousands_of_tasks_is_bounded() -> None:
+    run = SimulatedRun()
+    run.tasks += [TaskInfo(f"/job:worker/task:{index}", "h:2", 0.0, life=index + 10) for index in range(2, 3000)]
+    expected = tuple(f"/job:late/task:{index}" for index in range(10))
+    run.look(expected=expected)
+    run.look(expected=expected)
+    state = run.record.state()
+    assert len(state["tasks"]) == 1000
+    assert state["tasks_left_out"] == 2011
+    assert run.record.history.json()["left_out"] > 0
+    assert len(run.record.history.json()["series"]) == 200
