@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflow.distributed.observe.spans import spans
-from dflow.lowering.steps.recorder import PART_BEGAN, STEP_BEGAN, Event
+from dflow.lowering.steps.step_events import PART_BEGAN, STEP_BEGAN, Event
 from dflow.tracing.devices.task_name import split_task_name
 
 

@@ -23,7 +23,8 @@ import msgspec
 from dflow.distributed.observe.spans import spans
 from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE, write_whole_file
 from dflow.lowering.queues.channel import STEPS_OF_A_LIFE
-from dflow.lowering.steps.recorder import ITEM_BEGAN, PART_BEGAN, Event, Recorder
+from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.steps.step_events import ITEM_BEGAN, PART_BEGAN, Event
 from dflow.tracing.devices.task_name import short_task_name
 
 LOGGER = logging.getLogger("dflow")

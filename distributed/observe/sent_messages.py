@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dflow.lowering.queues.channel import edge_alone
-from dflow.lowering.steps.recorder import RECEIVED, SENT, Event
+from dflow.lowering.steps.step_events import RECEIVED, SENT, Event
 
 
 @dataclass(frozen=True)

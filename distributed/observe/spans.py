@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from dflow.lowering.steps.recorder import (
+from dflow.lowering.steps.step_events import (
     COMPUTED,
     ITEM_BEGAN,
     ITEM_ENDED,

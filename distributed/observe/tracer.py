@@ -21,7 +21,7 @@ from dflow.distributed.process.run_folder import write_whole_file
 from dflow.distributed.transport.base import Reply
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.distributed.wire.messages.observing import GetClock, GetTaskState, StartTrace, StopTrace
-from dflow.lowering.steps.recorder import Event
+from dflow.lowering.steps.step_events import Event
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError
 

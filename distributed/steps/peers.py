@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from dflow.distributed.transport.base import Handler, Peer, Transport
 from dflow.distributed.wire.messages.connection import Introduce
-from dflow.lowering.steps.recorder import CONNECTED, NOWHERE
+from dflow.lowering.steps.recorder import NOWHERE
+from dflow.lowering.steps.step_events import CONNECTED
 from dflow.lowering.values.computed import about_to_wait
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 

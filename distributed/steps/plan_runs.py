@@ -32,7 +32,8 @@ from dflow.lowering.state.applied_steps import StepAttempt, StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution, Fetches
-from dflow.lowering.steps.recorder import PART_BEGAN, PART_ENDED, Recorder, described_end
+from dflow.lowering.steps.recorder import Recorder, described_end
+from dflow.lowering.steps.step_events import PART_BEGAN, PART_ENDED
 from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import InternalError, StepCancelled

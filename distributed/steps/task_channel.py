@@ -29,7 +29,8 @@ from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.transfers import Credit, Offer, Pull, PulledValues, Values
 from dflow.lowering.queues.channel import ITERATION, Channel, Deliver, NotConnected, Sent, StepId
 from dflow.lowering.queues.timers import Clock, Timers
-from dflow.lowering.steps.recorder import RECEIVED, SENT, WAIT_EXPIRED, Recorder
+from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.steps.step_events import RECEIVED, SENT, WAIT_EXPIRED
 from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.outcome import Outcome
 from dflow.lowering.values.payload_layout import PayloadLayout

@@ -37,8 +37,9 @@ from dflow.lowering.steps.execute import Fetches
 from dflow.lowering.steps.local_step import fetched, lower_programs
 from dflow.lowering.steps.lowered import Lowered, literals, make_plans
 from dflow.lowering.steps.plan import Plan
-from dflow.lowering.steps.recorder import STEP_BEGAN, STEP_ENDED, described_end
+from dflow.lowering.steps.recorder import described_end
 from dflow.lowering.steps.spread_variables import refuse_spread
+from dflow.lowering.steps.step_events import STEP_BEGAN, STEP_ENDED
 from dflow.lowering.values.devices import devices_in_order
 from dflow.lowering.values.host_values import as_argument
 from dflow.lowering.values.outcome import Outcome

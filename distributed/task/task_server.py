@@ -92,7 +92,8 @@ from dflow.distributed.wire.messages.variables import CreateVariables, ForgetSta
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
-from dflow.lowering.steps.recorder import CONNECTION_LOST, ROSTER_CHANGED, Recorder
+from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.steps.step_events import CONNECTION_LOST, ROSTER_CHANGED
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import SecurityError, StepCancelled, TaskLost
 

@@ -8,14 +8,18 @@ a send with its receive by `(step, edge)`, with these numbers; either may come f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import jax
 import msgspec
 import numpy.typing as npt
 
 from dflow.lowering.values.outcome import Outcome
-from dflow.lowering.values.payload_layout import PayloadLayout
+
+if TYPE_CHECKING:
+    # Tools that read events start in half the time without JAX.
+    import jax
+
+    from dflow.lowering.values.payload_layout import PayloadLayout
 
 #: Limit of steps in one life of a task. Each life's first step number is a multiple of it, greater than any before.
 STEPS_OF_A_LIFE = 1 << 27
@@ -36,9 +40,9 @@ class StepId(msgspec.Struct, frozen=True, gc=False):
 #: Separates an edge from the iteration numbers; no edge outside of loops has it.
 ITERATION = "@"
 #: A transferred value. Small values from the network are NumPy arrays, which programs take without conversion.
-Sent = jax.Array | npt.NDArray[Any]
+Sent: TypeAlias = "jax.Array | npt.NDArray[Any]"
 #: Called with the values that a send of a bundle gave, in order, or with the error that ended the wait.
-Deliver = Callable[[Outcome[Sequence[Sent]]], None]
+Deliver: TypeAlias = "Callable[[Outcome[Sequence[Sent]]], None]"
 
 
 class NotConnected(Exception):

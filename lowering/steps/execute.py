@@ -39,8 +39,9 @@ from dflow.lowering.steps.plan import (
     UseResource,
     While,
 )
-from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED, NOWHERE, Recorder
+from dflow.lowering.steps.recorder import NOWHERE, Recorder
 from dflow.lowering.steps.repeated_step import call_once, changes_of, start_once
+from dflow.lowering.steps.step_events import ITEM_BEGAN, ITEM_ENDED, ITEM_FAILED
 from dflow.lowering.values.host_values import counted_rows, on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError, StepCancelled

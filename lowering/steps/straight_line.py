@@ -35,7 +35,8 @@ from dflow.lowering.steps.executable import Executable, gives, takes
 from dflow.lowering.steps.execute import Execution, Fetches, Submit, failure_of_arrival, note_failure
 from dflow.lowering.steps.line_items import DoItem, Fill, compiled_item, ranges_of, taker
 from dflow.lowering.steps.plan import Call, CheckIds, Copy, Item, Read, Recv, Send, UseResource
-from dflow.lowering.steps.recorder import ITEM_BEGAN, ITEM_ENDED, NOWHERE, Recorder
+from dflow.lowering.steps.recorder import NOWHERE, Recorder
+from dflow.lowering.steps.step_events import ITEM_BEGAN, ITEM_ENDED
 from dflow.lowering.values.host_values import on_device
 from dflow.lowering.values.outcome import Outcome, raise_interrupt
 from dflow.tracing.errors import InternalError

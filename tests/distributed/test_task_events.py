@@ -12,7 +12,7 @@ import pytest
 
 import dflow
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering.steps.recorder import (
+from dflow.lowering.steps.step_events import (
     CONNECTED,
     CONNECTION_LOST,
     ITEM_BEGAN,

@@ -50,7 +50,7 @@ class StartTrace(Request[ClockTold], frozen=True):
 
 
 class TraceTold(Message, frozen=True):
-    """Payload: a msgpack list of `lowering.steps.recorder.Event`. `lost`: whether older events were overwritten."""
+    """Payload: a msgpack list of `lowering.steps.step_events.Event`. `lost`: whether older events were overwritten."""
 
     lost: bool
 

@@ -24,7 +24,8 @@ from dflow.distributed.wire.messages.observing import Dumped, DumpEvents
 from dflow.distributed.worker.cluster import ClusterSettings
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Plan, Recv
-from dflow.lowering.steps.recorder import (
+from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.steps.step_events import (
     CONNECTED,
     ITEM_BEGAN,
     ITEM_ENDED,
@@ -35,7 +36,6 @@ from dflow.lowering.steps.recorder import (
     STEP_BEGAN,
     WAIT_EXPIRED,
     Event,
-    Recorder,
 )
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded

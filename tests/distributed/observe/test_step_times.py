@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dflow.distributed.observe.clock_alignment import Offset
 from dflow.distributed.observe.step_times import Activities, Division, Interval, divide, message_times, step_times
-from dflow.lowering.steps.recorder import (
+from dflow.lowering.steps.step_events import (
     COMPUTED,
     ITEM_BEGAN,
     ITEM_ENDED,

@@ -24,8 +24,8 @@ from dflow.distributed.observe.trace_file import first_steps, trace_of
 from dflow.distributed.observe.tracer import Observed, Trace, Tracer
 from dflow.distributed.wire.messages.observing import StartTrace
 from dflow.distributed.worker.cluster import Cluster
-from dflow.lowering.steps.recorder import (
-    EVENTS_KEPT,
+from dflow.lowering.steps.recorder import EVENTS_KEPT, Recorder
+from dflow.lowering.steps.step_events import (
     ITEM_BEGAN,
     ITEM_ENDED,
     PART_BEGAN,
@@ -35,7 +35,6 @@ from dflow.lowering.steps.recorder import (
     STEP_BEGAN,
     STEP_ENDED,
     Event,
-    Recorder,
 )
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import DeadlineExceeded, WireError

@@ -17,7 +17,8 @@ from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.execute import Execution
 from dflow.lowering.steps.lowered import make_plans
 from dflow.lowering.steps.plan import Branch, Call, Plan, Scalar, UseResource
-from dflow.lowering.steps.recorder import ITEM_ENDED, Recorder
+from dflow.lowering.steps.recorder import Recorder
+from dflow.lowering.steps.step_events import ITEM_ENDED
 from dflow.lowering.steps.straight_line import run_of
 from dflow.tracing.errors import InternalError, StepCancelled
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings

@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Plan, Recv, Send
-from dflow.lowering.steps.recorder import (
+from dflow.lowering.steps.recorder import MOST_TEXT, Recorder, described_end
+from dflow.lowering.steps.step_events import (
     COMPUTED,
     CONNECTED,
     ITEM_BEGAN,
     ITEM_FAILED,
-    MOST_TEXT,
     RECEIVED,
     SENT,
     STEP_BEGAN,
     Event,
-    Recorder,
-    described_end,
 )
 from tests.distributed.waiting import until
 
