@@ -1,0 +1,123 @@
+"""The functions that a process has compiled, as tools see them."""
+
+from __future__ import annotations
+
+import gc
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import dflow
+from dflow.calls.shared_traces import TRACED
+from dflow.distributed.observe.function_source import NoFunctions
+from dflow.distributed.wire.messages.functions import FunctionInfo, Functions
+from dflow.graphs import compiled_functions
+from dflow.graphs.compiled_functions import CompiledFunctions
+from dflow.tracing.errors import GraphNameError
+
+SOURCE = CompiledFunctions()
+
+
+def info_of(name: str) -> FunctionInfo:
+    return next(one for one in SOURCE.functions().functions if one.name == name)
+
+
+def graph_of(name: str, trace: int = 0) -> Any:
+    return json.loads(SOURCE.graph(info_of(name).id, trace)[1])
+
+
+def test_functions_are_listed_the_newest_trace_first() -> None:
+    @dflow.jit
+    def earlier(x: Any) -> Any:
+        return x + 1
+
+    @dflow.jit
+    def later(x: Any) -> Any:
+        return x * 2
+
+    earlier(jnp.ones(2))
+    later(jnp.ones(3))
+    names = [one.name for one in SOURCE.functions().functions]
+    assert names.index("later") < names.index("earlier")
+    earlier(jnp.ones(4))
+    assert SOURCE.functions().functions[0].name == "earlier"
+    info = info_of("earlier")
+    assert (info.traces, info.last_changes, info.has_graph) == (2, ("x: f32[2] -> f32[4]",), True)
+    assert info.line.startswith("test_compiled_functions.py:")
+    assert info.total_ms > 0
+
+
+def test_the_graph_of_each_trace_can_be_read() -> None:
+    w = dflow.Variable(lambda: jnp.ones(3), name="w")
+
+    @dflow.jit
+    def update(x: Any) -> Any:
+        w.assign_add(x.sum() * jnp.ones(3))
+        return x * 2
+
+    update(jnp.ones(2))
+    update(jnp.ones(5))
+    told = SOURCE.traces(info_of("update").id)
+    assert [record.arguments for record in told.records] == [{"x": "f32[2]"}, {"x": "f32[5]"}]
+    assert [record.has_graph for record in told.records] == [True, True]
+    assert "var.assign_add" in {node.get("op") for node in graph_of("update")["nodes"]}
+    assert graph_of("update", 2) == graph_of("update") != graph_of("update", 1)
+
+
+def test_arguments_that_are_static_or_variables_do_not_hide_the_graph() -> None:
+    w = dflow.Variable(lambda: jnp.ones(3), name="w")
+
+    @dflow.jit(static_argnames="times")
+    def scaled(v: Any, x: Any, times: int) -> Any:
+        return v * x * times
+
+    scaled(w, jnp.ones(3), times=2)
+    assert graph_of("scaled")["ops"] >= 2
+
+
+def test_a_function_without_a_graph_is_an_error_with_a_remedy() -> None:
+    @dflow.jit
+    def dropped(x: Any) -> Any:
+        return x - 1
+
+    dropped(jnp.ones(2))
+    info = info_of("dropped")
+    with pytest.raises(GraphNameError, match=r"trace 3 of dropped: expected one of 1 to 1 that JAX keeps"):
+        SOURCE.graph(info.id, 3)
+    jax.clear_caches()
+    gc.collect()
+    assert not info_of("dropped").has_graph
+    with pytest.raises(GraphNameError, match=r"trace 1 of dropped(.|\n)*look at a newer trace"):
+        SOURCE.graph(info.id, 0)
+    del dropped
+    gc.collect()
+    assert info.id not in TRACED
+    for source in (SOURCE, NoFunctions()):
+        with pytest.raises(GraphNameError, match=f"function {info.id}: expected one that this process keeps"):
+            source.traces(info.id)
+    assert NoFunctions().functions() == Functions()
+
+
+def test_lists_and_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_functions, "MOST_FUNCTIONS", 1)
+    monkeypatch.setattr(compiled_functions, "MOST_TRACES", 2)
+    monkeypatch.setattr(compiled_functions, "MOST_GRAPH_BYTES", 10)
+
+    @dflow.jit
+    def often(x: Any) -> Any:
+        return x
+
+    kept = dflow.jit(lambda x: x + 1)
+    kept(1.0)
+    for size in (1, 2, 3):
+        often(jnp.ones(size))
+    listed = SOURCE.functions()
+    assert [one.name for one in listed.functions] == ["often"]
+    assert listed.left_out >= 1
+    told = SOURCE.traces(listed.functions[0].id)
+    assert ([record.number for record in told.records], told.left_out) == ([2, 3], 1)
+    with pytest.raises(GraphNameError, match="graph of often: expected at most 0 MiB of JSON"):
+        SOURCE.graph(listed.functions[0].id, 0)
