@@ -46,6 +46,7 @@ SMALL: dict[str, tuple[dict[str, Callable[[Any], Any]], tuple[str, ...]]] = {
     "convnets": ({"NETWORKS": narrow}, (*ONE_ROUND, "--compile", "0")),
     "coordinator_events": ({}, (*ONE_ROUND, "--tasks", "10")),
     "copies": ({"PROGRAMS": first, "WIDTH": to(16)}, ONE_ROUND),
+    "dashboard": ({"PAGES": to(2)}, (*ONE_ROUND, "--seconds", "1")),
     "devices": ({"MODELS": first, "ROW_S": to(0.01)}, ONE_ROUND),
     "embedding": ({"RULES": first}, (*ONE_ROUND, "--small", "--steps", "2", "--turns", "1")),
     "host_loop": ({}, (*ONE_ROUND, "--turns", "2")),

@@ -23,6 +23,7 @@ ALONE = (
     "checkpoint",
     "convnets",
     "copies",
+    "dashboard",
     "embedding",
     "language_model",
     "many_variables",
