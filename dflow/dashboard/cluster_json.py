@@ -26,8 +26,12 @@ MOST_TASKS, MOST_EDGES, MOST_VARIABLES, MOST_QUEUES, MOST_METRICS = 1000, 100, 2
 Data = dict[str, Any]
 
 
-def cluster_json(before: Look | None, now: Look, steps_per_s: float) -> Data:
-    """Return the state at the snapshot `now`; rates are None without one `before`."""
+def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Look | None) -> Data:
+    """Return the state at the snapshot `now`; rates are None without one `before`.
+
+    The rates of edges are since the snapshot `earlier`, some seconds ago: their traffic comes with heartbeats, of which
+    there may be none or two in a second.
+    """
     status = now.status
     tasks, left_out = _tasks(before, now)
     return {
@@ -36,7 +40,7 @@ def cluster_json(before: Look | None, now: Look, steps_per_s: float) -> Data:
         "tasks": tasks,
         "tasks_left_out": left_out,
         "jobs": _jobs(tasks),
-        **_edges(before, now),
+        **_edges(earlier, now),
         **_variables(status),
         "snapshot": None if status.snapshot is None else asdict(status.snapshot),
         "results": {name: finite(value) for name, value in status.results.items()},
@@ -56,7 +60,7 @@ def curve_values(state: Data) -> dict[SeriesName, float]:
 
     if state["steps"]["done"]:
         add("", "steps/s", "1/s", state["steps"]["per_s"])
-    rates = [edge["bytes_per_s"] for edge in state["edges"] if edge["bytes_per_s"] is not None]
+    rates = [task["bytes_per_s"] for task in state["tasks"] if task["bytes_per_s"] is not None]
     if rates:
         add("", "bytes/s", "B/s", sum(rates))
     # Metrics first: they are what a program reports, should there be more series than are kept.

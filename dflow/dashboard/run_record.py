@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 from dflow.dashboard.cluster_json import cluster_json, curve_values, is_over
 from dflow.dashboard.history import History
-from dflow.dashboard.looks import Look, StepRate
+from dflow.dashboard.looks import RATE_WINDOW_S, Look, StepRate
 from dflow.distributed.wire.messages.status import ClusterEvents
 from dflow.tracing.devices.task_name import short_task_name
 
 MOST_EVENTS = 500
+#: Most looks that are kept for the rates of edges.
+MOST_RECENT = 8
 #: After this time without an answer of the coordinator, in s, the run is shown as ended.
 GIVE_UP_S = 60.0
 ENDED = "the run has ended; its last state is shown"
@@ -44,6 +46,8 @@ class RunRecord:
         self.history = History()
         self._rate = StepRate()
         self._look: Look | None = None
+        #: The last looks of `RATE_WINDOW_S` seconds, the oldest first.
+        self._recent: deque[Look] = deque(maxlen=MOST_RECENT)
         self._cluster: Data = {}
         self._wall_s: float | None = None
         #: While the coordinator does not answer: since when, the time of the last try, and its error.
@@ -72,7 +76,11 @@ class RunRecord:
         if is_over(status) and not self._is_over():
             news.append(self._event(status.now_s, "ended", "", "the run has ended"))
         self._failed_since_s, self._why = None, ""
-        self._cluster = cluster_json(self._look, look, self._rate.add(status.now_s, status.steps_done))
+        while len(self._recent) > 1 and look.at_s - self._recent[1].at_s >= RATE_WINDOW_S:
+            self._recent.popleft()
+        rate = self._rate.add(status.now_s, status.steps_done)
+        self._cluster = cluster_json(self._look, look, rate, self._recent[0] if self._recent else None)
+        self._recent.append(look)
         self._look, self._wall_s = look, wall_s
         values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster))
         points: Data = {"at_s": status.now_s, "step": status.steps_done, "values": values}
@@ -95,7 +103,6 @@ class RunRecord:
             "phase": phase,
             "phase_text": text,
             "coordinator": self._coordinator,
-            "read_only": True,
             "wall_s": self._wall_s,
             "newest_event": self._newest,
         }

@@ -78,6 +78,7 @@ class DashboardServer:
             loop="asyncio",
             ws="none",
             lifespan="on",
+            log_config=None,
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -48,16 +48,13 @@ class Streams:
 
     def publish(self, updates: Sequence[Update]) -> None:
         """Send updates to all pages; from any thread. Updates before `open` and after `close` are dropped."""
-        if self._loop is None or self._is_closed or not self.pages:
-            return
-        events = b"".join(map(encoded, updates))
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._add, events)
+        if self.pages and not self._is_closed:
+            self._in_loop(self._add, b"".join(map(encoded, updates)))
 
     def close(self) -> None:
-        """End all streams; in the event loop."""
+        """End all streams; from any thread."""
         self._is_closed = True
-        self._wake()
+        self._in_loop(self._wake)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one stream, as an ASGI application."""
@@ -89,10 +86,18 @@ class Streams:
                 waiting = asyncio.create_task(changed.wait())
                 await asyncio.wait({waiting, gone}, timeout=SILENT_S, return_when=asyncio.FIRST_COMPLETED)
                 waiting.cancel()
-            if gone.done() or self._is_closed or self._newest - taken > len(self._kept):
+            if gone.done():
+                return
+            if self._is_closed or self._newest - taken > len(self._kept):
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return
             events = b"".join(list(self._kept)[len(self._kept) - (self._newest - taken) :])
             taken = self._newest
+
+    def _in_loop(self, call: Callable[..., None], *arguments: bytes) -> None:
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(call, *arguments)
 
     def _add(self, events: bytes) -> None:
         self._kept.append(events)

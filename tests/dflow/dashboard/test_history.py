@@ -20,14 +20,14 @@ def column(series: Series, name: str) -> list[float]:
     return [math.nan if value is None else value for value in series.json()[name]]
 
 
-def test_a_week_of_one_value_a_second_stays_within_the_limits() -> None:
+def test_a_week_of_values_stays_within_the_limits() -> None:
     series = Series(400)
-    for second in range(WEEK_S):
+    for second in range(0, WEEK_S, 4):
         series.add(float(second), 10 * second, 5.0 if second == 123_456 else 1.0)
     assert 200 <= len(series) <= 400
-    assert column(series, "at_s")[-1] == WEEK_S - 1
-    assert column(series, "step")[-1] == 10 * (WEEK_S - 1)
-    assert max(column(series, "high")) == 5.0, "the spike of one second is seen after a week"
+    assert column(series, "at_s")[-1] == WEEK_S - 4
+    assert column(series, "step")[-1] == 10 * (WEEK_S - 4)
+    assert max(column(series, "high")) == 5.0, "a spike of one value is seen after a week"
     steps_s = [later - earlier for earlier, later in pairwise(column(series, "at_s"))]
     assert max(steps_s[:-1]) == min(steps_s[:-1]), "old and new parts of the curve are equally fine"
     held = sum(sys.getsizeof(each) for each in series._columns())

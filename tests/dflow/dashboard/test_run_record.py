@@ -36,6 +36,8 @@ class SimulatedRun:
         self.start = "c/1"
         self.status = Status(0.0, (), (), (), 0, 10_000, (VariableInfo("w", "float32", (4,), 16, PS),), (), {})
         self.silent: set[str] = set()
+        #: How long the newest heartbeat had traffic; None means until now.
+        self.heard_s: float | None = None
 
     def tell(self, kind: str, task: str, text: str) -> None:
         number = len(self.news) + 1
@@ -52,6 +54,7 @@ class SimulatedRun:
         """Let time pass, and have the record see the cluster then."""
         self.clock.advance(seconds)
         now_s = self.clock.now_s
+        heard_s = now_s if self.heard_s is None else self.heard_s
         live = {info.task for info in self.tasks if info.left_at_s is None}
         steps = {task: int(10 * now_s) for task in live & {W0, W1}}
         self.status = replace(
@@ -61,7 +64,7 @@ class SimulatedRun:
             workers=tuple(WorkerProgress(task, int(10 * now_s), 0.1, {"loss": 1 / now_s}) for task in (W0, W1)),
             steps_done=max(self.status.steps_done, sum(steps.values())),
             health=tuple(TaskHealth(task, now_s - 0.5, 1, "step 1", None) for task in sorted(live)),
-            traffic=(EdgeTraffic("w", PS, W0, int(now_s), int(1000 * now_s), int(now_s)),),
+            traffic=(EdgeTraffic("w", PS, W0, int(heard_s), int(1000 * heard_s), int(heard_s)),),
             **changes,
         )
         states = {
@@ -137,6 +140,15 @@ def test_a_running_cluster_has_rates_and_curves() -> None:
             *(f"worker:{index}/{name}" for index in (0, 1) for name in ("loss", "steps/s", "processor", "missed")),
         }
     )
+
+
+def test_the_rates_of_edges_are_steady_though_heartbeats_bring_none_or_two_a_second() -> None:
+    run, rates = SimulatedRun(), []
+    for second in range(1, 15):
+        run.heard_s = 2.0 * (second // 2)  # the traffic of two seconds arrives in every second one
+        run.look()
+        rates.append(run.record.state()["edges"][0]["bytes_per_s"] if run.heard_s else None)
+    assert {round(rate) for rate in rates[-6:]} <= {800, 1000, 1200}, rates
 
 
 def test_killed_tasks_are_events_and_rows_that_are_off() -> None:

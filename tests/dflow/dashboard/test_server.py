@@ -158,3 +158,14 @@ def test_many_pages_make_one_look_a_second_and_one_more_is_refused() -> None:
                     assert client.ask("/api/state").data["phase"] == "running"
             until(lambda: client.ask("/api/state").data["pages"] == 0)
         assert asked.count("GetStatus") == pytest.approx(asked.count("GetEvents"), abs=1), "both once a look"
+
+
+def test_a_server_that_closes_ends_the_streams_of_its_pages(caplog: pytest.LogCaptureFixture) -> None:
+    with memory_cluster(ps=0, workers=0) as memory:
+        server = DashboardServer(memory.network, memory.coordinator.address, every_s=0.05)
+        with Client(server.address).stream() as response:
+            assert next(events_of(response))[0] == "state"
+            server.close()
+            *_, (last, _) = events_of(response)
+            assert last in ("state", "points", "news", "timeline")
+    assert "ASGI" not in caplog.text
