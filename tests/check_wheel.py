@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("tracing", "lowering", "distributed")
+STATIC = "dflow/dashboard/static/"
 
 # Runs in isolated mode and from an empty folder, so that Python finds only what the wheel installed.
 TRIAL = """
@@ -62,11 +63,17 @@ def licence_files() -> set[str]:
     return {path.relative_to(ROOT).as_posix() for pattern in listed for path in ROOT.glob(pattern)}
 
 
+def expected_static() -> set[str]:
+    """Names of the built files that the dashboard serves and notebooks show."""
+    return {f"{STATIC}{path.name}" for path in (ROOT / STATIC).iterdir()}
+
+
 def check_wheel(path: Path) -> None:
     """The wheel contains all of dflow/ and its metadata, and nothing else."""
     with zipfile.ZipFile(path) as wheel:
         names = {name for name in wheel.namelist() if not name.endswith("/")}
     check_same(path, {name for name in names if name.endswith(".py")}, expected_modules())
+    check_same(path, {name for name in names if name.startswith(STATIC)}, expected_static())
     strangers = {name for name in names if name.split("/")[0] != "dflow" and ".dist-info/" not in name}
     check_same(path, strangers, set())
     licences = {name.split("/", 1)[1] for name in names if "/licenses/" in name}

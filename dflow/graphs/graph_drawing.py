@@ -101,30 +101,36 @@ def _first_reads(graph: Graph) -> dict[Value, Value]:
 
 
 @dataclass(frozen=True)
-class _OpGroup:
+class OpGroup:
     """Consecutive ops that share a box titled `name`; empty for a single op."""
 
     name: str
     nodes: tuple[Node, ...]
 
 
-def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[_OpGroup]:
+def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[OpGroup]:
     runs = []
     for name, group in itertools.groupby(nodes, key):
         members = tuple(group)
-        runs += [_OpGroup(name, members)] if name and len(members) > 1 else [_OpGroup("", (node,)) for node in members]
+        runs += [OpGroup(name, members)] if name and len(members) > 1 else [OpGroup("", (node,)) for node in members]
     return runs
 
 
+def scope_path(node: Node) -> tuple[str, ...]:
+    """Return the name scopes, outermost first; the first is `dense, backward` for ops of the gradient of `dense`."""
+    parts = node.scope.split("/")
+    names = [name for part in parts if (name := re.sub(r"^(?:\w+\()+|\)+$", "", part))]
+    if names and "transpose(" in parts[0]:
+        names[0] += ", backward"
+    return tuple(names)
+
+
 def _scope(node: Node) -> str:
-    """Return the outermost name scope: `dense`, or `dense, backward` for ops of its gradient."""
-    outermost = node.scope.split("/")[0]
-    name = re.sub(r"^(?:\w+\()+|\)+$", "", outermost)
-    return f"{name}, backward" if name and "transpose(" in outermost else name
+    return next(iter(scope_path(node)), "")
 
 
 class _Drawer:
-    def __init__(self, graph: Graph, runs: list[_OpGroup], first_reads: Mapping[Value, Value], note: str) -> None:
+    def __init__(self, graph: Graph, runs: list[OpGroup], first_reads: Mapping[Value, Value], note: str) -> None:
         self._graph = graph
         self._runs = runs
         self._first_reads = first_reads
@@ -156,13 +162,13 @@ class _Drawer:
             Edge(made[value], target, f"%{value.name}") for value in taken if value in made and value not in self._aside
         ]
 
-    def _box(self, run: _OpGroup) -> Box:
+    def _box(self, run: OpGroup) -> Box:
         told = [_told(node) for node in run.nodes[:_MOST_TOLD]]
         more = len(run.nodes) - len(told)
-        devices = {_device(node) for node in run.nodes}
+        devices = {device_of(node) for node in run.nodes}
         return Box(
             "group" if run.name or _holds_body(run.nodes[0]) else "op",
-            run.name or title(run.nodes[0]),
+            run.name or title_of(run.nodes[0]),
             f"{len(run.nodes)} ops" if run.name else _results(run.nodes[0]),
             (*told, *([f"and {more} more"] if more else [])),
             devices.pop() if len(devices) == 1 else "several devices",
@@ -175,7 +181,7 @@ class _Drawer:
         return tuple(dict.fromkeys(f"%{value.name}" for value in named if value in self._aside))
 
 
-def _taken(run: _OpGroup) -> list[Value]:
+def _taken(run: OpGroup) -> list[Value]:
     """Return the distinct values that a box takes from outside, in order."""
     own = {value for node in run.nodes for value in node.outputs}
     return list(dict.fromkeys(value for node in run.nodes for value in node.values if value not in own))
@@ -200,7 +206,7 @@ def orders(groups: Sequence[Sequence[Node]]) -> list[tuple[int, int]]:
     return list(found)
 
 
-def title(node: Node) -> str:
+def title_of(node: Node) -> str:
     name = node.op.name.removeprefix("jax.")
     called = node.attributes.get("name")
     return f"{name} {called}" if isinstance(called, str) else name
@@ -226,7 +232,7 @@ def _operand(operand: Operand) -> str:
     return f"%{operand.name}" if isinstance(operand, Value) else repr(operand)
 
 
-def _device(node: Node) -> str | None:
+def device_of(node: Node) -> str | None:
     where = [value.device for value in node.values if value.is_variable]
     device = node.device if node.device is not None or not where else where[0]
     return None if device is None else short_device_name(device)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from dflow.calls.function import Function
 from dflow.graphs.graph_drawing import drawing_of
+from dflow.graphs.graph_json import graph_json
+from dflow.graphs.graph_page import html_frame, html_page
 from dflow.graphs.graph_run import BoundGraph, Part
 from dflow.graphs.graph_svg import svg
 from dflow.tracing.ir.graph import Graph, Value
 from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.source import at, caller
 from dflow.tracing.state.resources import Variable
 from dflow.tracing.state.variable_trees import handles
 from dflow.tracing.syntax.text import parse, text
@@ -27,8 +31,10 @@ class GraphView:
         graph: Graph,
         variables: Mapping[Value, Variable] | None = None,
         arrays: Mapping[Value, Any] | None = None,
+        name: str = "",
     ) -> None:
         self.graph = graph
+        self._name = name
         self._bound = BoundGraph(graph, variables or {}, arrays or {})
         self._parts: dict[tuple[tuple[str, ...], tuple[str, ...]], Part] = {}
 
@@ -57,21 +63,34 @@ class GraphView:
         return jax.tree_util.tree_unflatten(structure, self._parts[key](given))
 
     def svg(self) -> str:
-        """Return the graph as SVG text; notebooks display it by themselves.
+        """Return the graph as SVG text, a picture that does not change.
 
         Name scopes and nested functions are one box each, variables are named in the boxes that use them, colours
         are devices, and `!` marks effects. A very large graph is shown in less detail, with a note.
         """
         return svg(drawing_of(self.graph))
 
+    def html(self) -> str:
+        """Return the graph as an HTML page, in which groups open and close; notebooks show it by themselves.
+
+        Groups are name scopes, nested functions and source lines. The page has its script and data in it, and works
+        without a network.
+        """
+        return html_page(graph_json(self.graph, self._name), self._name or "graph")
+
+    def save(self, path: str | Path) -> None:
+        """Write `html()` or `svg()` to a file, by its ending. Raises ValueError if that is not .html or .svg."""
+        makers = {".html": self.html, ".svg": self.svg}
+        make = makers.get(Path(path).suffix)
+        if make is None:
+            raise ValueError(f"path: expected an ending .html or .svg, got {str(path)!r}{at(caller())}")
+        Path(path).write_text(make(), encoding="utf-8")
+
     def _repr_svg_(self) -> str:
         return self.svg()
 
     def _repr_html_(self) -> str:
-        return (
-            f'<div style="overflow:auto;max-height:40em">{self.svg()}</div>'
-            f"<details><summary>text</summary><pre>{escape(str(self))}</pre></details>"
-        )
+        return f"{html_frame(self.html())}<details><summary>text</summary><pre>{escape(str(self))}</pre></details>"
 
     def __str__(self) -> str:
         return text(self.graph)
@@ -85,9 +104,11 @@ def graph(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> GraphView:
 
     fn  a function, decorated by `dflow.jit` or not
     """
-    traced = trace(fn.fn if isinstance(fn, Function) else fn, args, kwargs)
+    plain = fn.fn if isinstance(fn, Function) else fn
+    traced = trace(plain, args, kwargs)
     graph = traced.graph
     leaves = [*traced.constants, *jax.tree_util.tree_leaves(handles((args, kwargs)))]
     inputs = zip(graph.inputs[len(graph.refs) :], leaves, strict=True)
     arrays = {value: leaf for value, leaf in inputs if not isinstance(leaf, jax.ShapeDtypeStruct)}
-    return GraphView(graph, dict(zip(graph.refs, traced.variables, strict=True)), arrays)
+    variables = dict(zip(graph.refs, traced.variables, strict=True))
+    return GraphView(graph, variables, arrays, getattr(plain, "__name__", ""))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from dflow.graphs.graph_drawing import orders, title
+from dflow.graphs.graph_drawing import orders, title_of
 from dflow.tracing.devices.device import WITH_STATE
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
@@ -99,7 +99,7 @@ def _scoped(node: Node) -> str:
         scopes.insert(0, "update")
     elif node.op is ops.var_read and not any(scopes):
         scopes.insert(0, node.values[0].name)
-    return "/".join([*filter(None, scopes), title(node).split(" ")[-1].removeprefix("var.")])
+    return "/".join([*filter(None, scopes), title_of(node).split(" ")[-1].removeprefix("var.")])
 
 
 def _device(node: Node) -> str | None:

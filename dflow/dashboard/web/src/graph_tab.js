@@ -1,0 +1,62 @@
+// The graph of a function of a task.
+import { emptyState, h } from "./dom.js";
+import { ask } from "./stream.js";
+import { GraphView } from "./graph/view.js";
+
+export class GraphTab {
+  constructor(page) {
+    this.title = "Graph";
+    this.page = page;
+    this.view = new GraphView();
+    this.items = [];
+    this.choice = h("select", { "aria-label": "Function", onchange: () => { location.hash = this.choice.value; } });
+    this.place = h("div", { class: "graph-place" }, emptyState("No graph yet", "A function's graph appears here when a task has called it."));
+    this.element = h("div", { class: "graph-tab" }, h("div", { class: "tools" }, h("label", {}, "Function ", this.choice)), this.place);
+  }
+
+  async open(parameters) {
+    const task = parameters.get("task");
+    const wanted = task ? `graph?${parameters}` : this.shown;
+    try {
+      const { tasks } = await ask("api/functions");
+      this.offer(tasks);
+      const first = wanted ?? this.first;
+      if (first === undefined) return;
+      this.choice.value = first;
+      if (first !== this.shown) await this.show(first);
+    } catch (error) {
+      this.place.replaceChildren(emptyState("The graph could not be shown", error.message));
+      this.shown = undefined;
+    }
+  }
+
+  offer(tasks) {
+    this.first = undefined;
+    const groups = tasks.map(({ task, functions }) => h("optgroup", { label: task }, ...functions.filter((one) => one.has_graph).map((one) => {
+      const value = `graph?${new URLSearchParams({ task, id: one.id })}`;
+      this.first ??= value;
+      return h("option", { value }, `${one.name}  (${one.line})`);
+    })));
+    this.choice.replaceChildren(...groups.filter((group) => group.children.length));
+    this.choice.disabled = this.first === undefined;
+  }
+
+  async show(value) {
+    this.shown = value;
+    this.place.setAttribute("aria-busy", "true");
+    try {
+      const { graph, name, task } = await ask(`api/${value}`);
+      this.task = task;
+      this.place.replaceChildren(this.view.element);
+      await this.view.show({ ...graph, title: graph.title || name }, this.items);
+    } finally {
+      this.place.removeAttribute("aria-busy");
+    }
+  }
+
+
+  measure(items) {
+    this.items = items;
+    if (this.view.model) this.view.measure(this.items);
+  }
+}
