@@ -1,6 +1,7 @@
 """A graph as JSON data for the browser: a tree of groups with the ops in them, and the edges between ops.
 
-Groups are name scopes, nested functions with their bodies, ops of one source line, and runs of what is left. None has
+Groups are name scopes, nested functions with their bodies, ops of one source line, and runs of what is left; ops of
+gradients and of updates that are in no scope have a group each. Besides a graph's arguments and results, no group has
 more than `MOST_CHILDREN` children, so a page that lays out only the groups that are open is quick for any graph.
 
     {"title": "step", "ops": 812, "notes": [],
@@ -19,6 +20,7 @@ at a function; then it is of the function as a whole.
 from __future__ import annotations
 
 import linecache
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -97,7 +99,7 @@ class _GraphData:
         devices = _devices(nodes)
         own = []
         for node, device in zip(nodes, devices, strict=True):
-            path = scope_path(node) if within is None else ()
+            path = _path(node) if within is None else ()
             for depth in range(1, len(path) + 1):
                 if path[:depth] not in scopes:
                     scopes[path[:depth]] = self._add("scope", path[depth - 1], scopes[path[: depth - 1]])
@@ -196,6 +198,15 @@ def _bodies(node: Node) -> Iterator[tuple[Graph, Sequence[Operand], bool]]:
                     yield body.graph, operands.get(key, node.inputs), key != "cond_jaxpr"
 
 
+def _path(node: Node) -> tuple[str, ...]:
+    """Return the name scopes; of an op without one, whether it is of a gradient or of an update of state."""
+    if path := scope_path(node):
+        return path
+    if "transpose(" in node.scope:
+        return ("backward",)
+    return ("updates",) if node.device == WITH_STATE else ()
+
+
 def _devices(nodes: Sequence[Node]) -> list[str | None]:
     """Return the devices of nodes by their short names; of an op beside state, that of the state that it feeds."""
     found: list[str | None] = []
@@ -250,14 +261,24 @@ def _divide(nodes: list[dict[str, Any]]) -> None:
     waiting = [(group, own) for group, own in children.items() if len(own) > MOST_CHILDREN]
     while waiting:
         group, own = waiting.pop()
+        if group is None:
+            own = _without_ends(nodes, own)
         runs = _runs_of_lines(nodes, own) if group is None or nodes[group]["kind"] != "line" else [[one] for one in own]
         size = 1
-        while len(runs) > size * MOST_CHILDREN:
-            size *= MOST_CHILDREN
+        if len(runs) > MOST_CHILDREN:
+            size = math.ceil(len(runs) / min(MOST_CHILDREN, math.isqrt(len(runs))))
         for start in range(0, len(runs), size):
             joined = [one for run in runs[start : start + size] for one in run]
             if len(joined) > 1:
                 waiting += _group(nodes, group, joined, is_line=size == 1)
+
+
+def _without_ends(nodes: Sequence[Mapping[str, Any]], own: Sequence[int]) -> list[int]:
+    """Return the children of the graph that may be in a group: arguments and results may not, unless they are many."""
+    for kind in ("input", "output"):
+        if sum(nodes[one]["kind"] == kind for one in own) <= MOST_CHILDREN // 4:
+            own = [one for one in own if nodes[one]["kind"] != kind]
+    return [*own]
 
 
 def _runs_of_lines(nodes: Sequence[Mapping[str, Any]], own: Sequence[int]) -> list[list[int]]:

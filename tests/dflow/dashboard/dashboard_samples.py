@@ -85,7 +85,6 @@ def state(**more: Any) -> dict[str, Any]:
         "phase": "running",
         "phase_text": "",
         "coordinator": "127.0.0.1:7711",
-        "read_only": False,
         "at_s": 35.2,
         "wall_s": 1790000000.0,
         "steps": {"done": 340, "total": 1500, "per_s": 42.3},

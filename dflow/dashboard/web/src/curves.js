@@ -8,6 +8,8 @@ import { ask } from "./stream.js";
 /** Points that a line keeps; the server thins what is older. */
 const MOST_POINTS = 1200;
 const HEIGHT = 210;
+/** Distances of ticks, in s or steps. */
+const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 43_200, 86_400, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9];
 const MOST_IN_TIP = 10;
 /** Rates of the cluster come after metrics, as people look for the loss first. */
 const LAST = ["steps/s", "processor", "bytes/s", "missed"];
@@ -133,7 +135,7 @@ export class Curves {
       cursor: { sync: { key: "curves", setSeries: false }, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { ...this.scale(name, shown) } },
       axes: [
-        { ...axis, size: 26, space: 70, values: (_, ticks) => ticks.map((tick) => (this.by.value === "time" ? clock(tick) : number(tick))) },
+        { ...axis, size: 26, space: 70, incrs: TICKS, values: (_, ticks) => ticks.map((tick) => (this.by.value === "time" ? clock(tick) : number(tick))) },
         { ...axis, size: (plot, ticks) => Math.max(38, 8 + 6.4 * Math.max(0, ...(ticks ?? []).map((tick) => String(tick).length))), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : show(tick))) },
       ],
       series: [{}, ...shown.map((one) => ({ label: shown.length > 1 ? one.task || name : one.task, stroke: this.lineColour(one.task), dash: one.task ? dashes(this.numbering.of(one.task)) : undefined, width: 1.75, spanGaps: false, points: { show: false } }))],

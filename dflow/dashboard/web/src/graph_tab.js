@@ -19,6 +19,7 @@ export class GraphTab {
     const wanted = task ? `graph?${parameters}` : this.shown;
     try {
       const { tasks } = await ask("api/functions");
+      this.callers = new Set(tasks.map(({ task: caller }) => caller));
       this.offer(tasks);
       const first = wanted ?? this.first;
       if (first === undefined) return;
@@ -48,15 +49,20 @@ export class GraphTab {
       const { graph, name, task } = await ask(`api/${value}`);
       this.task = task;
       this.place.replaceChildren(this.view.element);
-      await this.view.show({ ...graph, title: graph.title || name }, this.items);
+      await this.view.show({ ...graph, title: graph.title || name }, this.own());
     } finally {
       this.place.removeAttribute("aria-busy");
     }
   }
 
 
+  /** The measured items of the shown task's steps: its own, and those of tasks that call no function themselves. */
+  own() {
+    return this.items.filter(({ task }) => task === this.task || !this.callers.has(task));
+  }
+
   measure(items) {
     this.items = items;
-    if (this.view.model) this.view.measure(this.items);
+    if (this.view.model) this.view.measure(this.own());
   }
 }

@@ -65,6 +65,7 @@ export class Overview {
   showFigures(state) {
     const live = state.tasks.filter((task) => task.level === "ok").length;
     const trouble = state.tasks.filter((task) => task.level === "warn" || task.level === "bad").length;
+    const left = state.tasks.filter((task) => task.state === "left").length;
     const restarts = state.tasks.reduce((sum, task) => sum + (task.restarts ?? 0), 0);
     const times = state.tasks.map((task) => task.step_s).filter((time) => time > 0).sort((a, b) => a - b);
     const median = times.length ? times[Math.floor((times.length - 1) / 2)] : null;
@@ -74,7 +75,7 @@ export class Overview {
     const figures = [
       ["Steps per second", rate(per_s), total ? `${percent(done / total)} of ${number(total)} steps` : counted(done, "step")],
       ["Step time", seconds(median), times.length > 1 ? `median of ${times.length}; slowest ${seconds(times.at(-1))}` : ""],
-      ["Tasks", `${live} live`, [trouble && `${trouble} need${trouble === 1 ? "s" : ""} attention`, restarts && counted(restarts, "restart")].filter(Boolean).join(", ") || "none needs attention", trouble ? "warn" : ""],
+      ["Tasks", `${live} live`, [trouble && `${trouble} need${trouble === 1 ? "s" : ""} attention`, left && `${left} left`, restarts && counted(restarts, "restart")].filter(Boolean).join(", ") || "none needs attention", trouble ? "warn" : ""],
       ["Sent", `${bytes(perS)}/s`, `${bytes(state.sent_bytes)} so far`],
       ["Snapshot", shot ? `number ${shot.number}` : "none yet", shot ? `${bytes(shot.written_bytes)} written of ${bytes(shot.full_bytes)}` : "no snapshot since the start"],
     ];

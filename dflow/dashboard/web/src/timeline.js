@@ -8,7 +8,8 @@ const AXIS = 26;
 const ROW = 19;
 const HEAD = 26;
 const MOST_HEIGHT = 560;
-const MOST_ARROWS = 400;
+/** With more arrows in view, only those of the selected slice are drawn. */
+const MOST_ARROWS = 40;
 const COLOURS = { steps: 7, "parts of steps": 5, Python: 4, XLA: 2, messages: 0, waits: 1, "branches and loops": 3 };
 
 /** The tasks of a trace in the Trace Event Format, each with its tracks and their slices by depth. */
@@ -21,7 +22,7 @@ export function tasksOf(events) {
   };
   const track = ({ pid, tid }) => {
     const { tracks } = task(pid);
-    if (!tracks.has(tid)) tracks.set(tid, { tid, name: "", slices: [], depth: 1 });
+    if (!tracks.has(tid)) tracks.set(tid, { pid, tid, name: "", slices: [], depth: 1 });
     return tracks.get(tid);
   };
   for (const event of events) {
@@ -88,8 +89,10 @@ export class Timeline {
     for (const task of this.tasks) {
       this.rows.push({ top, height: HEAD, task });
       top += HEAD;
+      let name = "";
       for (const track of this.folded.has(task.pid) ? [] : task.tracks.values()) {
-        this.rows.push({ top, height: ROW * track.depth + 4, task, track });
+        this.rows.push({ top, height: ROW * track.depth + 4, task, track, label: track.name === name ? "" : track.name });
+        name = track.name;
         top += ROW * track.depth + 4;
       }
     }
@@ -226,7 +229,7 @@ export class Timeline {
       context.fillRect(0, top, GUTTER - 1, row.height);
       context.fillStyle = this.ink.faint;
       context.font = "11px system-ui, sans-serif";
-      context.fillText(fitted(context, row.track.name, GUTTER - 30), 22, top + 2 + ROW / 2);
+      context.fillText(fitted(context, row.label, GUTTER - 30), 22, top + 2 + ROW / 2);
     }
     context.fillStyle = this.ink.line;
     context.fillRect(GUTTER - 1, AXIS, 1, this.shownHeight);
@@ -234,14 +237,15 @@ export class Timeline {
 
   drawArrows(context, offset) {
     const rowOf = new Map(this.rows.filter((row) => row.track).map((row) => [`${row.task.pid} ${row.track.tid}`, row]));
-    const seen = this.arrows.filter(({ s, f }) => f.at >= this.view.from && s.at <= this.view.to);
+    let seen = this.arrows.filter(({ s, f }) => f.at >= this.view.from && s.at <= this.view.to);
+    if (seen.length > MOST_ARROWS) seen = seen.filter(({ s, f }) => this.isSelected(s) || this.isSelected(f));
     context.save();
     context.beginPath();
     context.rect(GUTTER, AXIS, this.width - GUTTER, this.shownHeight);
     context.clip();
     context.strokeStyle = context.fillStyle = this.ink.accent;
     context.globalAlpha = 0.65;
-    for (const { s, f } of seen.slice(0, MOST_ARROWS)) {
+    for (const { s, f } of seen) {
       const [from, to] = [rowOf.get(`${s.pid} ${s.tid}`), rowOf.get(`${f.pid} ${f.tid}`)];
       if (!from || !to) continue;
       const [x, y, toX, toY] = [this.x(s.at), from.top - offset + ROW / 2, this.x(f.at), to.top - offset + ROW / 2];
@@ -257,6 +261,12 @@ export class Timeline {
       context.fill();
     }
     context.restore();
+  }
+
+  /** Whether the end of an arrow is at the selected slice. */
+  isSelected({ tid, at, pid }) {
+    const slice = this.selected;
+    return slice?.track.tid === tid && slice.track.pid === pid && slice.from <= at && at <= slice.to;
   }
 
   listen() {

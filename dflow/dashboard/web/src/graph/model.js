@@ -51,7 +51,7 @@ export class GraphModel {
     const waiting = [...this.roots];
     while (waiting.length) {
       const node = this.nodes[waiting.shift()];
-      if (!node.isGroup || node.kind === "function" || shown + node.children.length > INITIAL_BOXES) continue;
+      if (node.kind !== "scope" || shown + node.children.length > INITIAL_BOXES) continue;
       this.open.add(node.id);
       shown += node.children.length;
       waiting.push(...node.children);
