@@ -65,6 +65,7 @@ def test_a_killed_worker_and_its_return_are_shown_without_reloading(
     has(page.locator(".figure"), "576 B written of 832 B")
     has(row(page, "ps:0"), "examples 3/10")
     has(page.locator("main tr"), "6.7 MB/s")
+    has(page.locator(".figure"), "600.0 kB/s")
     picture(page, "overview-light")
     loads = page.evaluate("performance.timeOrigin")
     page.get_by_label("Show tasks").focus()

@@ -10,6 +10,10 @@ const MOST_POINTS = 1200;
 const HEIGHT = 210;
 /** Distances of ticks, in s or steps. */
 const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14_400, 43_200, 86_400, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7, 1e8, 1e9];
+/** uPlot's mode for empty points, which reach to the points of other lines beside them. */
+const EXPANDED = 2;
+/** A shorter silence, in s, is no gap of a line. */
+const LEAST_GAP_S = 5;
 const MOST_IN_TIP = 10;
 /** Rates of the cluster come after metrics, as people look for the loss first. */
 const LAST = ["steps/s", "processor", "bytes/s", "missed"];
@@ -138,7 +142,7 @@ export class Curves {
         { ...axis, size: 26, space: 70, incrs: TICKS, values: (_, ticks) => ticks.map((tick) => (this.by.value === "time" ? clock(tick) : number(tick))) },
         { ...axis, size: (plot, ticks) => Math.max(38, 8 + 6.4 * Math.max(0, ...(ticks ?? []).map((tick) => String(tick).length))), values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : show(tick))) },
       ],
-      series: [{}, ...shown.map((one) => ({ label: shown.length > 1 ? one.task || name : one.task, stroke: this.lineColour(one.task), dash: one.task ? dashes(this.numbering.of(one.task)) : undefined, width: 1.75, spanGaps: false, points: { show: false } }))],
+      series: [{}, ...shown.map((one) => ({ label: one.task || " ", stroke: this.lineColour(one.task), dash: one.task ? dashes(this.numbering.of(one.task)) : undefined, width: 1.75, spanGaps: false, points: { show: false } }))],
       plugins: [bands(() => this.plots.get(name)?.spans ?? []), tip(show, (at) => (this.by.value === "time" ? clock(at) : `step ${number(at)}`))],
     };
     const plot = new uPlot(options, [[], ...shown.map(() => [])], place);
@@ -158,7 +162,7 @@ export class Curves {
     this.resize();
     for (const entry of this.plots.values()) {
       const tables = entry.shown.map((one) => this.points(one));
-      const data = tables.length ? uPlot.join(tables.map(([xs, ys]) => [xs, ys])) : [[]];
+      const data = tables.length ? uPlot.join(tables.map(([xs, ys]) => [xs, ys]), tables.map(() => [0, EXPANDED])) : [[]];
       entry.spans = tables.map(([xs, , lows, highs]) => ({ xs, lows, highs }));
       entry.plot.setData(data);
       const values = entry.shown.map((one) => one.value.at(-1)).filter((value) => value !== null && value !== undefined);
@@ -168,11 +172,23 @@ export class Curves {
 
   /** Columns x, value, low and high with x growing; after a return to a snapshot the newer of equal steps counts. */
   points(one) {
-    if (this.by.value === "time") return [one.at_s, one.value, one.low, one.high];
+    if (this.by.value === "time") return withGaps(one);
     const newest = new Map(one.step.map((step, index) => [step, index]));
     const order = [...newest.keys()].filter((step) => step !== null).sort((a, b) => a - b);
     return [order, ...[one.value, one.low, one.high].map((list) => order.map((step) => list[newest.get(step)]))];
   }
+}
+
+/** Columns by time, with an empty point where a task was silent for long, so that no line leads over its absence. */
+function withGaps({ at_s, value, low, high }) {
+  const usual = [...at_s.slice(1).map((at, index) => at - at_s[index])].sort((a, b) => a - b)[Math.floor(at_s.length / 2)] ?? 0;
+  const columns = [[], [], [], []];
+  at_s.forEach((at, index) => {
+    const before = at_s[index - 1];
+    if (at - before > Math.max(LEAST_GAP_S, 4 * usual)) [(at + before) / 2, null, null, null].forEach((item, column) => columns[column].push(item));
+    [at, value[index], low[index], high[index]].forEach((item, column) => columns[column].push(item));
+  });
+  return columns;
 }
 
 function unitFormat(unit) {

@@ -69,7 +69,7 @@ export class Overview {
     const restarts = state.tasks.reduce((sum, task) => sum + (task.restarts ?? 0), 0);
     const times = state.tasks.map((task) => task.step_s).filter((time) => time > 0).sort((a, b) => a - b);
     const median = times.length ? times[Math.floor((times.length - 1) / 2)] : null;
-    const perS = state.edges.reduce((sum, edge) => sum + (edge.bytes_per_s ?? 0), 0);
+    const perS = state.tasks.reduce((sum, task) => sum + (task.bytes_per_s ?? 0), 0);
     const { done, total, per_s } = state.steps;
     const shot = state.snapshot;
     const figures = [

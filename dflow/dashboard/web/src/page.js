@@ -31,7 +31,8 @@ class Page {
   }
 
   build() {
-    this.links = Object.fromEntries(Object.entries(this.tabs).map(([name, tab]) => [name, h("a", { href: `#${name}` }, tab.title)]));
+    this.links = Object.fromEntries(Object.entries(this.tabs).map(([name, tab], index) =>
+      [name, h("a", { href: `#${name}`, title: `Key ${index + 1}`, "aria-keyshortcuts": index + 1 }, tab.title)]));
     this.phase = h("span", { class: "pill", "data-level": "off" }, "connecting");
     this.address = h("span", { class: "faint address" });
     this.progress = h("progress", { max: 1, value: 0, "aria-label": "Steps done" });

@@ -183,8 +183,10 @@ export class GraphView {
     const edges = this.model.edges();
     const takers = new Map();
     for (const edge of edges) takers.set(edge.source, (takers.get(edge.source) ?? 0) + 1);
-    this.far = edges.filter((edge) => takers.get(edge.source) > MOST_TAKERS || !edge.values.size && edges.length > 400);
-    this.edges = edges.filter((edge) => !this.far.includes(edge));
+    // That a write comes after a read is drawn for a selected box alone: each update would have such an edge.
+    const isFar = ({ source, values }) => takers.get(source) > MOST_TAKERS || (!values.size && !this.model.nodes[source].acts);
+    this.far = edges.filter(isFar);
+    this.edges = edges.filter((edge) => !isFar(edge));
     const labelled = this.edges.length <= MOST_LABELS;
     for (const edge of this.edges) edge.label = labelled && edge.bytes >= 1 ? bytes(edge.bytes) : "";
     const asked = {
@@ -239,7 +241,7 @@ export class GraphView {
       : named.map((place) => h("span", {}, h("i", { style: `background:color-mix(in oklab, var(--box), ${colour(this.numbering.of(place))} 45%)` }), `${place} · ${counted(places.get(place), "op")}`));
     if (this.colourBy !== "time" && places.get("") && named.length) items.push(h("span", {}, h("i", { style: "background:var(--box)" }), `the caller · ${counted(places.get(""), "op")}`));
     if (this.model.nodes.some((node) => node.acts)) items.push(h("span", {}, h("i", { class: "acts" }), "writes state"));
-    if (this.edges.some((edge) => !edge.values.size)) items.push(h("span", {}, h("i", { class: "order" }), "order of reads and writes"));
+    if (this.edges.some((edge) => !edge.values.size)) items.push(h("span", {}, h("i", { class: "order" }), "order after a write"));
     this.legend.replaceChildren(...items);
   }
 
