@@ -261,7 +261,7 @@ def timeline(line: str = "digits.py:14") -> dict[str, Any]:
         "size_bytes": 81234,
         "took": [took],
         "messages": [message],
-        "items": [item],
+        "items": [item, item | {"kind": "Recv", "name": "dense/kernel", "mean_us": 1040.0}],
         "starting": "worker",
     }
 

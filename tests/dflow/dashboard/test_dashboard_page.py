@@ -151,7 +151,8 @@ def test_a_graph_shows_devices_sizes_and_measured_times(
     function.locator(".fold").click()
     page.locator(".box.op", has_text="tanh").first.click()
     assert page.locator(".source code").inner_text() == "return jnp.tanh(x) * 2"
-    has(page.locator(".graph-panel"), "%10 (xla.call)")
+    has(page.locator(".graph-panel"), "2.1 ms Call: %10 (xla.call)")
+    has(page.locator(".graph-panel"), "1.0 ms Recv: dense/kernel")
     page.get_by_label("Colour boxes by").select_option("time")
     has(page.locator(".graph-legend"), "Darker boxes took more of a step")
     page.locator(".graph-panel .crumbs button").first.click()

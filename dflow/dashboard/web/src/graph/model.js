@@ -1,6 +1,8 @@
 // The tree of groups of a graph, which of them are open, and the edges between the boxes that are visible.
 
 const INITIAL_BOXES = 28;
+/** Items of a plan whose time is no work: a receive waits, and a send lasts until its values are computed. */
+const WAITING = new Set(["Recv", "Send", "UseResource"]);
 
 export class GraphModel {
   constructor(data) {
@@ -136,7 +138,7 @@ export class GraphModel {
       const node = firsts.get(item.line);
       if (!node) continue;
       for (const one of [node, ...node.path.map((id) => this.nodes[id])]) {
-        one.us += item.mean_us * item.per_step;
+        if (!WAITING.has(item.kind)) one.us += item.mean_us;
         one.items.push(item);
       }
     }

@@ -49,9 +49,9 @@ export function aboutNode(model, id, acts) {
     return h("div", { class: "row" }, h("span", {}, h("em", { class: verb }, verb), ` ${name}`), h("span", { class: "faint" }, [type, device].filter(Boolean).join(" · ")));
   };
   const devices = [...node.devices.keys()].filter(Boolean);
-  const itemRow = (item) => h("div", { class: "row" }, h("span", {}, `${microseconds(item.mean_us * item.per_step)} ${item.name}`),
+  const itemRow = (item) => h("div", { class: "row" }, h("span", {}, `${microseconds(item.mean_us)} ${item.kind}: ${item.name}`),
     h("span", { class: "faint" }, `${item.task} · ${item.line.split("/").pop()}`));
-  const items = [...node.items].sort((a, b) => b.mean_us * b.per_step - a.mean_us * a.per_step);
+  const items = [...node.items].sort((a, b) => b.mean_us - a.mean_us);
   return h("div", {},
     h("nav", { class: "crumbs" }, ...node.path.map((group) => [link(model.titleOf(model.nodes[group]), () => acts.select(group)), " › "]).flat(), h("span", {}, KINDS[node.kind] ?? node.op)),
     h("h3", {}, model.titleOf(node)),
@@ -63,5 +63,5 @@ export function aboutNode(model, id, acts) {
     section("State", ...limited([...node.reads.map(stateRow("reads")), ...node.writes.map(stateRow("writes"))])),
     section("From", ...limited([...ends.from.values()].map(valueRow))),
     section("To", ...limited([...ends.to.values()].map(valueRow))),
-    items.length ? section("Measured, mean of a step", ...limited(items.map(itemRow), 10), h("p", { class: "hint" }, "A program counts at the first op of its source line.")) : null);
+    items.length ? section("Measured, mean of a step", ...limited(items.map(itemRow), 10), h("p", { class: "hint" }, "A program counts at the first op of its source line; times of Recv and Send are waits, and not in the box.")) : null);
 }
