@@ -185,7 +185,6 @@ def test_the_picture_says_names_types_devices_and_effects() -> None:
     fills = {rect.get("fill") for rect in root.iter("{http://www.w3.org/2000/svg}rect")}
     assert len(fills) >= 4
     assert picture == dflow.graph(step, jnp.ones(3)).svg()
-    assert picture in view._repr_html_()
     assert re.search(r"<pre>graph\(%a_b: ref&lt;f32\[3\]&gt;", view._repr_html_())
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 import dflow
 from dflow.graphs import graph_json as module
 from dflow.graphs.graph_json import MOST_CHILDREN, graph_json
 from dflow.testing import memory_cluster
 from dflow.tracing.devices.device import with_state
+from tests.effort import examples
 from tests.graphs_ import graphs
 
 
@@ -152,6 +153,7 @@ def test_a_graph_that_is_too_large_is_cut_and_says_so(monkeypatch: pytest.Monkey
     assert data_of(step, 1.0)["notes"][0] == "the first 2 of 3 ops; print the graph to see all"
 
 
+@settings(max_examples=examples(30))
 @given(graphs())
 def test_every_graph_is_json_whose_indices_exist(graph: Any) -> None:
     data = json.loads(json.dumps(graph_json(graph), allow_nan=False))
