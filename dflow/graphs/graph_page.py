@@ -28,6 +28,11 @@ def html_page(data: Any, title: str) -> str:
     return _PAGE.format(title=escape(title), data=packed, script=script)
 
 
+def data_url(svg: str) -> str:
+    """Return a picture as a URL, for the source of an image."""
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
+
+
 def html_frame(page: str) -> str:
     """Return an element that shows the page in a notebook; its script can reach nothing outside of the frame."""
     style = "width:100%;height:34em;border:1px solid #8886;border-radius:6px;resize:vertical"

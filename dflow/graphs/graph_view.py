@@ -12,7 +12,7 @@ import jax
 from dflow.calls.function import Function
 from dflow.graphs.graph_drawing import drawing_of
 from dflow.graphs.graph_json import graph_json
-from dflow.graphs.graph_page import html_frame, html_page
+from dflow.graphs.graph_page import data_url, html_frame, html_page
 from dflow.graphs.graph_run import BoundGraph, Part
 from dflow.graphs.graph_svg import svg
 from dflow.tracing.ir.graph import Graph, Value
@@ -90,7 +90,11 @@ class GraphView:
         return self.svg()
 
     def _repr_html_(self) -> str:
-        return f"{html_frame(self.html())}<details><summary>text</summary><pre>{escape(str(self))}</pre></details>"
+        # Viewers remove the frame from the output of notebooks that they do not trust; these two parts stay.
+        picture = f'<img alt="graph" src="{data_url(self.svg())}">'
+        folded = {"picture": picture, "text": f"<pre>{escape(str(self))}</pre>"}
+        parts = (f"<details><summary>{name}</summary>{part}</details>" for name, part in folded.items())
+        return html_frame(self.html()) + "".join(parts)
 
     def __str__(self) -> str:
         return text(self.graph)

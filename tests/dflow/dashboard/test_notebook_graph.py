@@ -83,7 +83,8 @@ def test_two_graphs_of_a_notebook_do_not_clash(new_page: Callable[..., Any], tmp
     second.locator(".box", has_text="cos").wait_for()
     first.locator(".box", has_text="tanh").click()
     assert second.locator(".selected").count() == 0
-    assert page.locator("summary").count() == 2
+    page.locator("summary", has_text="picture").first.click()
+    page.wait_for_function("document.images[0].naturalWidth > 100")
 
 
 def test_a_graph_of_5000_nodes_opens_quickly(new_page: Callable[..., Any], tmp_path: Path) -> None:
