@@ -14,6 +14,7 @@ const TICKS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14
 const EXPANDED = 2;
 /** A shorter silence, in s, is no gap of a line. */
 const LEAST_GAP_S = 5;
+const MOST_BANDS = 12;
 const MOST_IN_TIP = 10;
 /** Rates of the cluster come after metrics, as people look for the loss first. */
 const LAST = ["steps/s", "processor", "bytes/s", "missed"];
@@ -197,26 +198,30 @@ function unitFormat(unit) {
   return (value) => number(value, 4);
 }
 
-/** Shades the range of the values that a point stands for. */
+/** Shades the range of the values that a point stands for, unless there are too many lines for it to be seen. */
 function bands(spans) {
   const drawn = (plot) => {
-    const { ctx } = plot;
+    if (spans().length > MOST_BANDS) return;
+    const { ctx, bbox } = plot;
+    const at = (value, x) => [plot.valToPos(x, "x", true), plot.valToPos(value, "y", true)];
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    ctx.globalAlpha = 0.15;
     spans().forEach(({ xs, lows, highs }, index) => {
-      if (!lows.some((low, at) => low !== highs[at])) return;
-      ctx.save();
-      ctx.beginPath();
-      ctx.rect(plot.bbox.left, plot.bbox.top, plot.bbox.width, plot.bbox.height);
-      ctx.clip();
-      ctx.globalAlpha = 0.15;
       ctx.fillStyle = plot.series[index + 1].stroke();
-      ctx.beginPath();
-      const at = (value, x) => [plot.valToPos(x, "x", true), plot.valToPos(value, "y", true)];
-      const kept = xs.map((_, place) => place).filter((place) => lows[place] !== null && highs[place] !== null);
-      kept.forEach((place) => ctx.lineTo(...at(highs[place], xs[place])));
-      kept.reverse().forEach((place) => ctx.lineTo(...at(lows[place], xs[place])));
-      ctx.fill();
-      ctx.restore();
+      for (let from = 0; from < xs.length; from++) {
+        let to = from;
+        while (to < xs.length && lows[to] !== null && highs[to] !== null) to++;
+        ctx.beginPath();
+        for (let place = from; place < to; place++) ctx.lineTo(...at(highs[place], xs[place]));
+        for (let place = to - 1; place >= from; place--) ctx.lineTo(...at(lows[place], xs[place]));
+        ctx.fill();
+        from = to;
+      }
     });
+    ctx.restore();
   };
   return { hooks: { drawAxes: drawn } };
 }
