@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import dflow
+from dflow.cli.local.doctor_checks import OF_DEVELOPERS
 from dflow.distributed.coordinator import coordinator_store
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION
 from dflow.exporting import export_format
@@ -43,6 +44,11 @@ def test_the_changelog_has_this_version_after_what_is_not_released() -> None:
 def test_the_supported_version_is_this_one() -> None:
     major, minor, _ = dflow.__version__.split(".")
     assert f"the newest minor version, {major}.{minor} now" in (ROOT / "SECURITY.md").read_text()
+
+
+def test_the_page_on_installation_lists_each_extra_for_users() -> None:
+    listed = re.findall(r"^\| `([\w-]+)` \|", (ROOT / "docs" / "install.md").read_text(), re.MULTILINE)
+    assert set(listed) == set(PROJECT["optional-dependencies"]) - OF_DEVELOPERS
 
 
 def test_the_licence_is_stated_and_there() -> None:

@@ -29,7 +29,7 @@ LEAST_MEMORY = 1_000_000_000
 #: Longest wait for the resolution of this host's name, in s.
 RESOLVE_S = 5.0
 #: Extras for work on dflow itself, which its users do not miss.
-_OF_DEVELOPERS = {"dev", "integrations", "jax-suite", "plots", "site"}
+OF_DEVELOPERS = {"dev", "integrations", "jax-suite", "plots", "site"}
 _DEVICES = """
 import json, jax
 print(json.dumps([f"{d.platform}:{d.id} {d.device_kind}" for d in jax.devices()]))
@@ -110,7 +110,7 @@ def extras() -> Iterator[Diagnosis]:
     missing: dict[str, list[str]] = {}
     for requirement in required:
         extra = re.search(r"extra == ['\"]([\w-]+)['\"]", requirement)
-        if extra and extra[1] not in _OF_DEVELOPERS and not _is_installed(_parsed(requirement)[0]):
+        if extra and extra[1] not in OF_DEVELOPERS and not _is_installed(_parsed(requirement)[0]):
             missing.setdefault(extra[1], []).append(_parsed(requirement)[0])
     for name, packages in sorted(missing.items()):
         yield Diagnosis("note", f"extra {name}: without {', '.join(packages)}", f"pip install 'dflow[{name}]'")
