@@ -114,7 +114,12 @@ def test_histograms_of_variables_and_of_arrays_that_a_step_returns(tmp_path: Pat
         w.assign(jnp.zeros(3))  # the histograms are of the values at their steps
         later.is_computed.set()
     found = read(tmp_path)
-    assert [(one.step, one.histogram_value.max) for one in found.Histograms("layer/w")] == [(0, 0), (2, 2), (4, 4), (6, 4)]
+    assert [(one.step, one.histogram_value.max) for one in found.Histograms("layer/w")] == [
+        (0, 0),
+        (2, 2),
+        (4, 4),
+        (6, 4),
+    ]
     assert found.Histograms("loss")[0].histogram_value.num == 2
     (_, gradient) = found.Histograms("gradients/w")
     assert gradient.histogram_value.num == 5
