@@ -17,10 +17,14 @@ PY := $(VENV)/bin/python
 # One stamp a Python: asked for another one, make sets the environment up again.
 comma := ,
 PEERS := .venv-tensorflow
-DEPENDENCIES := $(VENV)/.dependencies-$(SERIES)
-STAMP := $(VENV)/.installed-$(SERIES)
+DEPENDENCIES := $(VENV)/.dependencies-$(SERIES)$(if $(INTEGRATIONS),-integrations)
+STAMP := $(VENV)/.installed-$(SERIES)$(if $(INTEGRATIONS),-integrations)
 # Ray's tests run on one Python, as its wheel is large and its start slow.
-EXTRAS := examples,metrics,models,orbax,security,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
+EXTRAS := dashboard,examples,metrics,models,orbax,security,serve,tensorboard,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
+# INTEGRATIONS=1 also installs the large programs that dflow works with; without them, their tests are skipped.
+ifdef INTEGRATIONS
+EXTRAS := $(EXTRAS),integrations,iree
+endif
 # JAX ended its support of Python 3.11 at 0.10.2; every later Python takes the newer line.
 PINS := constraints/python$(if $(filter 3.11,$(SERIES)),3.11,3.12).txt
 
@@ -42,8 +46,9 @@ dependencies: $(DEPENDENCIES)  ## the pinned dependencies alone
 demo: $(STAMP)  ## train a digit classifier on a cluster of 2 parameter servers and 3 workers on this machine
 	$(VENV)/bin/dflow launch --ps 2 --workers 3 examples/digits.py
 	@echo
-	@echo 'Next: read docs/tutorial.md, which takes ten minutes; or start a project of your own:'
-	@echo '      . $(VENV)/bin/activate; dflow new my_project'
+	@echo 'Next: . $(VENV)/bin/activate, and see the same run in the browser, or start a project of your own:'
+	@echo '      dflow launch --dashboard --ps 2 --workers 3 examples/digits.py --steps 20000'
+	@echo '      dflow new my_project; docs/tutorial.md takes ten minutes'
 
 test: checks pytest  ## run every check: lint, types, layers, wheel, pytest
 
@@ -52,7 +57,7 @@ checks: lint types layers wheel  ## all of them but the tests
 lint: $(STAMP)  ## ruff: rules and format; codespell: spelling, except in tests, which misspell on purpose
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(VENV)/bin/codespell --skip node_modules *.md docs examples benchmarks dflow tracing lowering distributed
+	$(VENV)/bin/codespell --skip '*/static,*/web' *.md docs examples benchmarks dflow tracing lowering distributed
 
 format: $(STAMP)  ## rewrite the sources as lint wants them
 	$(PY) -m ruff check --fix .

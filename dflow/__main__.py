@@ -23,7 +23,23 @@ from dflow.cli.serve_command import SERVE
 from dflow.cli.server_commands import COORDINATOR, TASK
 from dflow.tracing.errors import DflowError
 
-COMMANDS = (LAUNCH, TASK, COORDINATOR, STATUS, DASHBOARD, TRACE, DUMP, WHERE, SHOW, SERVE, COMPILE, CERTS, NEW, DOCTOR, COMPLETION)
+COMMANDS = (
+    LAUNCH,
+    TASK,
+    COORDINATOR,
+    STATUS,
+    DASHBOARD,
+    TRACE,
+    DUMP,
+    WHERE,
+    SHOW,
+    SERVE,
+    COMPILE,
+    CERTS,
+    NEW,
+    DOCTOR,
+    COMPLETION,
+)
 
 
 def make_parser() -> argparse.ArgumentParser:

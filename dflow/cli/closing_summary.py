@@ -12,8 +12,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dflow.cli.status_view import ends_of_tasks, grouped_traffic, type_text, variables_total
+from dflow.cli.status_view import ends_of_tasks, variables_total
 from dflow.cli.tables import make_table, size_text
+from dflow.dashboard.looks import type_text
+from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.devices.task_name import short_task_name

@@ -225,7 +225,7 @@ def _parts(error: Exception) -> tuple[str, str]:
 
 
 def _text(request: Request, name: str) -> str:
-    value = request.query_params.get(name, "")
+    value = str(request.query_params.get(name, ""))
     if not value:
         raise _Wrong(f"{name}: expected a value, got none", f"add ?{name}= to the address")
     return value

@@ -30,7 +30,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["dflow", "la"], {"launch"}),
         (["dflow", "launch", "--worker"], {"--workers", "--worker-resources"}),
-        (["dflow", "launch", "--on", ""], {"this-machine", "ray"}),
+        (["dflow", "launch", "--on", ""], {"this-machine", "ray", "ssh"}),
         (["dflow", "certs", "i"], {"init", "issue"}),
         (["dflow", "launch", "tr"], {"train.py"}),
         (["dflow", "completion", ""], {"bash", "zsh", "fish"}),
