@@ -35,10 +35,8 @@ class WriterThread:
         until = time.monotonic() + timeout_s
 
         def last() -> None:
-            try:
-                self._sync()
-            finally:
-                done.set()
+            self._try(self._sync)  # so that a failure is known before the caller goes on
+            done.set()
 
         try:
             self._calls.put(last, timeout=timeout_s)

@@ -18,6 +18,7 @@ import pytest
 import dflow
 from dflow.distributed import Async
 from dflow.loggers import CSV, Print, logger
+from dflow.loggers.writer_thread import WriterThread
 from dflow.testing import memory_cluster
 from dflow.trainer import trainer as trainer_module
 from tests.dflow.loggers.small_runs import Later, trained, warned
@@ -200,6 +201,24 @@ def test_values_that_are_never_computed_do_not_keep_the_program(
     log.log(0, later)
     warned("expected all values to be computed and written within", log.close)
     later.is_computed.set()
+
+
+def test_a_flush_returns_after_its_failure_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done(threading.Event):
+        def set(self) -> None:
+            order.append("returns")
+            super().set()
+
+    def sync() -> None:
+        raise OSError("the disk is full")
+
+    order: list[str] = []
+    thread = WriterThread("test", sync, lambda error: order.append(str(error)))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading, "Event", Done)
+        assert thread.flush(DEADLINE_S)
+    assert order == ["the disk is full", "returns"]
+    assert thread.close(DEADLINE_S)
 
 
 @pytest.mark.parametrize("all_workers", [False, True])
