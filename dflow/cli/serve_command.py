@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from pathlib import Path
 
 from dflow.cli.cluster_options import add_certificates
@@ -61,6 +62,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
 def _serve(options: argparse.Namespace) -> int:
     stop = StopSignal()  # before slow imports, during which a signal could be missed
     watch()
+    from dflow.calls.trace_log import RetraceWarning
     from dflow.distributed.transport.addresses import TcpAddress, parse_address
     from dflow.distributed.transport.security.configuration import choose_security
     from dflow.serving.served_version import ServingSettings
@@ -72,6 +74,8 @@ def _serve(options: argparse.Namespace) -> int:
             f"models are served by {error.name}, which is not installed", "pip install 'dflow[serve]'"
         ) from error
 
+    # The server bounds the number of programs, and compiles those of each version again.
+    warnings.simplefilter("ignore", RetraceWarning)
     address = parse_address(options.address)
     if not isinstance(address, TcpAddress):
         raise ConfigError(f"--address: expected HOST:PORT, got {options.address!r}", "give a host and a port")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,7 +16,7 @@ from dflow.exporting.loader import load
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
 from dflow.serving.signature_tensors import SignatureTensors
-from dflow.tracing.errors import ExportError
+from dflow.tracing.errors import ConfigError, ExportError
 
 #: Threads that call a function without batches: one prepares and answers while the other waits for the device.
 _THREADS = 2
@@ -31,6 +32,8 @@ class ServingSettings:
     max_bytes    most bytes of a request
     timeout_s    longest time until a request's computation begins
     learn        whether functions that write variables are served
+
+    raises  ConfigError for a number below its least value
     """
 
     max_batch: int = 0
@@ -39,6 +42,14 @@ class ServingSettings:
     max_bytes: int = 64 << 20
     timeout_s: float = 30.0
     learn: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"max_batch": 0, "max_delay_s": 0, "max_queue": 1, "max_bytes": 1}
+        for name, number in least.items():
+            if not getattr(self, name) >= number:
+                raise ConfigError(f"{name}: expected at least {number}, got {getattr(self, name)}", "give a larger one")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"timeout_s: expected a time above 0, got {self.timeout_s}", "give one in seconds")
 
 
 class ServedVersion:

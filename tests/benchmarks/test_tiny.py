@@ -43,7 +43,7 @@ ALONE = (
 #: Those that take 5 s of processor time or more. What they start has tests of its own.
 LONG = {
     "billion", "checkpoint", "convnets", "copies", "language_model", "many_workers", "network", "peers_training",
-    "recovery", "replicas", "soak",
+    "recovery", "replicas", "serving", "soak",
 }  # fmt: skip
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300

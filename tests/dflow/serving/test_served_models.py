@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -152,6 +153,19 @@ def test_a_dtype_that_the_protocol_lacks_is_refused(tmp_path: Path) -> None:
     text = "waves: x is c64.*, and the Open Inference Protocol has no such dtype"
     with pytest.raises(ExportError, match=text), served(tmp_path / "waves"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_batch": -1}, "max_batch: expected at least 0, got -1"),
+        ({"max_delay_s": float("nan")}, "max_delay_s: expected at least 0, got nan"),
+        ({"timeout_s": 0.0}, r"timeout_s: expected a time above 0, got 0\.0"),
+    ],
+)
+def test_settings_below_their_least_values_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        ServingSettings(**options)
 
 
 def test_functions_that_write_are_refused_without_learn(tmp_path: Path) -> None:
