@@ -158,21 +158,17 @@ def test_cluster_yaml_is_the_chart_with_its_default_values() -> None:
     assert (FOLDER / "cluster.yaml").read_text() == text
 
 
-def test_the_chart_takes_values_and_refuses_misspelt_ones() -> None:
-    gpu = {"requests": {"cpu": "8"}, "limits": {"nvidia.com/gpu": 1}}
-    on_gpus = {"key": "nvidia.com/gpu", "operator": "Exists"}
-    text = rendered(
-        storageClass="fast",
-        env={"XLA_FLAGS": "--a=1"},
-        ps={"count": 3, "nodeSelector": {"pool": "cpu"}},
-        workers={"count": 8, "resources": gpu, "tolerations": [on_gpus]},
-    )
+def test_the_chart_takes_the_values_of_the_page_and_refuses_misspelt_ones() -> None:
+    (block,) = re.findall(r"```yaml\n(# values.yaml.*?)```", (ROOT / "docs/launchers.md").read_text(), re.DOTALL)
+    values = yaml.safe_load(block)
+    text = rendered(**values, storageClass="fast", env={"XLA_FLAGS": "--a=1"})
     check_schema(text)
     assert len(re.findall("storageClassName: fast", text)) == 2
-    assert "--job=ps=3" in text
-    assert "--job=worker=8" in text
+    assert f"--job=ps={values['ps']['count']}" in text
+    assert f"--job=worker={values['workers']['count']}" in text
     pod = objects(text)["Job train-worker"]["spec"]["template"]["spec"]
-    assert pod["tolerations"] == [on_gpus]
+    assert pod["tolerations"] == values["workers"]["tolerations"]
+    assert pod["containers"][0]["command"] == values["command"]
     assert {"name": "XLA_FLAGS", "value": "--a=1"} in pod["containers"][0]["env"]
     with pytest.raises(Exception, match="wrokers"):
         rendered(wrokers={"count": 8})
