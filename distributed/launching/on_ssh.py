@@ -51,7 +51,7 @@ _POLL_S = 0.02
 _END_S = 3.0
 #: Variables that name files which others may read.
 _PUBLIC = (CERTIFICATE_VARIABLES[0], CERTIFICATE_VARIABLES[2])
-#: Exit status of ssh for a fault of its own, such as a host that it does not reach.
+#: Exit status of ssh when ssh itself fails, as for a host that it does not reach.
 _SSH_FAILED = 255
 #: Exit status of a program whose host or connection is gone: that of a killed process.
 _GONE = -9
