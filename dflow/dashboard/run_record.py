@@ -65,8 +65,10 @@ class RunRecord:
             newest = self._newest
             self._begin()
             self._newest = newest
-        status = look.status
+        status, is_restarted = look.status, self.seen_start not in ("", told.start)
         news = self._news_of(told)
+        if is_restarted:
+            news.append(self._event(status.now_s, "log", "", "the coordinator has been started again"))
         if self._failed_since_s is not None:
             news.append(self._event(status.now_s, "answers", "", "the coordinator answers again"))
         if status.snapshot is not None and status.snapshot.number != self._snapshot:
@@ -121,7 +123,9 @@ class RunRecord:
         silent_s = self._now_s - self._failed_since_s
         if self._look is None:
             return "connecting", f"no answer of the coordinator at {self._coordinator} yet: {self._why}"
-        if over:
+        status = self._look.status
+        # A launch ends its processes right after the last step, maybe between two looks.
+        if over or status.steps_done >= status.steps_total > 0:
             return "ended", ENDED
         if silent_s > GIVE_UP_S:
             return "ended", f"the coordinator has not answered for {silent_s:.0f} s, so the run has probably ended"

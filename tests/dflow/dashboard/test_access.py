@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from http.client import HTTPSConnection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from dflow.cli.certs import make_secret
+from dflow.cli.certs import init_authority, issue_to, make_secret
 from dflow.dashboard import server as server_file
 from dflow.dashboard.access import POLICY
 from dflow.dashboard.serving import DashboardServer
 from dflow.distributed.launching import dashboard_sidecar
 from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.testing import memory_cluster
@@ -179,3 +182,20 @@ def test_with_a_secret_a_browser_needs_the_token_of_the_address(secret: Security
         assert client.error("/api/state", Host="evil.example", Cookie=cookie)[0] == 421
         assert client.post(f"/api/timeline?token={token}", {"steps": 1}).status == 401, "no change by a link"
         assert client.ask("/api/state", Host=socket.gethostname(), Cookie=cookie).status == (200 if is_secure else 421)
+
+
+def test_with_certificates_a_browser_that_trusts_the_authority_gets_encrypted_pages(tmp_path: Path) -> None:
+    folder = tmp_path / "certs"
+    init_authority(folder, days=2)
+    issue_to(folder, ["status"], ["127.0.0.1"], days=1)
+    (issued,) = (path for path in folder.iterdir() if path.is_dir())
+    trust = ssl.create_default_context(cafile=folder / "ca.pem")
+    with ExitStack() as stack:
+        memory = stack.enter_context(memory_cluster(ps=0, workers=0))
+        security = MutualTls.in_folder(issued)
+        server = DashboardServer(memory.network, memory.coordinator.address, "0.0.0.0:0", security=security)
+        stack.enter_context(closing(server))
+        parts = urlsplit(server.address)
+        connection = stack.enter_context(closing(HTTPSConnection("127.0.0.1", parts.port, timeout=30, context=trust)))
+        connection.request("GET", f"/?{parts.query}")
+        assert connection.getresponse().status == 303

@@ -183,7 +183,7 @@ def test_while_the_coordinator_is_away_the_last_state_stays() -> None:
     assert (state["phase"], state["steps"]["done"]) == ("unreachable", done)
     assert state["phase_text"] == "the coordinator has not answered for 10 s; its last state is shown"
     run.start = "c/2"  # started again, with the same tasks, which it tells again
-    assert texts(run.look()) == ["the coordinator answers again"]
+    assert texts(run.look()) == ["the coordinator has been started again", "the coordinator answers again"]
     assert run.record.state()["phase"] == "running"
     assert [event["text"] for event in run.record.events(0)["events"]].count("worker:0 joined") == 1
 
@@ -199,6 +199,14 @@ def test_the_end_of_the_run_is_told_and_its_last_state_stays() -> None:
     state = run.record.state()
     assert (state["phase"], state["phase_text"]) == ("ended", "the run has ended; its last state is shown")
     assert state["tasks"]
+
+
+def test_a_coordinator_that_is_gone_after_the_last_step_has_ended_the_run() -> None:
+    run = SimulatedRun()
+    run.look(steps_total=20)
+    assert run.record.state()["phase"] == "running", "a program may go on after its steps"
+    run.fail()
+    assert run.record.state()["phase"] == "ended"
 
 
 def test_a_coordinator_that_never_comes_back_ends_the_run() -> None:
