@@ -133,8 +133,17 @@ def test_curves_have_a_plot_for_each_metric_and_one_cursor(
     picture(page, "curves-dark")
     server.push("points", {"at_s": 31.0, "step": 350, "values": {"worker:0/loss": 7.125}})
     has(page.locator(".newest"), "7.125")
+    loss = page.locator(".u-over").first
+    loss.hover(position={"x": 100, "y": 60})
+    page.mouse.down()
+    loss.hover(position={"x": 200, "y": 60})
+    page.mouse.up()
+    server.push("points", {"at_s": 32.0, "step": 355, "values": {"worker:0/loss": 8.5}})
+    has(page.locator(".newest"), "8.5")
+    loss.hover(position={"x": 300, "y": 60})
+    has(page.locator(".tip b"), "0:1")  # still zoomed in: at this place would be the half minute
     page.get_by_role("button", name="worker:0").click()
-    page.locator(".newest", has_text="7.125").wait_for(state="detached")
+    page.locator(".newest", has_text="8.5").wait_for(state="detached")
     page.get_by_placeholder("Filter").fill("bytes")
     assert page.locator(".plots section").count() == 1
 

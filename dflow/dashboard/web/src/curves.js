@@ -111,9 +111,10 @@ export class Curves {
   /** The vertical scale: it has room for the range of the values that each point stands for. */
   scale(name, shown) {
     if (this.log.checked && shown.some((one) => one.value.some((value) => value > 0))) return { distr: 3 };
-    const range = (_, least, most) => {
+    const range = (plot, least, most) => {
+      const { min, max } = plot.scales.x;
       const spans = this.plots.get(name)?.spans ?? [];
-      const all = (list) => spans.flatMap((span) => span[list]).filter((value) => value !== null);
+      const all = (list) => spans.flatMap((span) => span[list].filter((value, at) => value !== null && span.xs[at] >= min && span.xs[at] <= max));
       const [low, high] = [all("lows").reduce((a, b) => Math.min(a, b), least), all("highs").reduce((a, b) => Math.max(a, b), most)];
       return low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.08, true);
     };
@@ -137,7 +138,7 @@ export class Curves {
     const show = unitFormat(unit);
     const options = {
       width: 300, height: HEIGHT, legend: { show: false },
-      cursor: { sync: { key: "curves", setSeries: false }, points: { size: 6 }, drag: { x: true, y: false } },
+      cursor: { sync: { key: "curves", setSeries: false, scales: ["x", null] }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
       scales: { x: { time: false }, y: { ...this.scale(name, shown) } },
       axes: [
         { ...axis, size: 26, space: 70, incrs: TICKS, values: (_, ticks) => ticks.map((tick) => (this.by.value === "time" ? clock(tick) : number(tick))) },
@@ -165,7 +166,10 @@ export class Curves {
       const tables = entry.shown.map((one) => this.points(one));
       const data = tables.length ? uPlot.join(tables.map(([xs, ys]) => [xs, ys]), tables.map(() => [0, EXPANDED])) : [[]];
       entry.spans = tables.map(([xs, , lows, highs]) => ({ xs, lows, highs }));
-      entry.plot.setData(data);
+      if (isZoomed(entry.plot)) {
+        entry.plot.setData(data, false);
+        entry.plot.redraw();
+      } else entry.plot.setData(data);
       const values = entry.shown.map((one) => one.value.at(-1)).filter((value) => value !== null && value !== undefined);
       entry.newest.textContent = values.length ? (values.length > 1 ? `${entry.show(Math.min(...values))} – ${entry.show(Math.max(...values))}` : entry.show(values[0])) : "";
     }
@@ -178,6 +182,11 @@ export class Curves {
     const order = [...newest.keys()].filter((step) => step !== null).sort((a, b) => a - b);
     return [order, ...[one.value, one.low, one.high].map((list) => order.map((step) => list[newest.get(step)]))];
   }
+}
+
+/** Whether a plot shows only a part of its points, because the user has chosen it. */
+function isZoomed({ scales, data: [xs] }) {
+  return xs.length > 1 && scales.x.min !== null && (scales.x.min > xs[0] || scales.x.max < xs.at(-1));
 }
 
 /** Columns by time, with an empty point where a task was silent for long, so that no line leads over its absence. */
