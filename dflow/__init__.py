@@ -21,6 +21,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the coordinator and the command line need no JAX, whose import takes a second.
+    if name == "keras":
+        return importlib.import_module("dflow.keras")
     if name.startswith("__") and name != "__all__":
         raise AttributeError(name)
     api = importlib.import_module("dflow.api")

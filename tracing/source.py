@@ -1,4 +1,4 @@
-"""Where in the user's program an op was written. Our own frames, and JAX's, are not the user's."""
+"""Where in the user's program an op was written. Our own frames, and those of JAX and Keras, are not the user's."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from pathlib import Path
 from types import FrameType
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_JAX = find_spec("jax") or ModuleSpec("jax", None)
+#: Libraries that call the user's functions, or are called by them, in many frames of their own.
+_LIBRARIES = [find_spec(name) or ModuleSpec(name, None) for name in ("jax", "keras")]
 _HIDDEN = tuple(
     str(folder) + os.sep
     for folder in (
         *(_PACKAGE / name for name in ("dflow", "tracing", "lowering", "distributed")),
         Path(__file__).absolute().parent.parent,
         # Where it is, without importing it: the coordinator and the launcher do without.
-        *(Path(folder) for folder in _JAX.submodule_search_locations or ()),
+        *(Path(folder) for library in _LIBRARIES for folder in library.submodule_search_locations or ()),
     )
 )
 # The commands that installed packages bring, such as `dflow` and `pytest`.
