@@ -51,10 +51,23 @@ _REMEDIES = {
     ),
 }
 
-#: JAX's error for an argument that is neither an array nor static; group 1 is the argument's path.
+#: JAX's error for an argument that is neither an array nor static; the groups are its library and its path.
 _NO_ARGUMENT = re.compile(
-    r"^Error interpreting argument to .* was passed to the function at path ([\w.\[\]']+)\.", re.DOTALL
+    r"^Error interpreting argument to .* is of type <class '(\w+)[\w.]*'> and was passed to the function at path "
+    r"([\w.\[\]']+)\.",
+    re.DOTALL,
 )
+
+#: Remedies for arguments of other libraries.
+_TENSORS = "  give the step NumPy arrays: dflow.data.numpy_batches(loader) makes them of a loader's batches"
+_OF_LIBRARIES = {
+    "torch": _TENSORS,
+    "tensorflow": _TENSORS,
+    "numpy": (
+        "  JAX has no strings: give ids of strings to a table with a vocabulary as step(dflow.wide_ids(ids)), and leave\n"
+        "  other strings out of the batch"
+    ),
+}
 
 
 def advise(error: Exception) -> None:
@@ -69,7 +82,9 @@ def _remedy(error: Exception) -> str | None:
         return _NOT_KNOWN
     text = str(error)
     if (found := _NO_ARGUMENT.search(text)) is not None:
-        name = found[1] if found[1].isidentifier() else "..."
+        if found[1] in _OF_LIBRARIES:
+            return _OF_LIBRARIES[found[1]]
+        name = found[2] if found[2].isidentifier() else "..."
         return f"  name it static: dflow.jit(fn, static_argnames={name!r})"
     return next((remedy for start, remedy in _REMEDIES.items() if text.startswith(start)), None)
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from dflow.input.numpy_batches import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
@@ -33,15 +34,16 @@ def batches(
 ) -> Batches:
     """Return an iterable over batches of `size` elements: pytrees of NumPy arrays of shape (size, *element shape).
 
-    data     an array, or a dict or tuple of arrays, whose rows (along axis 0) are the elements; or any other iterable
-             of elements, each a pytree of arrays and numbers
-    shuffle  True draws a new random order of an array's rows for each epoch. An integer is the size of the buffer from
-             which each next element is drawn at random; an iterable needs this form
+    data     an array, or a dict or tuple of arrays, whose rows (along axis 0) are the elements; or a sequence, such as
+             a map-style dataset of PyTorch, Grain or Hugging Face; or any other iterable of elements. Each element is a
+             pytree of arrays, tensors and numbers
+    shuffle  True draws a new random order of the rows, or of a sequence, for each epoch. An integer is the size of the
+             buffer from which each next element is drawn at random; another iterable needs this form
     seed     seed of the order; equal seeds give equal batches
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
 
-    Batch `number` of arrays is also `batches(...)[number]`, counted over all epochs: for `lambda step: data[step]` in
+    Batch `number` of arrays or a sequence is also `batches(...)[number]`, counted over all epochs: for `lambda step: data[step]` in
     the loop of a strategy, whose steps then use the same batches however often they are done.
 
     Each element is copied before the next is taken, so an iterable may reuse one buffer. Elements of different dtypes
@@ -83,13 +85,14 @@ class Batches:
     def __getitem__(self, number: int) -> Any:
         """Return a batch by its number, the same as in an iteration.
 
-        Raises IndexError below 0 and after the last batch; InputError unless `data` are arrays, shuffled whole or not.
+        Raises IndexError below 0 and after the last batch; InputError unless `data` are arrays or a sequence, shuffled
+        whole or not.
         """
-        if not _is_of_arrays(self.data) or not isinstance(self.shuffle, bool):
+        if not _is_indexed(self.data) or not isinstance(self.shuffle, bool):
             raise InputError(
-                "a batch by its number: expected arrays and shuffle=True or False, got a "
+                "a batch by its number: expected arrays or a sequence, and shuffle=True or False, got a "
                 f"{type(self.data).__name__} and shuffle={self.shuffle!r}",
-                "give arrays, or iterate over the batches",
+                "give arrays or a sequence, or iterate over the batches",
                 at=caller(),
             )
         in_epoch = self._in_epoch(_rows_in(self.data))
@@ -109,7 +112,7 @@ class Batches:
         """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
         if self.epochs is None:
             raise TypeError("batches without end have no len()")
-        return self.epochs * self._in_epoch(_rows_in(self.data) if _is_of_arrays(self.data) else len(self.data))
+        return self.epochs * self._in_epoch(_rows_in(self.data))
 
     def _in_epoch(self, count: int) -> int:
         """Return the number of batches of `count` elements."""
@@ -117,8 +120,8 @@ class Batches:
 
     def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
         if not _is_of_arrays(self.data):
-            elements = iter(self.data)
-            if self.shuffle is not False:
+            elements = self._elements(self._order(random)) if self.shuffle is True else iter(self.data)
+            if self.shuffle is not False and self.shuffle is not True:
                 elements = _drawn(map(_own, elements), int(self.shuffle), random)
             yield from self._stacked(elements)
             return
@@ -134,7 +137,12 @@ class Batches:
         return random.permutation(count) if self.shuffle is True else range(count)
 
     def _rows(self, indices: Any) -> Any:
+        if not _is_of_arrays(self.data):
+            return next(self._stacked(self._elements(indices)))
         return jax.tree_util.tree_map(lambda array: np.asarray(array)[indices], self.data)
+
+    def _elements(self, indices: Iterable[int]) -> Iterator[Any]:
+        return (self.data[int(index)] for index in indices)
 
     def _stacked(self, elements: Iterator[Any]) -> Iterator[Any]:
         for first in elements:
@@ -171,7 +179,7 @@ class _Rows:
         self._tree: Any = tree
         self._columns = [
             np.empty((min(size, max(1, _AT_ONCE_BYTES // max(1, row.nbytes))), *row.shape), row.dtype)
-            for row in map(np.asarray, leaves)
+            for row in map(as_array, leaves)
         ]
         self.count = 0
         self.add(first)
@@ -183,7 +191,7 @@ class _Rows:
         except ValueError as error:
             raise InputError(f"an element differs from the first of its batch: {error}", at=caller()) from None
         for place, leaf in enumerate(leaves):
-            row, column = np.asarray(leaf), self._columns[place]
+            row, column = as_array(leaf), self._columns[place]
             if row.shape != column.shape[1:]:
                 raise InputError(
                     f"an element has an array of the shape {row.shape} where the first of its batch has "
@@ -205,7 +213,9 @@ class _Rows:
 def _own(element: Any) -> Any:
     """Return the element with copies of the arrays that its producer could overwrite."""
     leaves, tree = jax.tree_util.tree_flatten(element)
-    return jax.tree_util.tree_unflatten(tree, [leaf if isinstance(leaf, _FIXED) else np.array(leaf) for leaf in leaves])
+    return jax.tree_util.tree_unflatten(
+        tree, [leaf if isinstance(leaf, _FIXED) else np.array(as_array(leaf)) for leaf in leaves]
+    )
 
 
 def _is_of_arrays(data: Any) -> bool:
@@ -215,8 +225,18 @@ def _is_of_arrays(data: Any) -> bool:
     return isinstance(data, np.ndarray | jax.Array)
 
 
-def _rows_in(arrays: Any) -> int:
-    return len(jax.tree_util.tree_leaves(arrays)[0])
+def _is_indexed(data: Any) -> bool:
+    """Whether `data` has an element for each number below its length."""
+    if _is_of_arrays(data):
+        return True
+    # Those of PyTorch inherit a `__getitem__` that raises.
+    is_stream = any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__)
+    has_elements = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    return has_elements and not is_stream and not isinstance(data, Mapping)
+
+
+def _rows_in(data: Any) -> int:
+    return len(jax.tree_util.tree_leaves(data)[0] if _is_of_arrays(data) else data)
 
 
 def _check(made: Batches) -> None:
@@ -235,7 +255,7 @@ def _check(made: Batches) -> None:
     kind = type(made.data).__name__
     if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):
         raise InputError(f"batches: expected arrays or an iterable, got a {kind}", "give arrays, a list or a dataset")
-    if made.shuffle is True:
+    if made.shuffle is True and not _is_indexed(made.data):
         raise InputError(
             f"batches was given shuffle=True for a {kind}, whose elements come one by one",
             "give the size of the buffer to shuffle in, shuffle=1000",

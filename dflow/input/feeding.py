@@ -20,6 +20,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 
+from dflow.input.numpy_batches import as_array
 from dflow.lowering.state_backend import StateBackend
 from dflow.lowering.values.index_set import IndexSet
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
@@ -297,7 +298,7 @@ def _backend(queue: Queue) -> StateBackend:
 def _in_structure(element: Any, wanted: Any) -> Any:
     """Return the element with arrays as leaves; its lists become tuples where the expected structure has tuples."""
     leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
-    arrays = [leaf if isinstance(leaf, _TAKEN) else np.asarray(leaf) for leaf in leaves]
+    arrays = [leaf if isinstance(leaf, _TAKEN) else as_array(leaf) for leaf in leaves]
     if tree != wanted and _tuples(tree) == _tuples(wanted):
         tree = wanted
     return jax.tree_util.tree_unflatten(tree, arrays)

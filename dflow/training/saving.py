@@ -58,7 +58,14 @@ _ATTEMPTS = 5
 
 
 @suggests_keywords
-def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = False, names: Names | None = None) -> None:
+def save(
+    path: str | os.PathLike[str],
+    variables: Any,
+    *,
+    overwrite: bool = False,
+    names: Names | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
     """Write the values of variables to the directory `path`, all at one moment.
 
     `path` may also be a URL in an object store: `gs://bucket/path`, `s3://bucket/path`, or `memory://path` for one in
@@ -72,6 +79,7 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
     overwrite  whether to replace an existing checkpoint, which stays in place until the new one is complete
     names      array names that differ from the variables' names: a function from variable name to array name, or a
                dict with only the names that differ
+    metadata   texts by name for a `.safetensors` file, such as {"format": "pt"}, which some programs ask for
 
     An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
     in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
@@ -85,15 +93,16 @@ def save(path: str | os.PathLike[str], variables: Any, *, overwrite: bool = Fals
 
     Raises CheckpointExists if `path` exists and `overwrite` is False. Raises CheckpointError inside traced code, if two
     variables have the same name, if one has neither a name nor a key in its path, if `variables` contains anything else
-    than the objects above, or if writing fails.
+    than the objects above, for `metadata` of another kind of path, or if writing fails.
     """
     place = given_place(path, "save")
+    _check_metadata(place, metadata)
     named = named_variables(variables, names, "save")
     if isinstance(place, Path) and place.name.endswith(SUFFIX):
         refuse_parts(_variables_of(named))
         group = group_of(_variables_of(named))
         if group is None or group.rank == 0:
-            write_safetensors(place, _values(named), _generators(named), overwrite=overwrite)
+            write_safetensors(place, _values(named), _generators(named), texts=metadata, overwrite=overwrite)
         return
     is_tree = place.name.endswith(ORBAX_SUFFIX)
     if is_tree:
@@ -249,6 +258,21 @@ def _by_backend(named: Mapping[str, NamedArray]) -> dict[StateBackend, SavedVari
     # The variables of one array have one home.
     homes = by_backend({name: entry.variables[0] for name, entry in named.items()})
     return {home: {name: named[name].variables for name in here} for home, here in homes.items()}
+
+
+def _check_metadata(place: Place, given: Mapping[str, str] | None) -> None:
+    if given is None:
+        return
+    if not place.name.endswith(SUFFIX):
+        raise CheckpointError(
+            f"save: metadata: expected None for a path without {SUFFIX}, got {given!r}",
+            "leave it out, or keep it in a file beside the checkpoint",
+        )
+    if "dflow" in given or not all(isinstance(text, str) for entry in given.items() for text in entry):
+        raise CheckpointError(
+            f"save: metadata: expected a dict of texts by names other than 'dflow', got {given!r}",
+            "write other values as texts, for instance by json.dumps",
+        )
 
 
 def _generators(named: Mapping[str, NamedArray]) -> dict[str, dict[str, str]]:

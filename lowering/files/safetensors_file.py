@@ -154,9 +154,16 @@ def _check_order(path: Path, entries: Mapping[str, _Entry], size: int) -> None:
 
 
 def write_safetensors(
-    path: str | os.PathLike[str], arrays: Mapping[str, Any], metadata: Mapping[str, Any], *, overwrite: bool = False
+    path: str | os.PathLike[str],
+    arrays: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    *,
+    texts: Mapping[str, str] | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write arrays to a file, which appears complete, and on the disk, or not at all.
+
+    `metadata` is dflow's own; `texts` are further entries of the format's metadata, for other programs.
 
     Raises CheckpointExists if `path` exists and `overwrite` is False, CheckpointError for a dtype that the format does
     not have, or when the disk refuses the file.
@@ -164,7 +171,7 @@ def write_safetensors(
     place = Path(os.path.realpath(path))
     if place.is_dir() or (place.exists() and not overwrite):
         raise CheckpointExists(f"{place} exists", "save to another path, or give overwrite=True for a file")
-    header = _header(arrays, metadata)
+    header = _header(arrays, metadata, texts or {})
     with refused_by_the_disk(place):
         place.parent.mkdir(parents=True, exist_ok=True)
         staging = place.with_name(f".{place.name}.{secrets.token_hex(8)}.writing")
@@ -181,8 +188,9 @@ def write_safetensors(
                 os.unlink(staging)
 
 
-def _header(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> bytes:
-    entries: dict[str, Any] = {_METADATA: {"dflow": json.dumps(metadata, sort_keys=True)}} if metadata else {}
+def _header(arrays: Mapping[str, Any], metadata: Mapping[str, Any], texts: Mapping[str, str]) -> bytes:
+    own = {"dflow": json.dumps(metadata, sort_keys=True)} if metadata else {}
+    entries: dict[str, Any] = {_METADATA: {**texts, **own}} if texts or own else {}
     start = 0
     for name, value in arrays.items():
         if name == _METADATA or str(value.dtype) not in _NAMES:

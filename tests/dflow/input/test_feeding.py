@@ -382,7 +382,10 @@ def test_arrays_are_put_on_the_device_that_is_given() -> None:
         (lambda: batches([1], 0), "the size 0"),
         (lambda: batches([1], 2, epochs=0), "epochs=0"),
         (lambda: batches([1], 2, shuffle=-1), "shuffle=-1"),
-        (lambda: batches([1], 2, shuffle=True), "shuffle=True for a list, whose elements come one by one"),
+        (
+            lambda: batches(iter([1]), 2, shuffle=True),
+            "shuffle=True for a list_iterator, whose elements come one by one",
+        ),
         (lambda: batches(iter([1]), 2, epochs=2), "epochs=2 for a list_iterator, which can be gone through once"),
         (lambda: batches(3, 2), "expected arrays or an iterable, got a int"),
         (lambda: batches((np.ones(3), np.ones(4)), 2), "different numbers of rows: 3, 4"),
