@@ -64,8 +64,8 @@ _OF_LIBRARIES = {
     "torch": _TENSORS,
     "tensorflow": _TENSORS,
     "numpy": (
-        "  JAX has no strings: give ids of strings to a table with a vocabulary as step(dflow.wide_ids(ids)), and leave\n"
-        "  other strings out of the batch"
+        "  JAX has no strings: give ids of strings to a table with a vocabulary as step(dflow.wide_ids(ids)), and\n"
+        "  leave other strings out of the batch"
     ),
 }
 

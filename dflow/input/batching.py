@@ -43,8 +43,9 @@ def batches(
     epochs   number of passes over the data; None repeats it without end
     drop_remainder  whether to drop the last, smaller batch of an epoch; queues with fixed shapes need this
 
-    Batch `number` of arrays or a sequence is also `batches(...)[number]`, counted over all epochs: for `lambda step: data[step]` in
-    the loop of a strategy, whose steps then use the same batches however often they are done.
+    Batch `number` of arrays or a sequence is also `batches(...)[number]`, counted over all epochs: for
+    `lambda step: data[step]` in the loop of a strategy, whose steps then use the same batches however often they are
+    done.
 
     Each element is copied before the next is taken, so an iterable may reuse one buffer. Elements of different dtypes
     are promoted as by `numpy.result_type`. The result may be iterated several times, each time from the beginning.

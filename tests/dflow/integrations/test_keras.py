@@ -58,15 +58,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5), momentum=0.9),
-        lambda: keras.optimizers.AdamW(0.01, global_clipnorm=1.0),
-    ],
-    ids=["sgd", "adamw"],
-)
-def test_a_step_is_that_of_keras(optimizer: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_step_is_that_of_keras(tmp_path: Path) -> None:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+
     def make() -> Any:
         keras.utils.set_random_seed(3)
         words = layers.Embedding(WORDS, 2, name="words", embeddings_regularizer="l2")
@@ -74,7 +68,9 @@ def test_a_step_is_that_of_keras(optimizer: Callable[[], Any], tmp_path: Path) -
         dense = layers.Dense(4, kernel_regularizer="l2", use_bias=False, name="h")
         more = (dense, layers.BatchNormalization(name="norm"))
         dropout = layers.Dropout(0.3, seed=1, name="dropout")
-        return model_of(words, *more, dropout, optimizer=optimizer(), metrics=["mae"])
+        return model_of(
+            words, *more, dropout, optimizer=keras.optimizers.SGD(schedule, 0.9, global_clipnorm=1.0), metrics=["mae"]
+        )
 
     ours, theirs = dflow.keras.Model(make()), make()
     for number, batch in enumerate(batches()):

@@ -1,0 +1,38 @@
+"""The examples of other libraries and of a vocabulary, with few steps, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples.test_examples import accuracy, numbers, printed
+
+pytestmark = pytest.mark.once
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx", "haiku", "equinox"])
+def test_a_model_of_a_library_learns_digits(library: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    output = printed(f"libraries/with_{library}", "--steps", "40", patch=monkeypatch, output=capsys)
+    assert accuracy(output) > 0.3  # by chance 0.1
+
+
+# Of Keras's own variables.
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+def test_a_keras_model_with_a_table_learns_and_is_saved(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    keras = pytest.importorskip("keras")
+    file = str(tmp_path / "clicks.keras")
+    output = printed("libraries/with_keras", "--steps", "400", "--save", file, patch=monkeypatch, output=capsys)
+    [auc] = numbers(r"held-out accuracy .*, AUC (.*)\n", output)
+    assert auc > 0.7
+    assert keras.models.load_model(file).get_layer("words").input_dim == 2000
+
+
+def test_names_get_rows_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    output = printed("recommend", "--steps", "250", patch=monkeypatch, output=capsys)
+    error, of_mean = numbers(r"held-out error (.*); of the mean (.*)\n", output)
+    assert error < 0.8 * of_mean
