@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -29,6 +30,8 @@ OTHERS = sorted(
 NOTEBOOKS = sorted(ROOT.glob("docs/notebooks/*.ipynb"))
 #: Pages that need several devices.
 OF_DEVICES = {"devices.md"}
+#: Pages about libraries that are not among the dependencies.
+OF_LIBRARIES = {"libraries.md": ("keras", "torch", "grain")}
 RUN_HERE = [page for page in PAGES if page.name not in OF_DEVICES or jax.device_count() > 1]
 BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL)
 
@@ -36,6 +39,8 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL
 @pytest.mark.once
 @pytest.mark.parametrize("page", RUN_HERE, ids=lambda page: page.name)
 def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
+    if missing := [name for name in OF_LIBRARIES.get(page.name, ()) if find_spec(name) is None]:
+        pytest.skip(f"not installed: {', '.join(missing)}")
     original = page.read_text()
     namespace: dict[str, object] = {"__name__": page.stem}
     updated = original

@@ -18,8 +18,6 @@ def test_a_model_of_a_library_learns_digits(library: str, monkeypatch: pytest.Mo
     assert accuracy(output) > 0.3  # by chance 0.1
 
 
-# Of Keras's own variables.
-@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_a_keras_model_with_a_table_learns_and_is_saved(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:

@@ -20,8 +20,6 @@ layers = keras.layers
 
 pytestmark = [
     pytest.mark.once,
-    # Of Keras's own variables.
-    pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning"),
 ]
 
