@@ -23,7 +23,7 @@ STAMP := $(VENV)/.installed-$(SERIES)$(if $(INTEGRATIONS),-integrations)
 EXTRAS := dashboard,examples,metrics,models,orbax,security,serve,tensorboard,dev$(if $(filter 3.11,$(SERIES)),$(comma)ray)
 # INTEGRATIONS=1 also installs the large programs that dflow works with; without them, their tests are skipped.
 ifdef INTEGRATIONS
-EXTRAS := $(EXTRAS),integrations,iree
+EXTRAS := $(EXTRAS),integrations,iree,keras
 endif
 # JAX ended its support of Python 3.11 at 0.10.2; every later Python takes the newer line.
 PINS := constraints/python$(if $(filter 3.11,$(SERIES)),3.11,3.12).txt
@@ -159,6 +159,7 @@ $(DEPENDENCIES): pyproject.toml constraints/python3.11.txt constraints/python3.1
 	@echo 'setting up $(VENV) from $(PINS), about a minute the first time'
 	@$(call make-venv,$(VENV))
 	@$(requirements) | $(call pip,$(VENV)) install -q --no-compile -c $(PINS) -r /dev/stdin
+	@$(if $(INTEGRATIONS),$(call pip,$(VENV)) install -q --no-compile --no-deps -c $(PINS) tritonclient)
 	@rm -f $(VENV)/.dependencies-* && touch $@
 
 $(STAMP): $(DEPENDENCIES)

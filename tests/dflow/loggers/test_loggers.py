@@ -7,6 +7,7 @@ import io
 import math
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,7 @@ def test_print_writes_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_program_that_ends_without_close_has_written_all(tmp_path: Path) -> None:
     script = """
 import sys
+import threading
 from dflow.loggers import CSV
 log = CSV(sys.argv[1])
 for step in range(100):
