@@ -12,9 +12,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from dflow.dashboard.dashboard_record import DashboardRecord, PageUpdate
 from dflow.dashboard.looks import LOOK_S, look
 from dflow.dashboard.observing import ClusterObserver
-from dflow.dashboard.run_record import RunRecord, Update
 from dflow.distributed.transport.base import Transport
 from dflow.tracing.errors import DflowError
 
@@ -33,13 +33,13 @@ class ClusterWatch:
         self,
         transport: Transport,
         coordinator: str,
-        on_updates: Callable[[Sequence[Update]], None],
+        on_updates: Callable[[Sequence[PageUpdate]], None],
         *,
         every_s: float = LOOK_S,
     ) -> None:
         self._transport, self._coordinator = transport, coordinator
         self._on_updates, self._every_s = on_updates, every_s
-        self._record = RunRecord(coordinator)
+        self._record = DashboardRecord(coordinator)
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dflow dashboard watch", daemon=True)

@@ -24,11 +24,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflow.dashboard.access import AccessChecks, json_error
 from dflow.dashboard.cluster_watch import ClusterWatch
+from dflow.dashboard.dashboard_record import PageUpdate
 from dflow.dashboard.function_requests import FunctionRequests
 from dflow.dashboard.looks import LOOK_S
-from dflow.dashboard.run_record import Update
 from dflow.dashboard.streams import MOST_PAGES, Streams
-from dflow.dashboard.timeline import LONGEST_S, MOST_STEPS, Timeline
+from dflow.dashboard.timeline import LONGEST_S, MOST_STEPS, LastTimeline
 from dflow.distributed.transport.base import Transport
 from dflow.tracing.errors import DflowError, GraphNameError
 
@@ -76,7 +76,9 @@ class Dashboard:
     ) -> None:
         self._transport, self._coordinator, self._every_s = transport, coordinator, every_s
         self.streams = Streams(self._first, most_pages)
-        self.timeline = Timeline(transport, coordinator, lambda data: self.streams.publish([Update("timeline", data)]))
+        self.timeline = LastTimeline(
+            transport, coordinator, lambda data: self.streams.publish([PageUpdate("timeline", data)])
+        )
         self._functions = FunctionRequests(transport, coordinator)
         self._watch = ClusterWatch(transport, coordinator, self._publish, every_s=every_s)
         routes: list[BaseRoute] = [
@@ -116,17 +118,17 @@ class Dashboard:
         yield
         self.streams.close()
 
-    def _publish(self, updates: Sequence[Update]) -> None:
+    def _publish(self, updates: Sequence[PageUpdate]) -> None:
         self.streams.publish([self._counted(update) for update in updates])
 
-    def _first(self) -> list[Update]:
-        return [Update("state", self._state()), Update("timeline", self.timeline.json())]
+    def _first(self) -> list[PageUpdate]:
+        return [PageUpdate("state", self._state()), PageUpdate("timeline", self.timeline.json())]
 
     def _state(self) -> Data:
         return self._watch.state() | {"pages": self.streams.pages}
 
-    def _counted(self, update: Update) -> Update:
-        return Update("state", update.data | {"pages": self.streams.pages}) if update.name == "state" else update
+    def _counted(self, update: PageUpdate) -> PageUpdate:
+        return PageUpdate("state", update.data | {"pages": self.streams.pages}) if update.name == "state" else update
 
     async def _page(self, request: Request) -> Response:
         path = PAGE / "index.html"

@@ -86,8 +86,9 @@ class DashboardServer:
             limit_concurrency=MOST_CONNECTIONS,
             timeout_graceful_shutdown=1,
             h11_max_incomplete_event_size=16384,
-            ssl_context_factory=None if context is None else lambda config, default: context,
         )
+        config.load()
+        config.ssl = context  # older versions of uvicorn take names of files alone
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="dflow dashboard", daemon=True)
         self._thread.start()

@@ -16,7 +16,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from dflow.dashboard.access import json_error
-from dflow.dashboard.run_record import Update
+from dflow.dashboard.dashboard_record import PageUpdate
 
 MOST_PAGES = 50
 KEPT = 16
@@ -24,7 +24,7 @@ KEPT = 16
 SEND_S, SILENT_S = 20.0, 15.0
 
 
-def encoded(update: Update) -> bytes:
+def encoded(update: PageUpdate) -> bytes:
     """Return an update as a server-sent event."""
     return b"event: " + update.name.encode() + b"\ndata: " + msgspec.json.encode(update.data) + b"\n\n"
 
@@ -32,7 +32,7 @@ def encoded(update: Update) -> bytes:
 class Streams:
     """The streams of all open pages. `first` returns the updates that a new page begins with."""
 
-    def __init__(self, first: Callable[[], Sequence[Update]], most_pages: int = MOST_PAGES) -> None:
+    def __init__(self, first: Callable[[], Sequence[PageUpdate]], most_pages: int = MOST_PAGES) -> None:
         self._first, self._most_pages = first, most_pages
         #: Number of open pages.
         self.pages = 0
@@ -46,7 +46,7 @@ class Streams:
         """Begin to pass on updates, in the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
 
-    def publish(self, updates: Sequence[Update]) -> None:
+    def publish(self, updates: Sequence[PageUpdate]) -> None:
         """Send updates to all pages; from any thread. Updates before `open` and after `close` are dropped."""
         if self.pages and not self._is_closed:
             self._in_loop(self._add, b"".join(map(encoded, updates)))

@@ -26,7 +26,7 @@ MOST_ROWS = 500
 Data = dict[str, Any]
 
 
-class Timeline:
+class LastTimeline:
     """The last trace of the cluster; thread-safe. `on_change` is called with its JSON data, from any thread."""
 
     def __init__(self, transport: Transport, coordinator: str, on_change: Callable[[Data], None]) -> None:

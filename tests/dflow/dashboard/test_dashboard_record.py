@@ -6,8 +6,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from dflow.dashboard.dashboard_record import GIVE_UP_S, MOST_EVENTS, DashboardRecord, PageUpdate
 from dflow.dashboard.looks import Look
-from dflow.dashboard.run_record import GIVE_UP_S, MOST_EVENTS, RunRecord, Update
 from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
@@ -30,7 +30,7 @@ class SimulatedRun:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.record = RunRecord("h:1")
+        self.record = DashboardRecord("h:1")
         self.tasks = [TaskInfo(task, "h:2", 0.0, life=life) for life, task in enumerate((PS, W0, W1))]
         self.news: list[ClusterEvent] = []
         self.start = "c/1"
@@ -50,7 +50,7 @@ class SimulatedRun:
         ]
         self.tell("left", task, f"{task} left: {why}")
 
-    def look(self, seconds: float = 1.0, **changes: Any) -> list[Update]:
+    def look(self, seconds: float = 1.0, **changes: Any) -> list[PageUpdate]:
         """Let time pass, and have the record see the cluster then."""
         self.clock.advance(seconds)
         now_s = self.clock.now_s
@@ -86,7 +86,7 @@ class SimulatedRun:
         told = ClusterEvents(self.start, len(self.news), tuple(self.news[seen:]))
         return self.record.seen(Look(now_s, self.status, states), told, wall_s=1e9 + now_s)
 
-    def fail(self, seconds: float = 1.0) -> list[Update]:
+    def fail(self, seconds: float = 1.0) -> list[PageUpdate]:
         self.clock.advance(seconds)
         return self.record.failed("no answer", now_s=self.clock.now_s)
 
@@ -95,7 +95,7 @@ class SimulatedRun:
         return row
 
 
-def texts(updates: list[Update]) -> list[str]:
+def texts(updates: list[PageUpdate]) -> list[str]:
     return [event["text"] for update in updates if update.name == "news" for event in update.data["events"]]
 
 

@@ -28,14 +28,14 @@ _OF_MEMBERS = ("joined", "restarted", "left")
 Data = dict[str, Any]
 
 
-class Update(NamedTuple):
+class PageUpdate(NamedTuple):
     """JSON data for all pages; `name` is state, points or news."""
 
     name: str
     data: Data
 
 
-class RunRecord:
+class DashboardRecord:
     """The record of the cluster whose coordinator is at the address `coordinator`."""
 
     def __init__(self, coordinator: str) -> None:
@@ -59,7 +59,7 @@ class RunRecord:
         #: Number of the coordinator's newest event that was seen, and the start of the coordinator that it is of.
         self.seen_event, self.seen_start = 0, ""
 
-    def seen(self, look: Look, told: ClusterEvents, *, wall_s: float) -> list[Update]:
+    def seen(self, look: Look, told: ClusterEvents, *, wall_s: float) -> list[PageUpdate]:
         """Record a snapshot, and the coordinator's events since the last one; `wall_s` is the Unix time."""
         if self.seen_start and told.start.partition("/")[0] != self.seen_start.partition("/")[0]:
             newest = self._newest
@@ -86,9 +86,9 @@ class RunRecord:
         self._look, self._wall_s = look, wall_s
         values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster))
         points: Data = {"at_s": status.now_s, "step": status.steps_done, "values": values}
-        return [*self._told(news), Update("points", points)]
+        return [*self._told(news), PageUpdate("points", points)]
 
-    def failed(self, why: str, *, now_s: float) -> list[Update]:
+    def failed(self, why: str, *, now_s: float) -> list[PageUpdate]:
         """Record that no snapshot could be taken at the time `now_s` of any clock that does not go back."""
         news = []
         if self._failed_since_s is None:
@@ -150,6 +150,6 @@ class RunRecord:
         self._events.append(event)
         return event
 
-    def _told(self, news: Collection[Data]) -> list[Update]:
-        updates = [Update("news", {"events": [*news]})] if news else []
-        return [Update("state", self.state()), *updates]
+    def _told(self, news: Collection[Data]) -> list[PageUpdate]:
+        updates = [PageUpdate("news", {"events": [*news]})] if news else []
+        return [PageUpdate("state", self.state()), *updates]
