@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -170,6 +171,10 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
     )
 
 
+#: `8080` or `HOST:8080`, which is no script.
+_PORT = re.compile(r"([^/\s]*:)?[0-9]+")
+
+
 def with_dashboard_port(words: Sequence[str]) -> list[str]:
     """Return the words of `dflow launch` with a port after `--dashboard` if it has none; 0 is any free one.
 
@@ -177,7 +182,8 @@ def with_dashboard_port(words: Sequence[str]) -> list[str]:
     """
     place = 0
     while place < len(words) and words[place].startswith("-"):
-        if words[place] == "--dashboard":
+        has_port = place + 1 < len(words) and _PORT.fullmatch(words[place + 1])
+        if words[place] == "--dashboard" and not has_port:
             return [*words[:place], "--dashboard=0", *words[place + 1 :]]
         has_value_after = "=" not in words[place] and words[place] not in ("-h", "--help")
         place += 1 + has_value_after
