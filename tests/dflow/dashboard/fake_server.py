@@ -26,6 +26,8 @@ class FakeServer:
     def __init__(self, answers: Mapping[str, Any], port: int = 0) -> None:
         self.answers = dict(answers)
         self.posted: list[Any] = []
+        #: The error that streams are refused with, if any.
+        self.refusal: Any = None
         self._streams: list[queue.Queue[bytes | None]] = []
         handler = type("_Handler", (_FakeHandler,), {"fake": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -92,6 +94,9 @@ class _FakeHandler(BaseHTTPRequestHandler):
             self._send(404, _TYPES["json"], json.dumps(error).encode())
 
     def _stream(self) -> None:
+        if self.fake.refusal is not None:
+            self._send(503, _TYPES["json"], json.dumps({"error": self.fake.refusal}).encode())
+            return
         stream = self.fake.opened()
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")

@@ -102,7 +102,7 @@ def test_a_lost_connection_is_told_and_found_again(new_page: NewPage, server: Fa
     has(page.locator(".pill"), "not reachable")
     server.close()
     has(page.get_by_role("alert"), "Connection lost. The dashboard's server does not answer.")
-    assert page.locator("body.stale").count() == 1
+    assert page.locator(".stale .pill").inner_text() == "not connected"
     again = FakeServer(server.answers | {"api/state": samples.state(at_s=60.0)}, server.port)
     try:
         page.get_by_role("alert").wait_for(state="hidden")
@@ -110,6 +110,8 @@ def test_a_lost_connection_is_told_and_found_again(new_page: NewPage, server: Fa
         assert page.locator("body.stale").count() == 0
         again.push("state", samples.state(phase="ended", phase_text=""))
         has(page.get_by_role("alert"), "The cluster has ended. This is its last state.")
+        again.refusal = {"status": 503, "text": "50 pages are open", "remedy": "close some"}
+        has(opened(new_page(), again).get_by_role("alert"), "50 pages are open\nclose some")
     finally:
         again.close()
 

@@ -97,13 +97,17 @@ class Page {
   showLost(lost, text) {
     this.lost = lost ? text || "Trying again …" : null;
     document.body.classList.toggle("stale", lost);
+    if (lost) {
+      this.phase.dataset.level = "bad";
+      setText(this.phase, "not connected");
+    }
     this.showBanner();
     if (!lost) this.refetch();
   }
 
   showBanner() {
     let [text, level] = ["", "bad"];
-    if (this.lost) text = `Connection lost. ${this.lost} What you see is from before.`;
+    if (this.lost) text = `Connection lost. ${this.lost}${this.state ? "\nWhat is shown is from before." : ""}`;
     else if (this.state?.phase === "unreachable") text = this.state.phase_text;
     else if (this.state?.phase === "ended") [text, level] = [this.state.phase_text || "The cluster has ended. This is its last state.", "off"];
     this.banner.hidden = !text;

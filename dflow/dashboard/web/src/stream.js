@@ -5,15 +5,21 @@ const LONGEST_WAIT_MS = 8000;
 /** The server sends a state each second; without any message for this long, the connection counts as lost. */
 const SILENT_MS = 6000;
 
-/** Fetch JSON. Throws an Error with the server's text and remedy. */
-export async function ask(path, body) {
-  const options = body === undefined ? {} : { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
-  let answer;
+async function fetched(path, options) {
   try {
-    answer = await fetch(path, options);
+    return await fetch(path, options);
   } catch {
     throw new Error("The dashboard's server does not answer.");
   }
+}
+
+/** Fetch JSON. Throws an Error with the server's text and remedy. */
+export async function ask(path, body) {
+  const options = body === undefined ? {} : { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body) };
+  return dataOf(path, await fetched(path, options));
+}
+
+async function dataOf(path, answer) {
   const data = await answer.json().catch(() => null);
   if (answer.ok && data !== null) return data;
   const error = data?.error ?? { text: `${path}: expected JSON, got status ${answer.status}`, remedy: "" };
@@ -63,8 +69,14 @@ export class Stream {
       this.lost = true;
       this.onchange(true, "");
     }
-    // EventSource does not tell why; a request does.
-    ask("api/state").catch((error) => this.lost && this.onchange(true, error.message));
+    this.tellWhy().catch((error) => this.lost && this.onchange(true, error.message));
+  }
+
+  /** EventSource does not tell why it failed, such as that too many pages are open; a request does. */
+  async tellWhy() {
+    const answer = await fetched(this.path);
+    if (answer.ok) await answer.body.cancel();
+    else await dataOf(this.path, answer);
   }
 
   reopen() {
