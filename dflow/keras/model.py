@@ -6,6 +6,7 @@ Keras computes outputs, losses, metrics and updates by its stateless functions o
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,7 +37,8 @@ class Model:
 
     `trainable`      the trainable variables by Keras's paths, such as `sequential/dense/kernel`
     `tables`         the tables of its `ShardedEmbedding` layers, by their names
-    `non_trainable`  statistics of batch norms, states of seeds and so on, by their paths
+    `non_trainable`  statistics of batch norms and so on by their paths; states of seeds by their numbers in the model,
+                     as Keras numbers them in the order in which a process makes them
     `optimizers`     the `dflow.Optimizer` that runs the compiled one, and that of the tables
 
     The values are copied here. The Keras model keeps its first ones until `to_keras` is called.
@@ -47,13 +49,11 @@ class Model:
         _check(model)
         self._model = model
         self._trained, self._others = model.trainable_variables, model.non_trainable_variables
+        self._names = _names([*self._trained, *self._others], model.name)
         found = {layer.table.name: layer.table for layer in _layers(model) if isinstance(layer, ShardedEmbedding)}
         self.tables: dict[str, Any] = found
-        values = _by_path([*self._trained, *self._others])
-        self.trainable: dict[str, Variable] = variables({v.path: values[v.path] for v in self._trained})
-        self.non_trainable: dict[str, Variable] = variables(
-            {v.path: values[v.path] for v in self._others}, trainable=False
-        )
+        self.trainable: dict[str, Variable] = variables(self._by_name(self._trained))
+        self.non_trainable: dict[str, Variable] = variables(self._by_name(self._others), trainable=False)
         self.optimizers: dict[str, Optimizer] = {}
         if (tables is None) == bool(found) and model.compiled:
             raise TrainingError(
@@ -111,7 +111,7 @@ class Model:
         """
         for variable in (*self._trained, *self._others):
             held = self.trainable if variable.trainable else self.non_trainable
-            variable.assign(held[variable.path].read())
+            variable.assign(held[self._names[id(variable)]].read())
         if "dense" in self.optimizers:
             slots = jax.tree_util.tree_leaves(read(self.optimizers["dense"].slots))
             own = jax.tree_util.tree_leaves(state_of(self._model.optimizer, self._trained, lambda slot: slot))
@@ -134,6 +134,9 @@ class Model:
             variable.assign(own[variable.path] if table is None else table.read())
         return copy
 
+    def _by_name(self, given: Sequence[Any]) -> dict[str, Any]:
+        return {self._names[id(variable)]: variable.value for variable in given}
+
     def _values(self) -> tuple[list[Any], list[Any]]:
         if [*map(id, self._model.trainable_variables)] != [*map(id, self._trained)]:
             raise VariableError(
@@ -142,7 +145,7 @@ class Model:
                 "freeze layers before dflow.keras.Model(model)",
             )
         held = read((self.trainable, self.non_trainable))
-        return [held[0][v.path] for v in self._trained], [held[1][v.path] for v in self._others]
+        return [held[0][v.path] for v in self._trained], [held[1][self._names[id(v)]] for v in self._others]
 
     def _run(self, x: Any, training: bool) -> Any:
         values, others = self._values()
@@ -183,7 +186,7 @@ class Model:
     def _assign(self, before: Sequence[Any], after: Sequence[Any]) -> None:
         for variable, old, new in zip(self._others, before, after, strict=True):
             if new is not old:
-                self.non_trainable[variable.path].assign(new)
+                self.non_trainable[self._names[id(variable)]].assign(new)
 
     def _metrics_start(self, *batch: Any) -> list[Any]:
         """The metrics' own variables before a batch. Keras makes these at the first batch, here of zeros."""
@@ -211,16 +214,20 @@ def _plain(layer: Any) -> Any:
     return layer.plain() if isinstance(layer, ShardedEmbedding) else type(layer).from_config(layer.get_config())
 
 
-def _by_path(given: Sequence[Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+def _names(given: Sequence[Any], model: str) -> dict[int, str]:
+    """Return a name for each of a model's variables, by its id: the same in each process that makes the model."""
+    names: dict[int, str] = {}
+    seeds = itertools.count()
     for variable in given:
-        if variable.path in values:
+        is_seed = variable.path.endswith("/seed_generator_state")
+        name = f"{model}/seeds/{next(seeds)}" if is_seed else variable.path
+        if name in names.values():
             raise VariableError(
-                f"variables of a Keras model: expected each path once, got two of {variable.path!r}",
+                f"variables of a Keras model: expected each path once, got two of {name!r}",
                 "give the layers names of their own: name=",
             )
-        values[variable.path] = variable.value
-    return values
+        names[id(variable)] = name
+    return names
 
 
 def _check(model: Any) -> None:

@@ -163,11 +163,28 @@ def test_padding_is_masked_as_by_keras() -> None:
     theirs.set_weights([words.table.read()])
     ids = np.array([[1, 0, 0], [4, 5, 0]], "i4")
     assert_same([ours(ids)], [theirs(ids)])
+    with pytest.raises(dflow.PlainJitError, match=r"variable 'sequential.*/padded/embeddings/0' is used in a function"):
+        ours._model.predict(ids, verbose=0)
 
 
 class OwnStep(keras.Model):  # type: ignore[misc]
     def train_step(self, state: Any, data: Any) -> Any:
         raise AssertionError("not called")
+
+
+class OwnLayer(layers.Layer):  # type: ignore[misc]
+    """A layer with another one's name within, without a scope of its own."""
+
+    def build(self, shape: Any) -> None:
+        self.built = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers.Dense(1, name="same")
+        self.inner.build((None, 2))
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
 
 
 def own_step() -> Any:
@@ -212,6 +229,17 @@ def test_a_step_needs_a_compiled_model_whose_variables_stay() -> None:
     model.get_layer("body").trainable = False
     with pytest.raises(dflow.VariableError, match=r"the 4 trainable variables that it had at first, got 2"):
         ours(np.ones((1, 2), "f4"))
+
+
+def test_names_do_not_depend_on_the_models_made_before() -> None:
+    def made() -> dflow.keras.Model:
+        return dflow.keras.Model(model_of(layers.Embedding(WORDS, 2, name="words"), layers.Dropout(0.1)))
+
+    assert made().non_trainable.keys() == made().non_trainable.keys() == {"model/seeds/0"}
+    x = keras.Input((2,))
+    twice = keras.Model(x, [layers.Dense(1, name="same")(x), OwnLayer()(x)])
+    with pytest.raises(dflow.VariableError, match=r"expected each path once, got two of 'same/kernel'(.|\n)*name="):
+        dflow.keras.Model(twice)
 
 
 def test_the_backend_is_jax(monkeypatch: pytest.MonkeyPatch) -> None:
