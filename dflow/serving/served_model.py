@@ -116,8 +116,7 @@ class ServedModel:
     def _loadable(self, served: int) -> Iterator[ServedVersion]:
         """Yield versions newer than the served one, or changed since, from the newest on; record those refused."""
         for number, path in sorted(versions_in(self.folder).items(), reverse=True) if self.folder.is_dir() else []:
-            files = _files_of(path)
-            if number < served or files == self._tried.get(number):
+            if number < served or (files := _files_of(path)) == self._tried.get(number):
                 continue
             self._tried[number] = files
             try:

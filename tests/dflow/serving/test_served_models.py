@@ -215,6 +215,22 @@ def test_updates_are_applied_one_by_one_and_saved_as_a_new_version(tmp_path: Pat
     assert [float(dflow.load(tmp_path / "counter" / number).total()) for number in "123"] == [0, 20, 120]
 
 
+def test_a_state_that_cannot_be_saved_is_reported_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner(tmp_path / "counter" / "1")
+    with served(tmp_path / "counter", ServingSettings(learn=True), save_every_s=3600) as server:
+        infer(server.url, "counter.add", json_request(x=np.float32(3)))
+        with monkeypatch.context() as full:
+            full.setattr(dflow.Loaded, "save", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+            assert not server._save()
+        lines: list[str] = server.lines  # type: ignore[attr-defined]
+        assert lines == ["counter: its state could not be saved, and will be tried again: no space"]
+        assert server.models["counter"].current.has_unsaved_updates
+    assert lines[1:] == ["counter: saved as version 2"]
+    assert float(dflow.load(tmp_path / "counter" / "2").total()) == 3.0
+
+
 def test_smaller_weights_are_served_in_batches(tmp_path: Path) -> None:
     w = dflow.Variable(jnp.eye(2) * 3, name="w")
     dflow.export(lambda x: x @ w, ROWS, weights="int8").save(tmp_path / "small")
