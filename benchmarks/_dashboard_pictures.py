@@ -111,7 +111,7 @@ def shot(page: Page, path: Path) -> None:
 
 
 def frequent(colours: np.ndarray[Any, Any], count: int = 256, apart: int = 6) -> np.ndarray[Any, Any]:
-    """Return the first colours of which no two are too near each other."""
+    """Return the first colours, leaving out those too near an earlier one."""
     found = colours[:1]
     for colour in colours[1:]:
         if len(found) < count and (np.abs(found - colour).max(axis=1) > apart).all():

@@ -2,13 +2,13 @@
 
 One model, a small classifier, is exported once, and served by
 
-- `dflow`: `dflow serve`, each request by itself; and with batches of at most 16 rows
+- `dflow`: `dflow serve`, each request alone; and with batches of at most 16 rows
 - `by hand`: the program called by `jax.export` in a starlette app of 15 lines, which takes raw numbers
 - `MLServer`: the same program in a custom runtime, if `--mlserver` names its command, of an environment that has JAX
 
-All servers run at the same time, and are loaded in turn; `--alone` runs the one with batches. The clients are threads
-of one process, each with one kept connection, that send a row and wait for the answer. They run on the same cores as
-the server. Then the server with batches is loaded again, where every second client sends bad requests, and its memory
+All servers run at the same time, and are loaded one after the other; `--alone` runs the one with batches. The clients
+are threads of one process, each with one kept connection, that send a row and wait for the answer. They run on the same
+cores as the server. Then the server with batches is loaded again, where every second client sends bad requests, and its memory
 is read before and after.
 """
 

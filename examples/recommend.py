@@ -3,9 +3,9 @@
     python examples/recommend.py
     dflow launch --ps 2 --workers 2 examples/recommend.py
 
-Users and films are strings, and nobody lists them first: `dflow.wide_ids` hashes the names of a batch, and a table with
-a vocabulary gives a row to each name that is used. Few rows are enough for the names that are used often; the names of
-users that came once share rows. The ratings are drawn from a hidden model.
+Users and films are strings, and no list of them is needed: `dflow.wide_ids` hashes the names of a batch, and a table
+with a vocabulary gives a row to each name that is used. Few rows are enough for the names that are used often; the
+names of users that came once share rows. The ratings are drawn from a hidden model.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def main() -> None:
     given = options.parse_args()
     cluster = dflow.connect()
     with cluster.parameter_servers():
-        # A name gets a row of its own at its second use, so guests take hardly any.
+        # A name gets a row at its second use, so guests take hardly any.
         table = dflow.Embedding(1024, DIM, vocabulary=dflow.Vocabulary(admit_after=2), name="names")
         optimizer = dflow.Optimizer(optax.adagrad(0.3), [table], name="adagrad")
 

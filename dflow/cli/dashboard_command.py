@@ -25,7 +25,7 @@ def _dashboard_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="another name by which browsers reach it, such as a proxy's; repeatable",
+        help="another name of it in browsers, such as a proxy's; repeatable",
     )
     add_coordinator_address(parser)
     add_security(parser)

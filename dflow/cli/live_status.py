@@ -43,7 +43,7 @@ def show_status(
     summary: Closing = closing_summary,
     wait: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Print the tables, and `summary` of the run so far; or with `watch`, refresh the tables until Ctrl-C or its end.
+    """Print the tables, and a `summary` of the run; or with `watch`, refresh the tables until Ctrl-C or its end.
 
     raises  DeadlineExceeded when the coordinator does not answer; with `watch`, that ends the display instead
     """

@@ -30,14 +30,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="compute the rows of several requests in one call of at most N rows; 0: each by itself (default: 0)",
+        help="compute the rows of several requests in one call of at most N rows; 0: each alone (default: 0)",
     )
     parser.add_argument(
         "--max-delay-ms",
         type=float,
         default=2.0,
         metavar="MS",
-        help="wait at most so long for more rows of a batch (default: 2)",
+        help="wait at most this time for more rows of a batch (default: 2)",
     )
     parser.add_argument(
         "--max-queue", type=at_least_one, default=256, metavar="N", help="most requests in progress (default: 256)"

@@ -55,7 +55,7 @@ def progress_line(status: Status, steps_per_s: float) -> str:
     return "  ".join(parts)
 
 
-#: What is shown at the end of a run, from its status and how each process ended, by full task name.
+#: Function from a run's end to its closing tables, from its status and how each process ended, by full task name.
 Closing = Callable[[Status, Mapping[str, str]], RenderableType]
 
 
@@ -235,7 +235,7 @@ def traffic_table(
 ) -> Table:
     """Return a table of the edges with the most traffic.
 
-    most     number of rows, one more of which sums up the rest; None shows all
+    most     number of rows; one more row sums up the rest; None shows all
     title    returns the title for the total number of bytes
     columns  the columns after the edge and its ends; `cells` returns a row's texts in them
     """

@@ -1,6 +1,6 @@
 """Requests to the tasks for their compiled functions, when a page asks for them.
 
-Invariant: one request of all pages is under way at a time, over connections of its own, so that the watch of the
+Invariant: one request of all pages is under way at a time, over separate connections, so that the watch of the
 cluster does not wait for a slow answer. Lists are kept for `KEPT_S`, so that many pages cost what one costs.
 """
 
@@ -21,7 +21,7 @@ from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, GraphNameError, TransportClosed
 
-#: Time for which a list of functions is shown, and longest waits for a task, in s.
+#: Longest time that a list of functions is reused, and longest waits for a task, in s.
 KEPT_S, LIST_S, GRAPH_S = 2.0, 2.0, 30.0
 #: Most tasks that are asked for a list: a job's tasks mostly run the same program.
 MOST_TASKS = 64

@@ -27,7 +27,7 @@ class SeriesName(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The name by which pages refer to it."""
+        """The name of the series for pages."""
         return f"{self.task}/{self.name}" if self.task else self.name
 
 
@@ -92,7 +92,7 @@ class History:
         self._dropped: set[SeriesName] = set()
 
     def add(self, at_s: float, step: int, values: Mapping[SeriesName, float]) -> dict[str, float | None]:
-        """Append a point to each series, and return those that are kept, by id."""
+        """Append a point to each series, and return the kept points, by id."""
         kept: dict[str, float | None] = {}
         for name, value in values.items():
             series = self._series.get(name)

@@ -58,7 +58,7 @@ class Dashboard:
     token       that each request must have; empty for none
     cookie      name of the cookie with the token
     is_secure   whether it is served over TLS
-    most_pages  number of pages that may be open at once
+    most_pages  number of pages that may be open concurrently
     every_s     time between two looks at the cluster, in s
     """
 
@@ -221,7 +221,7 @@ def _json(data: Data, status: int = 200) -> Response:
 
 
 def _parts(error: Exception) -> tuple[str, str]:
-    """Return the text of an error and its remedy, which is on lines of its own."""
+    """Return the text of an error and its remedy, which begins at the second line."""
     text, _, remedy = str(error).partition("\n")
     return text, " ".join(line.strip() for line in remedy.splitlines())
 

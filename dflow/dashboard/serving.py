@@ -32,8 +32,8 @@ class DashboardServer:
 
     place       where to listen, as `8080` for loopback or `HOST:8080`; port 0 is any free one
     security    that of the cluster; None for this machine alone
-    host_names  further names by which browsers reach this server, such as a proxy's
-    most_pages  number of pages that may be open at once
+    host_names  further names of this server in browsers, such as a proxy's
+    most_pages  number of pages that may be open concurrently
     every_s     time between two looks at the cluster, in s
     raises      ConfigError for a malformed place; SecurityError for one off loopback without certificates or a secret;
                 OSError for a port in use

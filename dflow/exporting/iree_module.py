@@ -19,7 +19,7 @@ from dflow.lowering.programs.portable_tree import build, flatten, leaves_of, par
 from dflow.tracing.errors import ConfigError, ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of, parse_dtype
 
-#: Otherwise IREE computes with the weights when it compiles, which turns int8 into float32 again.
+#: Otherwise IREE computes with the weights when it compiles, and int8 becomes float32 again.
 _KEEPS_SMALL = "--iree-opt-const-expr-max-size-increase-threshold=0"
 
 

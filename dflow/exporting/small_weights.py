@@ -1,7 +1,7 @@
 """Smaller weights in an export: int8 with a scale for each channel, or bfloat16, converted back inside the program.
 
 Only floating-point variables of at least 2 dimensions that no exported function writes are made smaller; the others
-stay as they are. Invariant: the new variables are those that the program reads, so the files shrink with them.
+stay as they are. Invariant: the program reads the new variables, so the files shrink with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dflow.tracing.errors import ExportError
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.state.resources import Variable
 
-#: The largest int8, to which the largest weight of a channel is mapped.
+#: The largest int8: the image of a channel's largest weight.
 _LARGEST = 127
 
 WeightForm = Literal["int8", "bfloat16"]

@@ -1,6 +1,6 @@
 """A graph as one HTML page with its script and data, which works without a network; and as a frame of a notebook.
 
-A frame is a document of its own, so two graphs in a notebook do not share styles, names or scripts. The script is
+A frame is a separate document, so two graphs in a notebook do not share styles, names or scripts. The script is
 built from `dflow/dashboard/web` by `make dashboard`.
 """
 

@@ -71,7 +71,7 @@ class GraphView:
         return svg(drawing_of(self.graph))
 
     def html(self) -> str:
-        """Return the graph as an HTML page, in which groups open and close; notebooks show it by themselves.
+        """Return the graph as an HTML page with groups that open and close; notebooks show it by themselves.
 
         Groups are name scopes, nested functions and source lines. The page has its script and data in it, and works
         without a network.

@@ -1,6 +1,6 @@
 """Keras models on JAX whose variables are dflow's, so that they train alone and on a cluster.
 
-Why a package of its own: Keras is an optional library, so only `import dflow.keras` imports it.
+A separate package, because Keras is an optional library, so only `import dflow.keras` imports it.
 """
 
 from dflow.keras.backend import require_keras_on_jax

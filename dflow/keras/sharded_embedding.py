@@ -11,7 +11,7 @@ from dflow.tracing.errors import VariableError
 
 
 class ShardedEmbedding(keras.layers.Layer):  # type: ignore[misc]
-    """Like `keras.layers.Embedding`, with a table in shards on several tasks, of which no process holds the whole.
+    """Like `keras.layers.Embedding`, with a table in shards on several tasks; no process holds the whole table.
 
     input_dim, output_dim   number of rows, and of columns
     embeddings_initializer  as in Keras: a name or an initializer
@@ -91,7 +91,7 @@ class ShardedEmbedding(keras.layers.Layer):  # type: ignore[misc]
         )
 
     def plain(self) -> Any:
-        """Return a new `keras.layers.Embedding` of the same type, with first values of its own."""
+        """Return a new `keras.layers.Embedding` of the same type, with new initial values."""
         return keras.layers.Embedding(
             self.input_dim,
             self.output_dim,

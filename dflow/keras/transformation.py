@@ -76,7 +76,7 @@ class _Recorder:
     deltas: dict[int, tuple[Any, Any, Any]]
 
     def delta(self, variable: Any, before: Any, after: Any) -> Any:
-        """Return what turns `before` into `after`: the addend, if nothing else changed the variable."""
+        """Return the difference of `after` and `before`: the addend, if nothing else changed the variable."""
         start, addend, end = self.deltas.get(id(variable), (None, None, None))
         return addend if start is before and end is after else after - before
 

@@ -176,7 +176,7 @@ class ModelServer:
 
 
 def _uvicorn_server(app: Any, context: Any) -> Any:
-    """Return a server without a log of its own, with this TLS context."""
+    """Return a server with this TLS context, and without a separate log."""
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", backlog=_BACKLOG, log_level="warning", ws="none"
     )

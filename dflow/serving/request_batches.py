@@ -55,7 +55,7 @@ class PendingRequest:
     deadline_s: float
     future: asyncio.Future[list[np.ndarray[Any, Any]]]
     came_s: float = field(default_factory=time.monotonic)
-    #: Popped by the one who answers: `list.pop` is atomic.
+    #: The thread that answers pops it: `list.pop` is atomic.
     _claims: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
@@ -77,14 +77,14 @@ class PendingRequest:
 
 
 def batch_sizes(most: int) -> list[int]:
-    """Return the sizes to which batches of at most `most` rows are padded: powers of two, and `most`."""
+    """Return the sizes of padded batches of at most `most` rows: powers of two, and `most`."""
     return sorted({most, *(1 << power for power in range(max(most, 1).bit_length()) if 1 << power <= most)})
 
 
 class RequestQueue:
     """The requests of one function, and the thread that computes them.
 
-    most       rows of a batch; 0 computes each request by itself, at its own size
+    most       rows of a batch; 0 computes each request alone, at its own size
     delay_s    longest wait of a batch's first request for others
     capacity   most requests that wait
     exclusive  held during each call, for a function that writes variables
@@ -147,7 +147,7 @@ class RequestQueue:
             )
 
     def close(self) -> None:
-        """Refuse later requests, and return when those that wait are answered."""
+        """Refuse later requests, and return when the waiting ones are answered."""
         self._held.close()
         for thread in self._threads:
             thread.join()

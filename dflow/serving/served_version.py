@@ -26,7 +26,7 @@ _THREADS = 2
 class ServingSettings:
     """How models are served; see the options of `dflow serve`.
 
-    max_batch    most rows of a batch; 0 computes each request by itself
+    max_batch    most rows of a batch; 0 computes each request alone
     max_delay_s  longest wait of a batch's first request for others
     max_queue    most requests of one function that wait, and most that the server holds
     max_bytes    most bytes of a request
@@ -104,7 +104,7 @@ class ServedVersion:
         self._saved_updates = counted
 
     def close(self) -> None:
-        """Refuse later requests, and return when those that wait are answered."""
+        """Refuse later requests, and return when the waiting ones are answered."""
         for queue in self.queues.values():
             queue.close()
 

@@ -57,7 +57,7 @@ class SignatureTensors:
         self._arguments = arguments_of(signature.parameters)
         inputs = [leaf for one in signature.parameters for leaf in leaves_of(one.tree, one.name)]
         by_name = {one.name: leaves_of(one.tree, one.name) for one in signature.parameters}
-        #: Names in the order in which `arguments_of` has the leaves.
+        #: Names in the order of the leaves of `arguments_of`.
         positional = [one.name for one in signature.parameters if one.by != "name"]
         named = [one.name for one in signature.parameters if one.by == "name"]
         self._order = [path for one in (*positional, *named) for path, _ in by_name[one]]

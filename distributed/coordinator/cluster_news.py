@@ -1,7 +1,7 @@
 """The newest events of a cluster, for people: tasks that join and leave, and what the coordinator logs.
 
-They are not durable. After a restart of the coordinator the joins and ends of the listed tasks are told again, by its
-records. Invariant: at most `MOST_EVENTS` are kept, with at most `LONGEST_TEXT` characters each.
+They are not durable. After a restart of the coordinator the joins and ends of the listed tasks are reported again, by
+its records. Invariant: at most `MOST_EVENTS` are kept, with at most `LONGEST_TEXT` characters each.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dflow.distributed.transport.addresses import TcpAddress, parse_address
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.tracing.errors import ConfigError
 
-#: What the first line of `dflow dashboard` begins with, before its address.
+#: Beginning of the first line of `dflow dashboard`, before its address.
 SERVING = "dflow dashboard: "
 NAME = "dashboard"
 LOOPBACK = "127.0.0.1"

@@ -77,7 +77,7 @@ class OnSsh:
         away = [name for name in names if not (name == "localhost" or TcpAddress(name, 0).is_loopback)]
         if away and not is_secured:
             raise ConfigError(
-                f"{away[0]} is another machine, and tasks speak to other machines only if they can prove who they are",
+                f"{away[0]} is another machine, and tasks connect to other machines only with certificates or a secret",
                 "make a secret by `dflow certs secret FILE` and give --secret-file FILE; see docs/security.md",
             )
         #: The coordinator listens here.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     # Every command imports this module, and most need no client.
     from dflow.distributed.client.coordinator_client import CoordinatorClient
 
-#: What the program's step returns, and its loop yields.
+#: Type of the results of the program's step, which its loop yields.
 StepResult = TypeVar("StepResult")
 
 #: By prefix, the numbers of the runs that the program does not name.

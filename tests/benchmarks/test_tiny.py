@@ -40,7 +40,7 @@ ALONE = (
     "step_budget",
     "sync_steps",
 )
-#: Those that take 5 s of processor time or more. What they start has tests of its own.
+#: Those that take 5 s of processor time or more. The parts that they start have other tests.
 LONG = {
     "billion", "checkpoint", "convnets", "copies", "language_model", "many_workers", "network", "peers_training",
     "recovery", "replicas", "serving", "soak",

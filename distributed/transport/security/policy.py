@@ -49,7 +49,7 @@ class SecurityPolicy(ABC):
     def browser_context(self) -> ssl.SSLContext | None:
         """Return the TLS context of a server for browsers, which show no certificate; None if there is no encryption.
 
-        Such a server must check by itself who asks.
+        Such a server must authenticate its clients itself.
         """
         return None
 
