@@ -8,8 +8,8 @@ One model, a small classifier, is exported once, and served by
 
 All servers run at the same time, and are loaded one after the other; `--alone` runs the one with batches. The clients
 are threads of one process, each with one kept connection, that send a row and wait for the answer. They run on the same
-cores as the server. Then the server with batches is loaded again, where every second client sends bad requests, and its memory
-is read before and after.
+cores as the server. Then the server with batches is loaded again, where every second client sends bad requests, and its
+memory is read before and after.
 """
 
 from __future__ import annotations
