@@ -30,6 +30,7 @@ from dflow.lowering.queues.timers import TIMERS
 from dflow.state_backends import LOCAL
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.environment import read
+from dflow.tracing.near_names import suggests_keywords
 
 LOGGER = logging.getLogger("dflow")
 
@@ -37,6 +38,7 @@ LOGGER = logging.getLogger("dflow")
 NOTICE_AFTER_S = 10.0
 
 
+@suggests_keywords
 def connect(
     coordinator: str | None = None,
     *,

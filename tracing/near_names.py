@@ -12,6 +12,7 @@ from dflow.tracing.source import at, caller
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 
 def did_you_mean(given: str, known: Iterable[str], otherwise: str) -> str:
@@ -54,6 +55,12 @@ def suggests_keywords(fn: Callable[P, R]) -> Callable[P, R]:
             raise
 
     return called
+
+
+def suggests_fields(cls: type[T]) -> type[T]:
+    """Wrap the constructor of a dataclass as `suggests_keywords` does a function."""
+    cls.__init__ = suggests_keywords(cls.__init__)  # type: ignore[method-assign]
+    return cls
 
 
 def near_keywords(fn: Callable[..., object], given: Iterable[str]) -> str | None:

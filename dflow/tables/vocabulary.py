@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 import jax
 
 from dflow.tracing.errors import VariableError
+from dflow.tracing.near_names import suggests_fields
 
 #: The rules of eviction: of the ids of a bucket, the one that was used least recently, or least frequently.
 EVICTIONS = ("lru", "lfu")
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class Vocabulary:
     """The ids of a table grow: an id of 64 bits gets a row when it has been used, and may lose it to another id.

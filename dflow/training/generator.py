@@ -18,6 +18,7 @@ from dflow.tracing.devices.device import device_scope
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import VariableError
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.state_primitives import split_p
 from dflow.tracing.state.resources import Variable
 
@@ -34,6 +35,7 @@ class Generator:
     Raises VariableError when created inside traced code.
     """
 
+    @suggests_keywords
     def __init__(self, seed: Any = 0, *, name: str | None = None, impl: str | None = None) -> None:
         if is_tracing():
             raise VariableError(

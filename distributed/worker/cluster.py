@@ -52,7 +52,7 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.errors import DflowError, TrainingError
-from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.near_names import suggests_fields, suggests_keywords
 from dflow.tracing.source import caller
 from dflow.tracing.state.context import home
 
@@ -71,6 +71,7 @@ def cluster_with(tasks: Collection[str]) -> Cluster | None:
     return next((cluster for cluster in _joined if {*tasks} <= {*cluster.tasks}), next(iter(_joined), None))
 
 
+@suggests_fields
 @dataclass(frozen=True)
 class ClusterSettings:
     """Timeouts of a cluster, in s.

@@ -19,6 +19,7 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, array_type_of
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import caller
 from dflow.tracing.state.host_resource import HostResource, known_number, number_text
@@ -50,6 +51,7 @@ class ConditionalAccumulator(HostResource):
     type: AccumulatorType
     settings: AccumulatorSettings
 
+    @suggests_keywords
     def __init__(
         self, spec: Any, *, name: str | None = None, reduction: str = "mean", limit: int | None = None
     ) -> None:

@@ -21,6 +21,7 @@ from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueSettings
 from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.state.host_resource import HostResource, known_number, number_text
 from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import is_variable
@@ -208,6 +209,7 @@ class _Shown(str):
 class FIFOQueue(Queue):
     """First in, first out; at most `capacity` elements of the types in `spec`, a pytree of ShapeDtypeStructs."""
 
+    @suggests_keywords
     def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:
         super().__init__(spec, QueueSettings(QueueKind.FIFO, capacity), name)
 
@@ -218,6 +220,7 @@ class PaddingFIFOQueue(Queue):
     With open dimensions, traced code cannot dequeue, since the shape of the result is unknown.
     """
 
+    @suggests_keywords
     def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:
         super().__init__(spec, QueueSettings(QueueKind.FIFO, capacity), name, padded=True)
 
@@ -228,6 +231,7 @@ class RandomShuffleQueue(Queue):
     `seed` makes the choice the same in each run; given none, it differs.
     """
 
+    @suggests_keywords
     def __init__(
         self, capacity: int, min_after_dequeue: int, spec: Any, *, seed: int | None = None, name: str | None = None
     ) -> None:
@@ -247,6 +251,7 @@ class PriorityQueue(Queue):
     The priority is the first component of `spec` in the order of its leaves: an int32 or int64 scalar.
     """
 
+    @suggests_keywords
     def __init__(self, capacity: int, spec: Any, *, name: str | None = None) -> None:
         first = next(iter(jax.tree_util.tree_leaves(spec)), None)
         dtype, shape = getattr(first, "dtype", None), getattr(first, "shape", None)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from dflow.tracing.errors import VariableError
+from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.state.resources import Variable, is_variable, path_name
 
 
@@ -19,6 +20,7 @@ def trainable_variables(tree: Any) -> list[Variable]:
     return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable]
 
 
+@suggests_keywords
 def variables(tree: Any, *, prefix: str = "", trainable: bool = True) -> Any:
     """A pytree of variables from a pytree of arrays or initialisers, named by their paths: `Dense_0/kernel`.
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -220,6 +221,30 @@ CASES: dict[str, tuple[Callable[[Made], Any], type[BaseException], str, str]] = 
         TypeError,
         "__init__() got an unexpected keyword argument 'backup_worker'",
         "did you mean backup_workers?",
+    ),
+    "a misspelt setting of a vocabulary": (
+        lambda made: dflow.Vocabulary(admit=2),  # type: ignore[call-arg]
+        TypeError,
+        "__init__() got an unexpected keyword argument 'admit'",
+        "did you mean admit_after?",
+    ),
+    "a misspelt option of a queue": (
+        lambda made: dflow.FIFOQueue(2, jnp.ones(3), nam="q"),  # type: ignore[call-arg]
+        TypeError,
+        "__init__() got an unexpected keyword argument 'nam'",
+        "did you mean name?",
+    ),
+    "a misspelt option of connect": (
+        lambda made: dflow.connect(collective=True),  # type: ignore[call-arg]
+        TypeError,
+        "connect() got an unexpected keyword argument 'collective'",
+        "did you mean collectives?",
+    ),
+    "strings as ids": (
+        lambda made: dflow.jit(lambda ids: ids)(np.array(["one", "two"])),
+        TypeError,
+        "Error interpreting argument",
+        "step(dflow.wide_ids(ids))",
     ),
     "the loss": (
         lambda made: made.optimizer.apply(made.loss()),
