@@ -50,13 +50,13 @@ def make_step(table: dflow.Embedding, optimizer: dflow.Optimizer):
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    options.add_argument("--steps", type=int, default=600, help="training steps of all workers together")
+    options.add_argument("--steps", type=int, default=300, help="training steps of all workers together")
     given = options.parse_args()
     cluster = dflow.connect()
     with cluster.parameter_servers():
         # A name gets a row at its second use, so guests take hardly any.
         table = dflow.Embedding(1024, DIM, vocabulary=dflow.Vocabulary(admit_after=2), name="names")
-        optimizer = dflow.Optimizer(optax.adagrad(0.3), [table], name="adagrad")
+        optimizer = dflow.Optimizer(optax.adagrad(0.3, initial_accumulator_value=1e-6), [table], name="adagrad")
 
     def batch(step: int) -> tuple:
         users, films, ratings = draw(step + 1)

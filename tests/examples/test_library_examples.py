@@ -24,13 +24,13 @@ def test_a_keras_model_with_a_table_learns_and_is_saved(
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     file = str(tmp_path / "clicks.keras")
-    output = printed("libraries/with_keras", "--steps", "400", "--save", file, patch=monkeypatch, output=capsys)
+    output = printed("libraries/with_keras", "--steps", "200", "--save", file, patch=monkeypatch, output=capsys)
     [auc] = numbers(r"held-out accuracy .*, AUC (.*)\n", output)
-    assert auc > 0.7
+    assert auc > 0.6
     assert keras.models.load_model(file).get_layer("words").input_dim == 2000
 
 
 def test_names_get_rows_as_they_come(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    output = printed("recommend", "--steps", "250", patch=monkeypatch, output=capsys)
+    output = printed("recommend", "--steps", "60", patch=monkeypatch, output=capsys)
     error, of_mean = numbers(r"held-out error (.*); of the mean (.*)\n", output)
-    assert error < 0.8 * of_mean
+    assert error < 0.3 * of_mean
