@@ -31,6 +31,7 @@ FEW_STEPS = {
     "image_classifier": ("--steps", "2", "--batch", "8"),
     "language_model": ("--steps", "10", "--vocabulary", "200"),
     "pallas_kernel": ("--steps", "2"),
+    "recommend": ("--steps", "20"),
 }
 #: Benchmarks with their options on a GPU, whose memory is smaller than a host's.
 BENCHMARKS = {
