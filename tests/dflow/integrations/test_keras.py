@@ -113,8 +113,9 @@ def test_a_synchronous_run_of_two_workers_is_keras_with_both_batches() -> None:
             worker.close()
 
 
-def test_a_step_updates_only_the_rows_that_were_looked_up() -> None:
-    model = dflow.keras.Model(plain())
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
+def test_a_step_updates_only_the_rows_that_were_looked_up(optimizer: str) -> None:
+    model = dflow.keras.Model(plain(optimizer))
     graph = str(dflow.graph(model.train_step, *batches()[0]))
     assert "var.scatter_add(%model/words/embeddings" in graph
     assert "var.read(%model/words/embeddings)" not in graph
