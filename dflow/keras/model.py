@@ -37,8 +37,8 @@ class Model:
 
     `trainable`      the trainable variables by Keras's paths, such as `sequential/dense/kernel`
     `tables`         the tables of its `ShardedEmbedding` layers, by their names
-    `non_trainable`  statistics of batch norms and so on by their paths; states of seeds by their numbers in the model,
-                     as Keras numbers them in the order in which a process makes them
+    `non_trainable`  statistics of batch norms and frozen layers by their paths; states of seeds by their numbers in
+                     the model, since their paths depend on the models that the process made before
     `optimizers`     the `dflow.Optimizer` that runs the compiled one, and that of the tables
 
     The values are copied here. The Keras model keeps its first ones until `to_keras` is called.
@@ -55,7 +55,7 @@ class Model:
         self.trainable: dict[str, Variable] = variables(self._by_name(self._trained))
         self.non_trainable: dict[str, Variable] = variables(self._by_name(self._others), trainable=False)
         self.optimizers: dict[str, Optimizer] = {}
-        if (tables is None) == bool(found) and model.compiled:
+        if (found and tables is None and model.compiled) or (tables is not None and not found):
             raise TrainingError(
                 f"tables: expected {'an optax transformation for' if found else 'None for a model without'} "
                 f"dflow.keras.ShardedEmbedding layers, got {tables!r}",
@@ -76,7 +76,7 @@ class Model:
 
     @property
     def state(self) -> dict[str, Any]:
-        """All of it for `dflow.save`, `dflow.restore` and `dflow.CheckpointManager`."""
+        """All variables and optimizers, for `dflow.save`, `dflow.restore` and `dflow.CheckpointManager`."""
         return {
             "trainable": self.trainable,
             "tables": self.tables,
@@ -109,9 +109,9 @@ class Model:
         compiled, whose tables are in this process whole. Raises VariableError for such a model that is neither
         functional nor sequential.
         """
-        for variable in (*self._trained, *self._others):
-            held = self.trainable if variable.trainable else self.non_trainable
-            variable.assign(held[self._names[id(variable)]].read())
+        for given, held in ((self._trained, self.trainable), (self._others, self.non_trainable)):
+            for variable in given:
+                variable.assign(held[self._names[id(variable)]].read())
         if "dense" in self.optimizers:
             slots = jax.tree_util.tree_leaves(read(self.optimizers["dense"].slots))
             own = jax.tree_util.tree_leaves(state_of(self._model.optimizer, self._trained, lambda slot: slot))

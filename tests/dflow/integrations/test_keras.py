@@ -219,6 +219,9 @@ def test_tables_and_their_optimizer_come_together() -> None:
         dflow.keras.Model(model_of(dflow.keras.ShardedEmbedding(WORDS, 2, name="words")))
     with pytest.raises(dflow.TrainingError, match=r"expected None for a model without .*, got GradientTransf"):
         dflow.keras.Model(plain(), tables=optax.sgd(0.1))
+    uncompiled = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    with pytest.raises(dflow.TrainingError, match=r"expected None for a model without"):
+        dflow.keras.Model(uncompiled, tables=optax.sgd(0.1))
 
 
 def test_a_step_needs_a_compiled_model_whose_variables_stay() -> None:
@@ -230,6 +233,9 @@ def test_a_step_needs_a_compiled_model_whose_variables_stay() -> None:
     model.get_layer("body").trainable = False
     with pytest.raises(dflow.VariableError, match=r"the 4 trainable variables that it had at first, got 2"):
         ours(np.ones((1, 2), "f4"))
+    # Its values go back all the same.
+    ours.trainable["body/bias"].assign(np.ones(2, "f4"))
+    assert_same([ours.to_keras().get_layer("body").bias.value], [np.ones(2)])
 
 
 def test_names_do_not_depend_on_the_models_made_before() -> None:
