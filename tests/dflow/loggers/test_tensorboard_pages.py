@@ -7,7 +7,6 @@ are kept as pictures, which are those of docs/loggers.md.
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,18 +31,8 @@ from tests.distributed.waiting import DEADLINE_S, until
 
 pytest.importorskip("tensorboardX")
 pytest.importorskip("tensorboard")
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-OPTIONS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
-pytestmark = [pytest.mark.once, pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")]
+pytestmark = pytest.mark.once
 
 
 def train(folder: Path, rate: float) -> None:
@@ -103,21 +92,19 @@ def answer(address: str) -> bytes:
         return b""
 
 
-def test_the_pages_of_curves_and_of_the_graph(server: str) -> None:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=OPTIONS)
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        page.set_default_timeout(1000 * DEADLINE_S)
-        page.goto(f"{server}/#scalars")
-        page.locator("text=tag: loss").wait_for()
-        page.locator("vz-line-chart2 g.plot path, vz-line-chart2 path.line").first.wait_for(state="attached")
-        keep(page, "scalars")
-        page.goto(f"{server}/#graphs")
-        for name in ("hidden", "output", "loss", "gradients", "update"):
-            page.locator(f"g.node[data-name='{name}']").wait_for()
-        page.locator("g.edge[data-edge='hidden--update']").wait_for(state="attached")
-        keep(page, "graph")
-        browser.close()
+def test_the_pages_of_curves_and_of_the_graph(browser: Any, server: str) -> None:
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    page.set_default_timeout(1000 * DEADLINE_S)
+    page.goto(f"{server}/#scalars")
+    page.locator("text=tag: loss").wait_for()
+    page.locator("vz-line-chart2 g.plot path, vz-line-chart2 path.line").first.wait_for(state="attached")
+    keep(page, "scalars")
+    page.goto(f"{server}/#graphs")
+    for name in ("hidden", "output", "loss", "gradients", "update"):
+        page.locator(f"g.node[data-name='{name}']").wait_for()
+    page.locator("g.edge[data-edge='hidden--update']").wait_for(state="attached")
+    keep(page, "graph")
+    page.close()
 
 
 def keep(page: Any, name: str) -> None:

@@ -25,9 +25,12 @@ OPTIONS = [
 DEADLINE_MS = 20_000
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """A running Chromium, or a skip that says what is missing."""
+    """A running Chromium, or a skip that says what is missing.
+
+    For one file, since Playwright runs an event loop in this thread until the end, where no test can run another one.
+    """
     playwright = pytest.importorskip("playwright.sync_api", reason="needs pip install 'dflow[integrations]'")
     if CHROMIUM is None:
         pytest.skip("needs Chromium on PATH, such as by apt-get install chromium")
