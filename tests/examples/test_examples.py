@@ -33,7 +33,18 @@ def test_digits_in_one_process() -> None:
 
 @pytest.mark.once
 def test_digits_on_a_cluster() -> None:
-    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "--all-tables", "examples/digits.py")
+    words = (
+        "-m",
+        "dflow",
+        "launch",
+        "--all-tables",
+        "--ps",
+        "1",
+        "--workers",
+        "2",
+        "--all-tables",
+        "examples/digits.py",
+    )
     with Spawned(*words, "--steps", "60", cwd=ROOT) as ran:
         status, output = ran.finish()
     assert status == 0, output
@@ -56,7 +67,17 @@ def test_actors_and_a_learner() -> None:
 
 @pytest.mark.once
 def test_actors_and_a_learner_on_a_cluster() -> None:
-    words = ("-m", "dflow", "launch", "--workers", "2", "--job", "learner=1", "examples/actor_learner.py")
+    words = (
+        "-m",
+        "dflow",
+        "launch",
+        "--all-tables",
+        "--workers",
+        "2",
+        "--job",
+        "learner=1",
+        "examples/actor_learner.py",
+    )
     with Spawned(*words, "--actors", "2", "--steps", "160", cwd=ROOT) as ran:
         status, output = ran.finish()
     assert status == 0, output
@@ -135,7 +156,7 @@ def test_a_language_model_trains_by_the_full_softmax(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.once
 def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
-    words = ("-m", "dflow", "launch", "--ps", "2", "--workers", "1", "examples/language_model.py")
+    words = ("-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "1", "examples/language_model.py")
     options = ("--steps", "100", "--vocabulary", "200", "--softmax", "sampled")
     with Spawned(*words, *options, cwd=ROOT) as ran:
         status, output = ran.finish()
@@ -152,7 +173,7 @@ def test_an_image_classifier_on_two_processes_equals_one_process(
 ) -> None:
     options = ("--steps", "30", "--batch", "32", "--save")
     alone = printed("image_classifier", *options, str(tmp_path / "alone"), patch=monkeypatch, output=capsys)
-    words = ("-m", "dflow", "launch", "--ps", "0", "--workers", "2", "examples/image_classifier.py")
+    words = ("-m", "dflow", "launch", "--all-tables", "--ps", "0", "--workers", "2", "examples/image_classifier.py")
     with Spawned(*words, *options, str(tmp_path / "together"), cwd=ROOT) as ran:
         status, output = ran.finish()
     assert status == 0, output

@@ -40,7 +40,7 @@ def launch(
 ) -> Spawned:
     (tmp_path / "script.py").write_text(textwrap.dedent(script))
     words = ("--ps", str(ps), "--workers", str(workers), "--logs", str(tmp_path / "logs"), *options)
-    return Spawned("-m", "dflow", "launch", *words, "script.py", *arguments, cwd=tmp_path)
+    return Spawned("-m", "dflow", "launch", "--all-tables", *words, "script.py", *arguments, cwd=tmp_path)
 
 
 def pids(launched: Spawned, count: int) -> list[int]:

@@ -102,7 +102,7 @@ def words(folder: Path) -> list[str]:
     again = ["--restart", "on-failure", "--restart", "ps=on-failure"]
     kept = ["--snapshots", str(folder / "snapshots"), "--snapshot-every", "0.5"]
     counts = ["--ps", "2", "--workers", "1", "--secret-file", str(folder / "secret")]
-    return ["launch", "--on", "ray", *counts, *few, *again, *kept]
+    return ["launch", "--all-tables", "--on", "ray", *counts, *few, *again, *kept]
 
 
 def launch(folder: Path, address: str, *more: str) -> Spawned:

@@ -60,7 +60,7 @@ cluster.close()
 
 def launch(folder: Path) -> Spawned:
     words = ("--ps", "2", "--workers", "2", "--snapshots", "snapshots", "--snapshot-every", "0.5", "train.py")
-    return Spawned("-m", "dflow", "launch", *words, cwd=folder)
+    return Spawned("-m", "dflow", "launch", "--all-tables", *words, cwd=folder)
 
 
 def kill_all(launched: Spawned) -> None:

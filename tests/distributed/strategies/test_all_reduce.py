@@ -96,7 +96,7 @@ def equals_alone(name: str, steps: int, saved: Path) -> list[float]:
 
 def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PAIR)
-    words = ("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "train.py")
+    words = ("-m", "dflow", "launch", "--all-tables", "--ps", "1", "--workers", "2", "train.py")
     with Spawned(*words, cwd=tmp_path, JAX_NUM_CPU_DEVICES="2") as launched:
         status, output = launched.finish()
     lines = [re.findall(rf"^\[worker:{index}\] (\w+) (\w+) (.*)$", output, re.M) for index in (0, 1)]

@@ -47,7 +47,9 @@ for metrics in dflow.distributed.Async(cluster).run(step, batches(), steps=200):
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.once)])
 def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path, signal: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN.replace("signal.SIGNAL", f"signal.{signal}"))
-    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", "train.py", cwd=tmp_path) as launched:
+    with Spawned(
+        "-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "2", "train.py", cwd=tmp_path
+    ) as launched:
         status, output = launched.finish()
     assert status == 0, output
     assert "Steps: 200 of 200" in output
@@ -100,7 +102,9 @@ cluster.close()
 @pytest.mark.once
 def test_the_rounds_go_on_without_a_worker_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_IN_ROUNDS)
-    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "3", "train.py", cwd=tmp_path) as launched:
+    with Spawned(
+        "-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "3", "train.py", cwd=tmp_path
+    ) as launched:
         status, output = launched.finish()
     assert status == 0, output
     assert "Steps: 20 of 20" in output
@@ -160,7 +164,7 @@ cluster.close()
 def test_a_run_whose_variables_were_lost_with_a_ps_task_fails_and_names_them(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_WITHOUT_PS)
     options = ("--ps", "2", "--workers", "2", "--restart", "on-failure:1", "--restart", "ps=on-failure")
-    with Spawned("-m", "dflow", "launch", *options, "train.py", cwd=tmp_path) as launched:
+    with Spawned("-m", "dflow", "launch", "--all-tables", *options, "train.py", cwd=tmp_path) as launched:
         status, output = launched.finish()
     assert status == 1, output
     assert "ps:0 ended: killed by SIGKILL; it is started again" in output
@@ -205,7 +209,9 @@ cluster.close()
 def test_a_cluster_goes_on_from_what_an_earlier_one_saved(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_AND_SAVE)
     for _ in range(2):
-        with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "1", "train.py", cwd=tmp_path) as launched:
+        with Spawned(
+            "-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "1", "train.py", cwd=tmp_path
+        ) as launched:
             status, output = launched.finish()
         assert status == 0, output
     w, b = dflow.Variable(jnp.arange(3.0)), dflow.Variable(0.0)

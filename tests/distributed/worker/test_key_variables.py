@@ -147,7 +147,9 @@ cluster.close()
 
 def test_processes_share_keys(tmp_path: Path) -> None:
     (tmp_path / "keys.py").write_text(KEYS)
-    with Spawned("-m", "dflow", "launch", "--ps", "1", "--workers", "2", "keys.py", cwd=tmp_path) as launched:
+    with Spawned(
+        "-m", "dflow", "launch", "--all-tables", "--ps", "1", "--workers", "2", "keys.py", cwd=tmp_path
+    ) as launched:
         status, output = launched.finish()
     assert status == 0, output
     for worker in range(2):

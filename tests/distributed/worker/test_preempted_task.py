@@ -40,7 +40,9 @@ def task(launched: Spawned, name: str) -> int:
 def test_no_update_is_lost_or_repeated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--restart", "ps=on-failure", "--snapshots", "snapshots", "--snapshot-every", "3600", "train.py"]
-    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", *words, cwd=tmp_path) as launched:
+    with Spawned(
+        "-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "2", *words, cwd=tmp_path
+    ) as launched:
         launched.read_until("the first snapshot, of 2 variables, is complete")
         for index in range(2):
             launched.read_until("at batch", times=len([line for line in launched.lines if "at batch" in line]) + 4)

@@ -439,7 +439,9 @@ for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
 def test_killed_parameter_tasks_are_started_again_and_no_step_is_lost_or_repeated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--restart", "ps=on-failure", "--snapshots", "snapshots", "--snapshot-every", "0.5", "train.py"]
-    with Spawned("-m", "dflow", "launch", "--ps", "2", "--workers", "2", *words, cwd=tmp_path) as launched:
+    with Spawned(
+        "-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "2", *words, cwd=tmp_path
+    ) as launched:
         status, output = launched.finish()
     assert status == 0, output
     assert "Steps: 3000 of 3000" in output
