@@ -131,7 +131,8 @@ pins:  ## resolve the newest dependencies anew and write constraints/ for this P
 	rm -rf $(VENV)-pins
 	$(call make-venv,$(VENV)-pins)
 	$(call pip,$(VENV)-pins) install -q -U setuptools
-	$(call pip,$(VENV)-pins) install -q --no-build-isolation -e '.[$(EXTRAS)]'
+	$(call pip,$(VENV)-pins) install -q --no-build-isolation -e '.[$(EXTRAS),integrations,iree,keras,site]'
+	$(call pip,$(VENV)-pins) install -q --no-deps tritonclient
 	$(call pip,$(VENV)-pins) freeze --all --exclude pip --exclude-editable > $(PINS)
 	rm -rf $(VENV)-pins
 

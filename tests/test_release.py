@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -57,9 +58,14 @@ def test_the_licence_is_stated_and_there() -> None:
     assert "LICENSE" in PROJECT["license-files"]
 
 
-def test_files_of_other_authors_come_with_their_licence() -> None:
-    """Scripts, styles and fonts in the package are named in NOTICE, or are dflow's own."""
-    notice = ROOT / "NOTICE"
-    named = notice.read_text() if notice.exists() else ""
-    minified = [path for path in (ROOT / "dflow").rglob("*.min.*") if path.suffix in (".js", ".css")]
-    assert [str(path.relative_to(ROOT)) for path in minified if path.name not in named] == []
+def test_packages_in_the_dashboards_bundle_come_with_their_licence() -> None:
+    web, built = ROOT / "dflow" / "dashboard" / "web", ROOT / "dflow" / "dashboard" / "static"
+    lock = json.loads((web / "package-lock.json").read_text())["packages"]
+    bundled = {
+        f"{path.removeprefix('node_modules/')} {package['version']}"
+        for path, package in lock.items()
+        if path and not package.get("dev") and not package.get("optional")
+    }
+    assert len(bundled) >= 2
+    assert bundled <= set((built / "LICENSES.txt").read_text().splitlines())
+    assert "dflow/dashboard/static/LICENSES.txt" in PROJECT["license-files"]

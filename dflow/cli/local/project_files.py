@@ -116,7 +116,8 @@ def test_training_on_a_cluster() -> None:
 
 _README = """# $name
 
-    python -m venv .venv && . .venv/bin/activate
+In the environment that has dflow:
+
     pip install -e '.[test]'
     pytest                                      # trains in one process, and on a cluster inside it
     python $name.py                             # one process
