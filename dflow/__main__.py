@@ -5,13 +5,12 @@ Each subcommand imports what it needs when it runs, so that `--help` and `launch
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from dflow import __version__
 from dflow.cli.certs import CERTS
-from dflow.cli.command import add_commands
+from dflow.cli.command import CommandParser, add_commands
 from dflow.cli.compile_command import COMPILE
 from dflow.cli.dashboard_command import DASHBOARD
 from dflow.cli.inspect_commands import DUMP, SHOW, STATUS, TRACE, WHERE
@@ -42,9 +41,9 @@ COMMANDS = (
 )
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="dflow", description="Stateful dataflow on JAX and XLA.")
+    parser = CommandParser(prog="dflow", description="Stateful dataflow on JAX and XLA.")
     parser.add_argument("--version", action="version", version=f"dflow {__version__}")
     parser.set_defaults(parser=parser)
     add_commands(parser, "command", COMMANDS)

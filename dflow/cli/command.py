@@ -6,9 +6,10 @@ Invariant: building the parser does not import JAX; a command imports what it ne
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Parsed = TypeVar("Parsed")
 
@@ -29,6 +30,19 @@ class Command:
     run: Callable[[argparse.Namespace], int | None] | None = None
     more: str = "."
     epilog: str | None = None
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that refuses unknown options itself, with its own usage and the name that was meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Parse all arguments. Exits with status 2 and a message if one is unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            names = [name for action in self._actions for name in action.option_strings]
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], names, n=1)
+            self.error(f"unrecognized argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        return found, unknown
 
 
 def add_commands(parser: argparse.ArgumentParser, dest: str, commands: Iterable[Command]) -> None:
@@ -58,7 +72,7 @@ def add_all_tables(parser: argparse._ActionsContainer) -> None:
 
 def count(text: str) -> int:
     """Parse an integer of at least 0."""
-    number = int(text)
+    number = _integer(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is negative; give 0 or more")
     return number
@@ -66,10 +80,17 @@ def count(text: str) -> int:
 
 def at_least_one(text: str) -> int:
     """Parse an integer of at least 1."""
-    number = int(text)
+    number = _integer(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is too few; give 1 or more")
     return number
+
+
+def _integer(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
 
 
 def job_count(text: str) -> tuple[str, int]:

@@ -246,7 +246,7 @@ class StepLedger:
             self._announced[run.name] = run.done
             self._news.append(
                 f"run {run.name!r} has {run.done} of {run.total_steps} steps done, and no worker takes part in it any "
-                "more: their batches have ended, or their programs have left the loop"
+                "more: their batches have ended, their programs have left the loop, or they are lost"
             )
 
     def _note_not_finite(self, run: str, task: str, found: NotFinite | None) -> None:

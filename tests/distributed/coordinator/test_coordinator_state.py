@@ -241,7 +241,7 @@ def test_a_run_that_every_worker_left_short_of_its_steps_is_announced_once() -> 
     last = state.handle(Asked(1.0, 11, 21, ClaimSteps("run", WORKER1, 100, 2, 1, 3, more=False)))
     assert last[-1] == Log(
         "run 'run' has 11 of 100 steps done, and no worker takes part in it any more: their batches have ended, "
-        "or their programs have left the loop"
+        "their programs have left the loop, or they are lost"
     )
     for peer, task in ((10, WORKER0), (11, WORKER1)):
         gone = state.handle(Asked(2.0, peer, peer + 20, Leave(task, "finished")))

@@ -292,5 +292,5 @@ def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture) ->
     assert loss == "loss is nan at step 1 of run 'mine' on localhost:0; later ones of this run are not announced"
     assert end == (
         "run 'mine' has 3 of 40 steps done, and no worker takes part in it any more: their batches have ended, "
-        "or their programs have left the loop"
+        "their programs have left the loop, or they are lost"
     )
