@@ -19,9 +19,11 @@ from dflow.calls.function import jit
 from dflow.exporting.export_check import python_signature
 from dflow.exporting.export_manifest import FunctionSignature, arguments_of
 from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.lowering.local import LocalHome
 from dflow.lowering.programs.portable_tree import Held, Tree, build, flatten, parts_of, plain
 from dflow.tracing.errors import ExportError
-from dflow.tracing.primitives.namesakes import use_beside_namesakes
+from dflow.tracing.state.container import outside_containers
+from dflow.tracing.state.context import home
 from dflow.tracing.state.resources import Variable
 
 #: The largest int8: the image of a channel's largest weight.
@@ -48,14 +50,15 @@ class SmallWeight:
 
 def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, options: Options) -> dict[str, TracedExport]:
     """Return the functions over smaller variables, which have the present values. Raises ExportError."""
-    smaller = {variable: _made_smaller(variable, form) for variable in _eligible(made.values(), form)}
+    taken = {name for one in made.values() for name in one.variables}
+    # Their own home: on a cluster a name is one variable, so a second export would get the values of the first.
+    with home(LocalHome()), outside_containers():
+        smaller = {variable: _made_smaller(variable, form, taken) for variable in _eligible(made.values(), form)}
     if not smaller:
         raise ExportError(
             f"weights={form!r}, and there is no floating-point variable of two dimensions or more that is read alone",
             "leave weights out",
         )
-    kept = [each for one in smaller.values() for each in (one.small, one.scale) if each is not None]
-    use_beside_namesakes(kept)
     return {name: _over(name, one, smaller, options) for name, one in made.items()}
 
 
@@ -83,9 +86,15 @@ def _returned(tree: Tree) -> list[str]:
     return [name for _, child in parts_of(tree) for name in _returned(child)]
 
 
-def _made_smaller(variable: Variable, form: WeightForm) -> SmallWeight:
+def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> SmallWeight:
+    """Return the variables that stand for one. Their names are none of `taken`, to which they are added."""
+
     def held(value: Any, suffix: str) -> Variable:
-        return Variable(value, name=f"{variable.name}/{suffix}", trainable=False)
+        name = f"{variable.name}/{suffix}"
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        return Variable(value, name=name, trainable=False)
 
     dtype, value = variable.dtype, np.asarray(variable.read())
     if not np.isfinite(value.astype(np.float32)).all():

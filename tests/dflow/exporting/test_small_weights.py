@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import dflow
 from dflow.exporting.iree_module import compile_module
 from dflow.exporting.small_weights import _made_smaller
+from dflow.testing import memory_cluster
 from dflow.tracing.errors import ConfigError, ExportError
 from tests.effort import examples
 
@@ -97,10 +98,10 @@ def weights() -> st.SearchStrategy[np.ndarray[Any, Any]]:
 @given(weights())
 def test_each_weight_differs_by_at_most_half_a_step_of_its_channel(value: Any) -> None:
     variable = dflow.Variable(jnp.asarray(value), name="value")
-    found = np.asarray(_made_smaller(variable, "int8").read())
+    found = np.asarray(_made_smaller(variable, "int8", set()).read())
     step = np.abs(value).max(axis=tuple(range(value.ndim - 1))) / 127
     assert (np.abs(found - value) <= step * 0.5001 + 1e-30).all()
-    found = np.asarray(_made_smaller(variable, "bfloat16").read())
+    found = np.asarray(_made_smaller(variable, "bfloat16", set()).read())
     assert (found == value.astype(ml_dtypes.bfloat16).astype(np.float32)).all()
 
 
@@ -120,6 +121,31 @@ def test_functions_of_one_export_share_the_small_weights(tmp_path: Path) -> None
     model.write(np.eye(4, dtype=np.float32))
     np.testing.assert_allclose(model.read(np.eye(4, dtype=np.float32)), np.ones((4, 4)) + 16, rtol=1e-5)
     assert exported.accuracy(np.eye(4, dtype=np.float32), signature="read").errors.keys() == {"result"}
+
+
+def test_each_export_on_a_cluster_has_the_present_values() -> None:
+    x = np.ones((1, 3), np.float32)
+    with memory_cluster(ps=1) as memory:
+        cluster = memory.worker()
+        with cluster.parameter_servers(), dflow.container("model"):
+            w = dflow.Variable(jnp.ones((3, 3)), name="w")
+            exports = []
+            for value in (1.0, 5.0, 7.0):
+                w.assign(jnp.full((3, 3), value))
+                exports.append(dflow.export(lambda x: x @ w, dflow.spec("b, 3", jnp.float32), weights="int8"))
+            assert [*exports[0].variables] == ["model/w/int8", "model/w/scale"]
+        scales = [float(one.variables["model/w/scale"].read()[0] * 127) for one in exports]
+        assert scales == pytest.approx([1, 5, 7])
+        assert exports[2].accuracy(x).errors["result"][0] < 1e-4
+        cluster.close()
+
+
+def test_a_users_variable_may_have_the_name_of_a_small_weight(tmp_path: Path) -> None:
+    q, taken = (dflow.Variable(jnp.full(shape, 2.0), name=name) for name, shape in (("q", (3, 3)), ("q/int8", (3,))))
+    exported = dflow.export(lambda x: x @ q + taken, dflow.spec("b, 3", jnp.float32), weights="int8")
+    assert set(exported.variables) == {"q/int8", "q/int8_", "q/scale"}
+    loaded = dflow.load(exported.save(tmp_path / "q"), prefix="loaded/")
+    np.testing.assert_allclose(loaded(np.ones((1, 3), np.float32)), np.full((1, 3), 8.0), rtol=1e-5)
 
 
 def test_the_compiler_of_modules_is_named_when_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
