@@ -203,7 +203,7 @@ class _Rows:
                 column = self._columns[place] = column.astype(np.result_type(column.dtype, row.dtype))
             if self.count == len(column):
                 column = self._columns[place] = np.concatenate([column, np.empty_like(column)])
-            column[self.count] = row
+            column[self.count, ...] = row  # else an object array without axes would be kept as such
         self.count += 1
 
     def batch(self) -> Any:

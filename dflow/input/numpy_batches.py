@@ -26,8 +26,8 @@ def numpy_batches(loader: Iterable[Any]) -> NumpyBatches:
 
     A tensor in the memory of this process becomes an array of the same memory, also of bfloat16 and 8-bit floats; one
     on another device is copied. A list becomes a tuple, whose entries a strategy passes as the arguments of the step,
-    and a list of strings an array of them. Other leaves stay as they are. The result has the `len()` of the loader, and
-    if that is indexed by numbers, the batch of a number.
+    and a list of strings or bytes an array of these objects. Other leaves stay as they are. The result has the `len()`
+    of the loader, and if that is indexed by numbers, the batch of a number.
 
     Raises InputError if `loader` is no iterable, and during iteration for a sparse or ragged tensor.
     """
@@ -66,6 +66,8 @@ class NumpyBatches:
 def as_array(leaf: Any) -> Any:
     """Return a NumPy array of a tensor or a sequence of numbers, of the same memory where that is possible.
 
+    A string or bytes is an array of dtype object: NumPy's own dtypes for them lose zeros at the end.
+
     Raises InputError for a sparse or ragged tensor.
     """
     library = type(leaf).__module__.partition(".")[0]
@@ -73,7 +75,7 @@ def as_array(leaf: Any) -> Any:
         return _of_torch(leaf.detach().cpu())
     if library == "tensorflow" and not hasattr(leaf, "__array__"):
         raise _not_dense(leaf, "make it dense first: dataset.map(tf.sparse.to_dense), or tensor.to_tensor()")
-    return np.asarray(leaf)
+    return np.array(leaf, dtype=object) if isinstance(leaf, str | bytes) else np.asarray(leaf)
 
 
 def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
@@ -99,7 +101,7 @@ def _converted(value: Any) -> Any:
         return {key: _converted(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         if value and all(isinstance(one, str | bytes) for one in value):
-            return np.array(value)
+            return np.array(value, dtype=object)
         parts = map(_converted, value)
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     return as_array(value) if type(value).__module__.partition(".")[0] in ("torch", "tensorflow") else value

@@ -167,3 +167,13 @@ def test_a_batch_that_would_be_larger_than_its_data_grows(monkeypatch: pytest.Mo
 def test_elements_that_do_not_stack_are_refused(second: Any, says: str) -> None:
     with pytest.raises(dflow.InputError, match=says):
         list(batches([(np.zeros(2),), second], 2))
+
+
+def test_bytes_and_strings_keep_zeros_at_their_end() -> None:
+    texts: list[Any] = [b"ab\0\0", b"c"], ["a\0", "b"]
+    columns = next(iter(dflow.data.numpy_batches([texts])))
+    assert [column.tolist() for column in columns] == [*texts]
+    elements = [{"bytes": first, "text": second} for first, second in zip(*texts, strict=True)]
+    for shuffle in (False, 1):
+        (batch,) = batches(elements, 2, shuffle=shuffle)
+        assert [batch["bytes"].tolist(), batch["text"].tolist()] == [*texts]
