@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflow.exporting.export_manifest import and_list, arguments_of
@@ -21,6 +22,9 @@ from dflow.tracing.ir.types import ArrayType, array_type_of, parse_dtype
 
 #: Otherwise IREE computes with the weights when it compiles, and int8 becomes float32 again.
 _KEEPS_SMALL = "--iree-opt-const-expr-max-size-increase-threshold=0"
+
+#: Random integers of a comparison are below this number.
+_IDS = 100
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,9 @@ class IreeModule:
     def difference(self) -> float:
         """Run the module on this machine with random numbers, and return the largest difference from dflow's results.
 
+        Integers are small and not negative, as ids are. NaN at the same place in both results is no difference; in one
+        of them alone it makes the result NaN.
+
         Raises ConfigError without IREE's runtime.
         """
         try:
@@ -50,14 +57,13 @@ class IreeModule:
         except ImportError as error:
             raise _missing("run by iree.runtime") from error
         random = np.random.default_rng(0)
-        arrays = [np.asarray(random.standard_normal(type.shape)).astype(type.dtype) for _, type in self.inputs]
+        arrays = [_drawn(random, type) for _, type in self.inputs]
         config = runtime.Config("local-task")
         module = runtime.load_vm_module(runtime.VmModule.copy_buffer(config.vm_instance, self.content), config)
         found = module.main(*arrays)
         results = found if isinstance(found, tuple | list) else [found]
         pairs = zip(results, self.expected(*arrays), strict=True)
-        apart = [np.abs(np.asarray(a).astype(np.float64) - np.asarray(b).astype(np.float64)) for a, b in pairs]
-        return max((float(each.max(initial=0.0)) for each in apart), default=0.0)
+        return float(np.max([_apart(np.asarray(a), np.asarray(b)) for a, b in pairs], initial=0.0))
 
 
 def compile_module(
@@ -116,6 +122,22 @@ def compile_module(
     results = [path for path, _ in leaves_of(signature.result, "result")]
     types = [array_type_of(jax.ShapeDtypeStruct(aval.shape, aval.dtype)) for aval in made.out_avals]
     return IreeModule(content, inputs, list(zip(results, types, strict=True)), jitted)
+
+
+def _drawn(random: np.random.Generator, type: ArrayType) -> Any:
+    if jnp.issubdtype(type.dtype, jnp.inexact):
+        return np.asarray(random.standard_normal(type.shape)).astype(type.dtype)
+    most: Any = 1 if type.dtype == np.bool_ else jnp.iinfo(type.dtype).max  # type: ignore[no-untyped-call]
+    below = min(_IDS, int(most) + 1)
+    return np.asarray(random.integers(below, size=type.shape)).astype(type.dtype)
+
+
+def _apart(a: Any, b: Any) -> float:
+    """Return the largest difference of two arrays, NaN if one alone has a NaN somewhere."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    with np.errstate(invalid="ignore"):  # infinity less infinity
+        apart = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
+    return float(np.max(apart, initial=0.0))
 
 
 def _missing(what: str) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,30 @@ def test_a_module_gives_what_dflow_gives_and_int8_makes_it_small(exported: Path)
         assert module.difference() < 1e-5
         sizes.append(len(module.content))
     assert sizes[0] - sizes[1] > 0.7 * 64 * 256 * 4 - 256 * 4
+
+
+def test_a_result_that_is_nan_here_alone_is_a_difference(tmp_path: Path) -> None:
+    vector = jax.ShapeDtypeStruct((4,), jnp.float32)
+    dflow.export(lambda x: (jnp.log(-jnp.abs(x) - 1), x * 2), vector).save(tmp_path / "nan")
+    module = compile_module(dflow.load(tmp_path / "nan"))
+    assert module.difference() < 1e-6  # both are NaN
+    for changed in (0, 1):
+        found = replace(module, expected=lambda x, changed=changed: [x * (np.nan, 2)[changed], x * np.nan])
+        assert np.isnan(found.difference())
+
+
+def test_integers_of_a_comparison_are_small_and_not_negative(tmp_path: Path) -> None:
+    table = jnp.arange(1000.0)
+    dflow.export(lambda ids: table[ids], jax.ShapeDtypeStruct((100,), jnp.int32)).save(tmp_path / "ids")
+    module, given = compile_module(dflow.load(tmp_path / "ids")), list[Any]()
+
+    def expected(ids: Any) -> Any:
+        given.append(ids)
+        return module.expected(ids)
+
+    assert replace(module, expected=expected).difference() == 0
+    assert given[0].min() >= 0
+    assert len({*given[0].tolist()}) > 10
 
 
 def test_the_command_compiles_for_arm_and_for_this_machine(
