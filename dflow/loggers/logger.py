@@ -21,6 +21,7 @@ import numpy as np
 from dflow.distributed.detection.cluster_spec import SCRIPT_JOB
 from dflow.distributed.strategies.step_report import scalars
 from dflow.distributed.worker.cluster import Cluster
+from dflow.loggers import writer_thread
 from dflow.loggers.writer_thread import WriterThread
 from dflow.tracing.devices.task_name import split_task_name
 from dflow.tracing.errors import TrainingError
@@ -29,7 +30,7 @@ from dflow.tracing.state.resources import is_variable
 from dflow.trainer.callbacks import Callback
 from dflow.trainer.evaluation import EXAMPLES
 
-#: Longest time that `flush` and `close` wait, in s.
+#: Longest time that `log`, `flush` and `close` wait, in s.
 FLUSH_S = 60.0
 _LATE = f"expected all values to be computed and written within {FLUSH_S:g} s; some are not"
 
@@ -60,6 +61,8 @@ class Logger(Callback):
         self._is_running = False
         #: Number of calls that failed since the last warning of failures, and whether one has succeeded since.
         self._lost, self._has_written = 0, False
+        #: Number of calls for which the thread had no place since the last warning of it.
+        self._dropped = 0
         self._warned: set[str] = set()
         self._to_warn: list[str] = []
         if cluster is not None:
@@ -69,7 +72,8 @@ class Logger(Callback):
         """Write the values of a step: real scalars by name, or one, which is then `loss`.
 
         The values need not be computed yet: a thread waits for them and writes them, about a second later. If 1000
-        steps wait already, this waits for the oldest. The first call of a process replaces what earlier programs have
+        steps wait already, this waits for the oldest, for at most a minute; then values are lost, with a warning, until
+        there is a place again. The first call of a process replaces what earlier programs have
         written of this step and later ones. A value that is no real scalar is left out, with a warning.
 
         Raises TrainingError for a step that is no integer, and if the place cannot be written.
@@ -78,8 +82,11 @@ class Logger(Callback):
 
     def flush(self) -> None:
         """Wait until all is written, for at most a minute."""
-        if self._thread is not None and not self._thread.flush(FLUSH_S):
-            self._warn_once("late", _LATE)
+        if self._thread is not None:
+            if self._thread.flush(FLUSH_S):
+                self._count_dropped()
+            else:
+                self._warn_once("late", _LATE)
         self._warn()
 
     def close(self) -> None:
@@ -149,7 +156,7 @@ class Logger(Callback):
         """Call `write(step, time_s, *arguments)` in the thread, if this worker writes at all."""
         if self._is_silent:
             return
-        self._opened().put(partial(self._written, partial(write, self._checked_step(step), time.time(), *arguments)))
+        self._queue(partial(write, self._checked_step(step), time.time(), *arguments))
         self._warn()
 
     def _check_period(self, name: str, steps: int | None) -> None:
@@ -186,8 +193,9 @@ class Logger(Callback):
     def _log(self, step: int, values: Any, by_hand: bool) -> None:
         if self._is_silent:
             return
-        if not self._has_begun:
-            self._begin(step)
+        if not self._has_begun and not self._begin(step):
+            self._warn()
+            return
         named = (
             {str(name): value for name, value in values.items()} if isinstance(values, Mapping) else {"loss": values}
         )
@@ -198,10 +206,33 @@ class Logger(Callback):
             self._put(step, self._write_numbers, numbers)
         self._warn()
 
-    def _begin(self, step: int) -> None:
-        self._has_begun = True
-        if not self._is_silent:
-            self._opened().put(partial(self._written, partial(self._discard, step)))
+    def _begin(self, step: int) -> bool:
+        """Replace earlier values; return False if the thread has no place for that, so that the next step tries it."""
+        self._has_begun = True  # before the wait, so that another thread does not begin too
+        self._has_begun = self._is_silent or self._queue(partial(self._discard, step))
+        return self._has_begun
+
+    def _queue(self, write: Any) -> bool:
+        """Call `write` in the thread; return whether the thread has a place for it."""
+        has_place = self._opened().put(partial(self._written, write), FLUSH_S)
+        if has_place:
+            self._count_dropped()
+            return True
+        if not self._dropped:
+            self._to_warn.append(
+                f"{self._name}: {self._where}: expected fewer than {writer_thread.MOST_WAITING} entries to wait, and "
+                f"they do for {FLUSH_S:g} s; later ones are lost"
+            )
+        self._dropped += 1
+        return False
+
+    def _count_dropped(self) -> None:
+        """Have the program's thread warn of the number of calls for which there was no place."""
+        if self._dropped:
+            self._to_warn.append(
+                f"{self._name}: {self._where}: {self._dropped} entries are lost, as they found no place in the queue"
+            )
+            self._dropped = 0
 
     def _opened(self) -> WriterThread:
         """Return the thread, after opening the place if it is not open."""
@@ -261,7 +292,9 @@ class Logger(Callback):
         atexit.unregister(self._end_at_exit)
         if (thread := self._thread) is not None:
             self._thread = None
-            if not thread.flush(FLUSH_S):
+            has_written = thread.flush(FLUSH_S)
+            self._count_dropped()
+            if not has_written:
                 self._warn_once("late", _LATE)
             elif thread.close(FLUSH_S) and self._is_open:
                 try:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-#: Most calls that wait; `put` waits for the oldest when there are more, so that memory is bounded.
+#: Most calls that wait, so that memory is bounded; with as many, `put` waits until the thread takes one.
 MOST_WAITING = 1000
 #: Longest time that something written stays in this process, in s. A killed process loses no more than that.
 SYNC_S = 1.0
@@ -22,12 +22,23 @@ class WriterThread:
     def __init__(self, name: str, sync: Callable[[], None], failed: Callable[[Exception], None]) -> None:
         self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue(MOST_WAITING)
         self._sync, self._failed = sync, failed
+        #: Whether the last call found no place.
+        self._is_stuck = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, call: Callable[[], None]) -> None:
-        """Run `call` after those before it."""
-        self._calls.put(call)
+    def put(self, call: Callable[[], None], timeout_s: float) -> bool:
+        """Run `call` after those before it; return False if there is no place for it within the time.
+
+        After that, further calls get no time until there is a place again.
+        """
+        try:
+            self._calls.put(call, timeout=0 if self._is_stuck else timeout_s)
+        except queue.Full:
+            self._is_stuck = True
+            return False
+        self._is_stuck = False
+        return True
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until all calls have run and are synced; return whether that was so within the time."""

@@ -18,7 +18,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async
-from dflow.loggers import CSV, Print, logger
+from dflow.loggers import CSV, Print, logger, writer_thread
 from dflow.loggers.writer_thread import WriterThread
 from dflow.testing import memory_cluster
 from dflow.trainer import trainer as trainer_module
@@ -202,6 +202,26 @@ def test_values_that_are_never_computed_do_not_keep_the_program(
     log.log(0, later)
     warned("expected all values to be computed and written within", log.close)
     later.is_computed.set()
+
+
+def test_a_writer_that_hangs_does_not_keep_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_thread, "MOST_WAITING", 2)
+    later, log = Later(), CSV(tmp_path / "log.csv")
+    log.log(0, {"loss": later})
+    assert log._thread is not None
+    until(log._thread._calls.empty)  # the thread waits for the value
+    with monkeypatch.context() as patched:
+        patched.setattr(logger, "FLUSH_S", 0.01)
+        log.log(1, {"loss": 1})
+        log.log(2, {"loss": 2})
+        text = "log.csv: expected fewer than 2 entries to wait, and they do for 0.01 s; later ones are lost"
+        warned(text, lambda: log.log(3, {"loss": 3}))
+    log.log(4, {"loss": 4})  # neither waits nor warns again
+    later.is_computed.set()
+    warned("log.csv: 2 entries are lost, as they found no place", log.flush)
+    log.log(5, {"loss": 5})
+    log.close()
+    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == [0, 1, 2, 5]
 
 
 def test_a_flush_returns_after_its_failure_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
