@@ -56,6 +56,7 @@ class CSV(Logger):
         self._rewrite(self._rows(), _STEP_AND_TIME)
 
     def _discard(self, first: int) -> None:
+        self._sync()  # rows of an earlier run of this process
         rows = self._rows()
         kept = [row for row in rows if int(row["step"]) < first]
         if len(kept) < len(rows):

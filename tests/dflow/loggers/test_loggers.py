@@ -155,6 +155,18 @@ def test_a_program_that_is_started_again_goes_on_in_the_file(tmp_path: Path) -> 
     assert after[:6] == before[:6]
 
 
+def test_a_second_run_with_one_logger_replaces_rows_that_are_still_in_memory(tmp_path: Path) -> None:
+    log, cluster = CSV(tmp_path / "log.csv", every=1), dflow.connect()
+    log.on_start(0, cluster)
+    for step in range(1, 6):
+        log.on_step(step, {"loss": 10 + step})  # then the run raises, and has no end
+    log.on_start(2, cluster)
+    for step in (3, 4):
+        log.on_step(step, {"loss": 20 + step})
+    log.close()
+    assert [row["loss"] for row in rows_of(tmp_path / "log.csv")] == [11, 12, 23, 24]
+
+
 def test_a_place_that_cannot_be_written_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     log = CSV(tmp_path / "file" / "log.csv")
