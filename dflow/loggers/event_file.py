@@ -10,15 +10,14 @@ import contextlib
 import itertools
 import os
 import socket
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dflow.tracing.errors import ConfigError
 
-#: Most records that are kept until `discard`.
-_MOST_KEPT = 100
 #: Distinguishes the files of this process.
 _numbers = itertools.count()
 
@@ -35,23 +34,28 @@ def check_installed() -> None:
 
 
 class EventFile:
-    """A new event file in a folder, which is made if it is missing. Every method may raise OSError."""
+    """A new event file in a folder, which is made if it is missing. Every method may raise OSError.
 
-    def __init__(self, folder: Path) -> None:
+    goes_on  whether this file goes on with a run that has called `discard` for an earlier one
+    """
+
+    def __init__(self, folder: Path, goes_on: bool) -> None:
         from tensorboardX import summary
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.record_writer import RecordWriter
 
         self._event, self._summary = Event, summary
         folder.mkdir(parents=True, exist_ok=True)
-        #: Events before `discard`, which may add them again; None if no earlier file has anything to discard.
-        self._kept: list[Any] | None = [] if any(folder.glob("events.out.tfevents.*")) else None
+        self._has_earlier = any(folder.glob("events.out.tfevents.*"))
+        #: Whether the records are of the run whose first step the next `discard` has.
+        self._is_of_next_run = not goes_on
         # Readers take the files of a folder in the order of their names.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
-        self._records = RecordWriter(str(folder / name))
+        self._path = folder / name
+        self._records = RecordWriter(str(self._path))
         try:
             self._records.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
-            if self._kept is None:
+            if not self._has_earlier:
                 self._start(0)  # some readers discard nothing at the first start of a folder
             self.sync()
         except OSError:
@@ -60,14 +64,16 @@ class EventFile:
             raise
 
     def discard(self, first: int) -> None:
-        """Have readers discard what earlier files have of step `first` and later ones."""
-        kept, self._kept = self._kept, None
-        # With more records before it, this file is no part of an earlier run's curves.
-        if kept is not None and len(kept) < _MOST_KEPT:
-            self._start(first)
-            for event in kept:
-                if event.step >= first:  # it is discarded too
-                    self._records.write(event.SerializeToString())
+        """Have readers discard what earlier runs have of step `first` and later ones, in this file too."""
+        is_of_this_run, self._is_of_next_run = self._is_of_next_run, False
+        if is_of_this_run and not self._has_earlier:
+            return
+        self.sync()
+        own = self._path.stat().st_size if is_of_this_run else 0
+        self._start(first)
+        for event in self._events(own):
+            if event.step >= first and not event.file_version:  # it is discarded too
+                self._records.write(event.SerializeToString())
 
     def scalars(self, step: int, time_s: float, numbers: Mapping[str, float]) -> None:
         """Add a point to the curve of each name, as a 32-bit float."""
@@ -124,6 +130,14 @@ class EventFile:
         event.session_log.status = event.session_log.START
         self._records.write(event.SerializeToString())
 
+    def _events(self, size: int) -> Iterator[Any]:
+        """Yield the events in the first `size` bytes of the file. A record is a length, its CRC, data and their CRC."""
+        with self._path.open("rb") as file:
+            while file.tell() < size:
+                (length,) = struct.unpack("<Q4x", file.read(12))
+                yield self._event.FromString(file.read(length))
+                file.seek(4, os.SEEK_CUR)
+
     def _session(self, tag: str, data: Any) -> None:
         summary = self._summary.Summary()
         value = summary.value.add(tag=tag)
@@ -132,7 +146,4 @@ class EventFile:
         self._add(time.time(), summary=summary)
 
     def _add(self, time_s: float, **what: Any) -> None:
-        event = self._event(wall_time=time_s, **what)
-        self._records.write(event.SerializeToString())
-        if self._kept is not None and len(self._kept) < _MOST_KEPT:
-            self._kept.append(event)
+        self._records.write(self._event(wall_time=time_s, **what).SerializeToString())

@@ -77,6 +77,8 @@ class TensorBoard(Logger):
             )
         self._profile, self._is_profiling = profile, False
         self._file: EventFile | None = None
+        #: Whether the values of earlier programs are discarded.
+        self._has_discarded = False
 
     def log(self, step: int, values: Any) -> None:
         """Write the values of a step, as every logger does, and histograms and the profile if it is time for them.
@@ -134,11 +136,12 @@ class TensorBoard(Logger):
         return self._given / self._task
 
     def _open(self) -> None:
-        self._file = EventFile(self._folder)
+        self._file = EventFile(self._folder, goes_on=self._has_discarded)
         if self._hyperparameters:
             self._file.session(self._hyperparameters)
 
     def _discard(self, first: int) -> None:
+        self._has_discarded = True
         self._opened_file.discard(first)
 
     @property

@@ -102,6 +102,30 @@ def test_text_before_the_first_step_is_not_discarded_with_earlier_runs(tmp_path:
     assert server_steps(tmp_path, "note/text_summary") == [0]
 
 
+def test_a_second_run_with_one_logger_goes_on_with_the_curves(tmp_path: Path) -> None:
+    board, cluster = TensorBoard(tmp_path, every=1), dflow.connect()
+    for first, last in ((0, 5), (0, 5), (2, 3)):
+        board.on_start(first, cluster)
+        for step in range(first + 1, last + 1):
+            board.on_step(step, {"loss": 10 * last + step})
+        board.on_end(last, "done")
+    board.close()
+    assert curve(tmp_path, "loss") == [(1, 51), (2, 52), (3, 33)]
+    assert server_steps(tmp_path, "loss") == [1, 2, 3]
+
+
+def test_many_texts_before_the_first_step_leave_no_stale_points(tmp_path: Path) -> None:
+    for run in range(2):
+        with TensorBoard(tmp_path) as board:
+            for number in range(300):
+                board.text(number // 100, f"note {number}", str(run))
+            for step in range(2 * (1 - run), 4 - run):
+                board.log(step, {"loss": run})
+    assert curve(tmp_path, "loss") == [(0, 1), (1, 1), (2, 1)]
+    assert server_steps(tmp_path, "note 0/text_summary") == [0]
+    assert server_steps(tmp_path, "note 299/text_summary") == [2]
+
+
 def test_histograms_of_variables_and_of_arrays_that_a_step_returns(tmp_path: Path) -> None:
     w = dflow.Variable(jnp.zeros(3), name="layer/w")
     later = Later()
