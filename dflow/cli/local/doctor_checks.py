@@ -157,8 +157,11 @@ def limits() -> Iterator[Diagnosis]:
     cores = len(os.sched_getaffinity(0))
     yield Diagnosis("ok", f"cores: {cores} of {os.cpu_count()}")
     free = _available_memory()
-    text = f"memory: {size_text(free)} available"
-    if free < LEAST_MEMORY:
+    text = f"memory: {size_text(free or 0)} available"
+    if free is None:
+        remedy = f"see that dflow can use {size_text(LEAST_MEMORY)}, or mount /proc in this container"
+        yield Diagnosis("note", "memory: /proc/meminfo does not tell how much is available", remedy)
+    elif free < LEAST_MEMORY:
         need = f"{text}: expected at least {size_text(LEAST_MEMORY)}"
         yield Diagnosis("wrong", need, "end other processes, or raise the limit of this container")
     else:
@@ -183,16 +186,31 @@ def limits() -> Iterator[Diagnosis]:
         yield Diagnosis("ok", "shared memory between processes: works")
 
 
-def _available_memory() -> int:
-    """Return the bytes that a new process can use: of this machine, and of this container if it has a limit."""
-    [line] = re.findall(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    free = int(line) * 1024
+def _available_memory() -> int | None:
+    """Return the bytes that a new process can use: of this machine, and of this container if it has a limit.
+
+    None if the kernel does not tell.
+    """
+    try:
+        free = _number("MemAvailable:", Path("/proc/meminfo")) * 1024
+    except (OSError, ValueError):
+        return None
     folder = Path("/sys/fs/cgroup")
     try:
         limit, used = (int((folder / file).read_text()) for file in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no limit, or an older kernel
         return free
-    return min(free, limit - used)
+    try:
+        cache = _number("inactive_file", folder / "memory.stat")  # is in use, and freed when a process needs it
+    except (OSError, ValueError):
+        cache = 0
+    return min(free, limit - used + cache)
+
+
+def _number(name: str, file: Path) -> int:
+    """Return the number after a name at the start of a line. Raises ValueError without one."""
+    found = re.search(rf"^{name}\s+(\d+)", file.read_text(), re.MULTILINE)
+    return int(found[1] if found else "")
 
 
 def network() -> Iterator[Diagnosis]:

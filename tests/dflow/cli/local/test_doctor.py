@@ -3,6 +3,7 @@ import resource
 import socket
 import time
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -99,6 +100,43 @@ def test_too_few_files_too_little_memory_and_no_shared_memory(monkeypatch: pytes
         ("note", "shared memory between processes: Operation not permitted"),
     ]
     assert all(each.remedy for each in found)
+
+
+@pytest.mark.parametrize("lists_cache", [True, False])
+def test_the_page_cache_of_a_container_is_memory_that_is_available(
+    lists_cache: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = {
+        "/proc/meminfo": "MemTotal: 9000000 kB\nMemAvailable: 8000000 kB\n",
+        "/sys/fs/cgroup/memory.max": "4294967296\n",
+        "/sys/fs/cgroup/memory.current": "4200000000\n",
+        "/sys/fs/cgroup/memory.stat": "anon 100\nfile 4000000000\ninactive_file 3900000000\nactive_file 7\n",
+    }
+    if not lists_cache:
+        del texts["/sys/fs/cgroup/memory.stat"]
+    with_files(texts, monkeypatch)
+    [memory] = [each for each in limits() if each.text.startswith("memory")]
+    assert memory.level == ("ok" if lists_cache else "wrong")
+    assert memory.text.startswith(f"memory: {'4.0 GB' if lists_cache else '95.0 MB'} available")
+
+
+def test_a_kernel_that_does_not_tell_the_available_memory_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for texts in ({"/proc/meminfo": "MemTotal: 8 kB\n"}, dict[str, str]()):
+        with_files(texts, monkeypatch)
+        [memory] = [each for each in limits() if "memory: " in each.text]
+        assert (memory.level, memory.text) == ("note", "memory: /proc/meminfo does not tell how much is available")
+        assert memory.remedy
+
+
+def with_files(texts: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the text files that are read by these."""
+
+    def read_text(path: Path) -> str:
+        if str(path) not in texts:
+            raise FileNotFoundError(2, "No such file", str(path))
+        return texts[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
 
 
 def test_no_loopback_is_wrong_and_a_name_without_address_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
