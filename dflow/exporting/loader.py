@@ -87,7 +87,9 @@ class Loaded(SavableFunctions):
 def load(path: Any, *, prefix: str = "", disabled_checks: Sequence[export.DisabledSafetyCheck] = ()) -> Loaded:
     """Load the functions that `dflow.export(...).save(path)` wrote, over new variables with the saved values.
 
-    prefix           prepended to the variables' names, which are otherwise those of the export
+    prefix           prepended to the variables' names, which are otherwise those of the export. Within
+                     `cluster.parameter_servers()` a name is one variable of the cluster: the first load that creates
+                     it gives its value, and later ones share it. Give each export another prefix there
     disabled_checks  as for `dflow.export`: custom-call targets that the programs may use. A call passes the program's
                      data to native code, so allow only targets that are registered here and check their input
 
