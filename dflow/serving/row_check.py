@@ -2,14 +2,17 @@
 
 Why: batching puts rows of several requests into one call, and pads it. That is right only for such functions, and no
 program says so: one that subtracts a batch's mean has the same types. So the function is run on a few rows, which are
-then replaced, reordered and called fewer at a time. This is a test, not a proof: a function may depend on other rows
-for some values only.
+then replaced by several values, reordered and called fewer at a time. This is a test, not a proof: a function may
+depend on other rows for some values only.
 """
 
 from __future__ import annotations
 
+import itertools
+from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from dflow.serving.signature_tensors import SignatureTensors
@@ -18,6 +21,8 @@ from dflow.serving.signature_tensors import SignatureTensors
 ROWS = 4
 #: Largest difference between calls of two sizes, relative to the largest value: XLA rounds each size in its own way.
 _TOLERANCE = 0.05
+#: Number of values that replace the other rows, by turns; a dtype with fewer repeats them.
+_FILLS = 7
 
 
 def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> str | None:
@@ -25,9 +30,15 @@ def dependence_of_rows(tensors: SignatureTensors, fn: Any, rows: int = ROWS) -> 
     random = np.random.default_rng(0)
     base = tensors.example(lambda dtype, shape: _drawn(random, dtype, shape), {str(tensors.batch): rows})
     expected = tensors.call(fn, base)
-    for row in range(rows):
-        others = {name: _others_replaced(array, row) for name, array in base.items()}
-        for spec, before, after in zip(tensors.outputs, expected, tensors.call(fn, others), strict=True):
+    for row, fill in itertools.product(range(rows), range(_FILLS)):
+        others = {name: _others_replaced(array, row, fill) for name, array in base.items()}
+        try:
+            replaced = tensors.call(fn, others)
+        except Exception as error:
+            return (
+                f"row {row} fails with some values of the other rows of the batch: {str(error).partition(chr(10))[0]}"
+            )
+        for spec, before, after in zip(tensors.outputs, expected, replaced, strict=True):
             if not _same(before[row], after[row]):
                 return f"row {row} of {spec.name} changes with the other rows of the batch"
     backwards = tensors.call(fn, {name: array[::-1].copy() for name, array in base.items()})
@@ -46,12 +57,26 @@ def _drawn(random: np.random.Generator, dtype: np.dtype[Any], shape: tuple[int, 
     return random.standard_normal(shape).astype(dtype)
 
 
-def _others_replaced(array: np.ndarray[Any, Any], row: int) -> np.ndarray[Any, Any]:
-    """Return the array with NaN, or with other whole numbers, in all rows but one."""
+def _others_replaced(array: np.ndarray[Any, Any], row: int, fill: int) -> np.ndarray[Any, Any]:
+    """Return the array with other values in all rows but one; `fill` is the index of the values."""
     replaced = array.copy()
     others = np.arange(len(array)) != row
-    replaced[others] = 1 - array[others].astype(np.int8) if array.dtype.kind in "biu" else np.nan
+    values = _fills(array.dtype)
+    value = values[fill % len(values)]
+    replaced[others] = 1 - array[others].astype(np.int8) if value is None else value
     return replaced
+
+
+@cache
+def _fills(dtype: np.dtype[Any]) -> list[Any]:
+    """Return the values for the other rows; None takes the drawn 0 for 1 and 1 for 0."""
+    if dtype.kind == "b":
+        return [None, False, True]
+    if dtype.kind in "iu":
+        whole = np.iinfo(dtype)
+        return [None, 0, 1, 3, 100, whole.min, whole.max]
+    real = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
+    return [np.nan, 0, 1e-3, 100, -100, real.min, real.max]
 
 
 def _same(a: Any, b: Any) -> bool:

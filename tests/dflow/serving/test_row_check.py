@@ -51,6 +51,51 @@ def test_one_input_among_several_is_found() -> None:
     assert found(lambda x, n: x[:, 0] + n, rows, numbers) is None
 
 
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda ids: ids - ids.max(),
+        lambda ids: ids - ids.min(),
+        lambda ids: jnp.where(jnp.any(ids > 10), ids, 2 * ids),
+    ],
+)
+def test_a_dependence_on_other_integers_than_those_drawn_is_found(fn: Any, dtype: Any) -> None:
+    assert OTHERS in str(found(fn, dflow.spec("b, 2", dtype)))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.where(jnp.any(x > 1e30), x, 2 * x),
+        lambda x: jnp.where(jnp.any(x < -50), x, 2 * x),
+        lambda x: jnp.where(jnp.all(jnp.abs(x[1:]) < 0.01), x, 2 * x),
+    ],
+)
+def test_a_dependence_on_large_small_and_negative_numbers_is_found(fn: Any) -> None:
+    assert OTHERS in str(found(fn, dflow.spec("b, 2", jnp.float32)))
+
+
+def test_a_batch_that_is_padded_to_its_longest_row_is_found() -> None:
+    def padded(ids: Any, lengths: Any) -> Any:
+        return jnp.where(jnp.arange(8) < lengths.max(), ids, 0).sum(1)
+
+    assert OTHERS in str(found(padded, dflow.spec("b, 8", jnp.int32), dflow.spec("b", jnp.int32)))
+
+
+def test_a_call_that_fails_for_some_values_of_a_row_is_found() -> None:
+    exported = dflow.export(lambda x: x, dflow.spec("b, 2", jnp.int32))
+
+    def fails(x: Any) -> Any:
+        if x.max() > 1000:
+            raise ValueError("an id is too large")
+        return x
+
+    assert dependence_of_rows(SignatureTensors("f", exported.signature_of("call")), fails) == (
+        "row 0 fails with some values of the other rows of the batch: an id is too large"
+    )
+
+
 def test_only_functions_with_a_leading_letter_in_common_have_a_batch() -> None:
     def batch(fn: Any, *specs: Any) -> str | None:
         return SignatureTensors("f", dflow.export(fn, *specs).signature_of("call")).batch
