@@ -22,7 +22,14 @@ from dflow.serving.request_batches import RequestQueue, outputs_of
 from dflow.serving.served_model import ServedModel
 from dflow.serving.served_version import ServedVersion, ServingSettings
 from dflow.serving.serving_metrics import UNKNOWN, ServingMetrics
-from dflow.serving.tensors import BINARY_HEADER, RefusedRequest, decode_request, encode_response
+from dflow.serving.tensors import (
+    BINARY_HEADER,
+    InferenceRequest,
+    RefusedRequest,
+    check_outputs,
+    decode_request,
+    encode_response,
+)
 from dflow.tracing.errors import QueueClosed
 
 _AGAIN = {"Retry-After": "1"}
@@ -159,7 +166,7 @@ class HttpApi:
             raise RefusedRequest(408, f"the request did not arrive within {self._settings.timeout_s:g} s") from None
         request, arrays = decode_request(body, http.headers.get(BINARY_HEADER))
         timeout_s = self._timeout_s(request.parameters) - (time.monotonic() - began)
-        outputs, version = await self._outputs(http, arrays, timeout_s)
+        outputs, version = await self._outputs(http, request, arrays, timeout_s)
         queue, number = version
         named = {spec.name: array for spec, array in zip(queue.tensors.outputs, outputs, strict=True)}
         head = {"model_name": queue.tensors.name, "model_version": str(number)}
@@ -169,13 +176,14 @@ class HttpApi:
         return Response(b"".join(parts), headers=headers, media_type=kind)
 
     async def _outputs(
-        self, http: Request, arrays: Mapping[str, Any], timeout_s: float
+        self, http: Request, request: InferenceRequest, arrays: Mapping[str, Any], timeout_s: float
     ) -> tuple[list[Any], tuple[RequestQueue, int]]:
         """Return the outputs, and the queue and the version that computed them."""
         while True:
             queue, version, model = self._found(http)
             number = version.number
             queue.tensors.check(arrays)
+            check_outputs(request, [spec.name for spec in queue.tensors.outputs])
             try:
                 return await outputs_of(queue, arrays, timeout_s), (queue, number)
             except QueueClosed:

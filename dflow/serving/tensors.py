@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -168,19 +168,36 @@ def _from_json(subject: str, data: bytes, dtype: np.dtype[Any], shape: Sequence[
     return array.reshape(shape)
 
 
+def check_outputs(request: InferenceRequest, names: Collection[str]) -> None:
+    """Raise RefusedRequest unless each wanted output is one of `names`, once, in a form that is offered.
+
+    Why apart from `encode_response`: a call may write variables, so a request is refused before it.
+    """
+    seen: set[str] = set()
+    for one in request.outputs or ():
+        if one.name not in names:
+            raise RefusedRequest(400, f"output {one.name!r}: expected one of {', '.join(names) or 'none'}")
+        if one.name in seen:
+            raise RefusedRequest(400, f"output {one.name!r}: expected once, got twice")
+        seen.add(one.name)
+        for key in ("classification", "shared_memory_region"):
+            if one.parameters.get(key):
+                raise RefusedRequest(400, f"output {one.name!r}: {key} is not offered; leave it out")
+
+
 def encode_response(
     head: Mapping[str, Any], arrays: Mapping[str, np.ndarray[Any, Any]], request: InferenceRequest
 ) -> tuple[list[bytes], int | None]:
     """Return the parts of a response's body, and the length of its JSON if bytes follow. Raises RefusedRequest.
 
     head    the fields beside `outputs`
-    arrays  all outputs by name; the request says which of them it wants, and which in binary form
+    arrays  all outputs by name; the request, which passed `check_outputs`, says which of them it wants, and which in
+            binary form
     """
     by_default = request.parameters.get("binary_data_output", False)
     wanted = [WantedOutput(name) for name in arrays] if not request.outputs else request.outputs
     outputs, blobs = [], []
     for one in wanted:
-        _check_wanted(one, arrays)
         array = arrays[one.name]
         entry: dict[str, Any] = {"name": one.name, "datatype": datatype_of(array.dtype), "shape": list(array.shape)}
         if one.parameters.get("binary_data", by_default):
@@ -191,14 +208,6 @@ def encode_response(
         outputs.append(entry)
     encoded = msgspec.json.encode({**head, "outputs": outputs})
     return [encoded, *blobs], len(encoded) if blobs else None
-
-
-def _check_wanted(one: WantedOutput, arrays: Mapping[str, Any]) -> None:
-    if one.name not in arrays:
-        raise RefusedRequest(400, f"output {one.name!r}: expected one of {', '.join(arrays) or 'none'}")
-    for key in ("classification", "shared_memory_region"):
-        if one.parameters.get(key):
-            raise RefusedRequest(400, f"output {one.name!r}: {key} is not offered; leave it out")
 
 
 def _listed(name: str, array: np.ndarray[Any, Any]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import shutil
 import threading
 import weakref
@@ -213,6 +214,23 @@ def test_updates_are_applied_one_by_one_and_saved_as_a_new_version(tmp_path: Pat
         infer(server.url, "counter.add", json_request(x=np.float32(100)))
     assert sorted(entry.name for entry in (tmp_path / "counter").iterdir()) == ["1", "2", "3"]
     assert [float(dflow.load(tmp_path / "counter" / number).total()) for number in "123"] == [0, 20, 120]
+
+
+def test_a_request_for_wrong_outputs_is_refused_before_its_update(tmp_path: Path) -> None:
+    learner(tmp_path / "counter")
+    with served(tmp_path / "counter", ServingSettings(learn=True)) as server:
+        for outputs, text in (
+            ([{"name": "none"}], "output 'none': expected one of result"),
+            ([{"name": "result"}] * 2, "output 'result': expected once, got twice"),
+            (
+                [{"name": "result", "parameters": {"classification": 3}}],
+                "output 'result': classification is not offered",
+            ),
+        ):
+            request = json.loads(json_request(x=np.float32(1))) | {"outputs": outputs}
+            status, body, _ = infer(server.url, "counter.add", json.dumps(request).encode())
+            assert (status, body["error"][: len(text)]) == (400, text)
+        assert infer(server.url, "counter.total", b'{"inputs":[]}')[1]["outputs"][0]["data"] == [0.0]
 
 
 def test_a_state_that_cannot_be_saved_is_reported_and_tried_again(

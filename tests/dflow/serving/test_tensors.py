@@ -137,15 +137,11 @@ def test_a_byte_that_is_no_truth_value_is_refused() -> None:
         decode_request(body[:-1] + b"\x02", headers["Inference-Header-Content-Length"])
 
 
-def test_a_response_refuses_what_json_cannot_hold_and_outputs_that_are_not_there() -> None:
+def test_a_response_refuses_what_json_cannot_hold() -> None:
     outputs = {"y": np.array([1.0, np.nan], np.float32)}
     with pytest.raises(
         RefusedRequest, match=r"output 'y': NaN or infinity, which JSON cannot hold; request .*binary_data"
     ):
         encode_response({}, outputs, EMPTY)
-    for wanted, text in (({"name": "z"}, "output 'z': expected one of y"),):
-        request, _ = decode_request(json.dumps({"inputs": [], "outputs": [wanted]}).encode(), None)
-        with pytest.raises(RefusedRequest, match=text):
-            encode_response({}, outputs, request)
     one = json.dumps({"inputs": [], "outputs": [{"name": "y", "parameters": {"binary_data": True}}]}).encode()
     assert encode_response({}, outputs, decode_request(one, None)[0])[1] is not None
