@@ -7,6 +7,7 @@ object with the field `error`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -31,6 +32,8 @@ from dflow.serving.tensors import (
     encode_response,
 )
 from dflow.tracing.errors import QueueClosed
+
+LOGGER = logging.getLogger("dflow")
 
 _AGAIN = {"Retry-After": "1"}
 Handler = Callable[[Request], Awaitable[Response]]
@@ -144,6 +147,8 @@ class HttpApi:
             if not self.is_stopping:
                 raise
             response = _refused(RefusedRequest(503, "the server stopped before the computation ended"))
+        except Exception:
+            response = _failed(request)
         finally:
             self._tasks.discard(task)
         if self.is_stopping:
@@ -261,6 +266,8 @@ def _answering(handler: Handler) -> Handler:
             return await handler(request)
         except RefusedRequest as refusal:
             return _refused(refusal)
+        except Exception:
+            return _failed(request)
 
     return answer
 
@@ -278,6 +285,12 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 def _refused(refusal: RefusedRequest) -> Response:
     return _json({"error": str(refusal)}, refusal.status, refusal.headers)
+
+
+def _failed(request: Request) -> Response:
+    """Log the exception that is being handled, and return an answer that does not show it."""
+    LOGGER.exception("%s %s failed", request.method, request.url.path)
+    return _refused(RefusedRequest(500, "the server failed; its log has the reason"))
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

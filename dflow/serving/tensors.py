@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -111,6 +112,10 @@ def _array_of(tensor: SentTensor, rest: memoryview) -> tuple[np.ndarray[Any, Any
         raise RefusedRequest(400, f"{subject}: expected a datatype of {', '.join(DATATYPES)}, got {tensor.datatype!r}")
     if any(dim < 0 for dim in tensor.shape) or len(tensor.shape) > 64:
         raise RefusedRequest(400, f"{subject}: expected a shape of sizes from 0, got {tensor.shape}")
+    if (
+        math.prod(dim for dim in tensor.shape if dim) * dtype.itemsize > sys.maxsize
+    ):  # NumPy refuses it, also beside a 0
+        raise RefusedRequest(400, f"{subject}: expected a shape of at most {sys.maxsize} bytes, got {tensor.shape}")
     if refused := sorted(key for key in tensor.parameters if key.startswith("shared_memory")):
         raise RefusedRequest(400, f"{subject}: {refused[0]} is not offered; send the data in the request")
     size = tensor.parameters.get("binary_data_size")

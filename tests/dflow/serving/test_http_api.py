@@ -23,6 +23,7 @@ from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
 from dflow.distributed.transport.security.shared_secret import SharedSecret
+from dflow.serving import http_api
 from dflow.serving.model_server import ModelServer
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import ConfigError, SecurityError
@@ -207,6 +208,26 @@ def test_metrics_count_requests_batches_and_errors(folder: Path) -> None:
         'dflow_serve_version{model="scale"} 1.0',
     ):
         assert line in lines
+
+
+def test_a_fault_of_the_server_is_answered_in_json_and_counted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise MemoryError("no more")
+
+    with served(folder / "scale") as server:
+        monkeypatch.setattr(http_api, "decode_request", fail)
+        monkeypatch.setattr(http_api, "__version__", {fail})
+        answer = {"error": "the server failed; its log has the reason"}
+        assert infer(server.url, "scale", json_request(x=ROW))[:2] == (500, answer)
+        assert call(server.url, "/v2")[:2] == (500, answer)
+        lines = call(server.url, "/metrics")[1].decode().splitlines()
+    assert 'dflow_serve_requests_total{model="scale",status="500"} 1.0' in lines
+    assert [record.getMessage() for record in caplog.records if record.name == "dflow"] == [
+        "POST /v2/models/scale/infer failed",
+        "GET /v2 failed",
+    ]
 
 
 def test_a_server_with_too_many_requests_in_progress_refuses_more(folder: Path) -> None:

@@ -85,6 +85,9 @@ X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
     [
         ({"datatype": "FLOAT"}, r"input 'x': expected a datatype of BOOL, .*FP64, got 'FLOAT'"),
         ({"shape": [-1]}, r"input 'x': expected a shape of sizes from 0, got \[-1\]"),
+        ({"shape": [2**70, 0], "data": []}, r"input 'x': expected a shape of at most \d+ bytes, got \[\d+, 0\]"),
+        ({"shape": [2**40, 2**40, 0], "data": []}, "input 'x': expected a shape of at most"),
+        ({"shape": [2**61, 0], "data": []}, "input 'x': expected a shape of at most"),
         ({"shape": [3]}, r"input 'x': expected 3 values for its shape \[3\], got 2 values"),
         ({"shape": [1, 2], "data": [[1], [2]]}, r"input 'x': expected 2 values .*got a list of shape \[2, 1\]"),
         ({"shape": [2, 2], "data": [[1, 2], [3]]}, r"input 'x': expected FP32 of shape \[2, 2\], got"),
@@ -129,6 +132,11 @@ def test_a_bad_input_is_refused_by_its_name(changes: dict[str, Any], text: str) 
 def test_a_bad_request_is_refused(body: bytes, size: str | None, text: str) -> None:
     with pytest.raises(RefusedRequest, match=text):
         decode_request(body, size)
+
+
+def test_a_large_shape_without_elements_is_taken() -> None:
+    request = {"inputs": [X | {"shape": [2**60, 0], "data": []}]}
+    assert decode_request(json.dumps(request).encode(), None)[1]["x"].shape == (2**60, 0)
 
 
 def test_a_byte_that_is_no_truth_value_is_refused() -> None:
