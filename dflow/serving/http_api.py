@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -35,7 +35,12 @@ from dflow.tracing.errors import QueueClosed
 
 LOGGER = logging.getLogger("dflow")
 
+#: Most bytes of all requests in progress, in bodies of the largest size.
+_MOST_BODIES = 4
+#: Bytes of a request or answer that are decoded or encoded on the loop's thread; more would delay other requests.
+_MOST_ON_LOOP = 1 << 20
 _AGAIN = {"Retry-After": "1"}
+Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -54,7 +59,8 @@ class HttpApi:
     ) -> None:
         self._models, self._settings, self._metrics, self._renew = models, settings, metrics, renew
         self.is_stopping = False
-        self._tasks: set[asyncio.Task[Any] | None] = set()
+        #: Bytes received by each inference request being read, waiting or computed.
+        self._bytes: dict[asyncio.Task[Any] | None, int] = {}
         paths = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         # The first that matches is called, so those of most requests stand first.
         routes = [Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths]
@@ -73,11 +79,11 @@ class HttpApi:
     @property
     def in_progress(self) -> int:
         """The number of inference requests being read, waiting or computed."""
-        return len(self._tasks)
+        return len(self._bytes)
 
     def abandon(self) -> None:
         """Answer the requests in progress by 503."""
-        for task in self._tasks:
+        for task in self._bytes:
             if task is not None:
                 task.cancel()
 
@@ -135,7 +141,7 @@ class HttpApi:
 
     async def _infer(self, request: Request) -> Response:
         began, name, task = time.monotonic(), UNKNOWN, asyncio.current_task()
-        self._tasks.add(task)
+        self._bytes[task] = 0
         try:
             name = self._found(request)[0].tensors.name
             response = await self._inferred(request)
@@ -150,7 +156,7 @@ class HttpApi:
         except Exception:
             response = _failed(request)
         finally:
-            self._tasks.discard(task)
+            del self._bytes[task]
         if self.is_stopping:
             response.headers["Connection"] = "close"
         self._metrics.request(name, response.status_code, time.monotonic() - began)
@@ -169,13 +175,15 @@ class HttpApi:
                 body = await self._body(http)
         except TimeoutError:
             raise RefusedRequest(408, f"the request did not arrive within {self._settings.timeout_s:g} s") from None
-        request, arrays = decode_request(body, http.headers.get(BINARY_HEADER))
+        request, arrays = await _run(len(body), decode_request, body, http.headers.get(BINARY_HEADER))
         timeout_s = self._timeout_s(request.parameters) - (time.monotonic() - began)
         outputs, version = await self._outputs(http, request, arrays, timeout_s)
         queue, number = version
         named = {spec.name: array for spec, array in zip(queue.tensors.outputs, outputs, strict=True)}
         head = {"model_name": queue.tensors.name, "model_version": str(number)}
-        parts, json_bytes = encode_response({**head, "id": request.id} if request.id else head, named, request)
+        head |= {"id": request.id} if request.id else {}
+        size = sum(array.nbytes for array in named.values())
+        parts, json_bytes = await _run(size, encode_response, head, named, request)
         headers = {BINARY_HEADER: str(json_bytes)} if json_bytes is not None else {}
         kind = "application/json" if json_bytes is None else "application/octet-stream"
         return Response(b"".join(parts), headers=headers, media_type=kind)
@@ -207,7 +215,7 @@ class HttpApi:
         """Return the body. Raises RefusedRequest if it is compressed, or as soon as it is too large."""
         if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
             raise RefusedRequest(415, f"Content-Encoding: expected identity, got {encoding}")
-        most, parts, size = self._settings.max_bytes, [], 0
+        most, parts, size, task = self._settings.max_bytes, [], 0, asyncio.current_task()
         declared = request.headers.get("Content-Length", "0")
         size_refusal = RefusedRequest(413, f"the request: expected at most {most} bytes, as --max-bytes says")
         if declared.isdigit() and int(declared) > most:
@@ -216,6 +224,10 @@ class HttpApi:
             size += len(part)
             if size > most:
                 raise size_refusal
+            self._bytes[task] = size
+            if sum(self._bytes.values()) > _MOST_BODIES * most:
+                text = f"the server has {_MOST_BODIES * most} bytes of requests in progress, the most"
+                raise RefusedRequest(503, text, _AGAIN)
             parts.append(part)
         return b"".join(parts)
 
@@ -285,6 +297,11 @@ async def _no_such_path(request: Request, error: Exception) -> Response:
 
 def _refused(refusal: RefusedRequest) -> Response:
     return _json({"error": str(refusal)}, refusal.status, refusal.headers)
+
+
+async def _run(size: int, fn: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function of so many bytes: on this thread, or on another one if they are many."""
+    return fn(*arguments) if size <= _MOST_ON_LOOP else await asyncio.to_thread(fn, *arguments)
 
 
 def _failed(request: Request) -> Response:

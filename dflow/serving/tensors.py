@@ -68,6 +68,8 @@ class InferenceRequest(msgspec.Struct):
 
 #: The first bracket of a list, and the second one of a list of lists.
 _OPENING = re.compile(rb"\s*\[\s*(\[)?")
+#: Bytes of JSON that are decoded, and numbers that are encoded, in one call, which keeps other threads from running.
+_PIECE_BYTES, _PIECE_NUMBERS = 1 << 18, 1 << 16
 _REQUESTS = msgspec.json.Decoder(InferenceRequest)
 
 
@@ -150,15 +152,35 @@ def _list_decoder(kind: str, depth: int) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(item)
 
 
+def _array_of_list(data: bytes, dtype: np.dtype[Any], depth: int) -> np.ndarray[Any, Any]:
+    """Return the array of a list in JSON; a long list is decoded in pieces, between which other threads run."""
+    decode = _list_decoder(dtype.kind, depth).decode
+    if depth == 0 or len(data) <= _PIECE_BYTES:
+        return np.array(decode(data), dtype)
+    end, arrays, start, opening = _end_of_item(depth), [], 0, b""
+    while found := end.search(data, start + _PIECE_BYTES):
+        arrays.append(np.array(decode(opening + data[start : found.end() - 1] + b"]"), dtype))
+        start, opening = found.end(), b"["
+    arrays.append(np.array(decode(opening + data[start:]), dtype))
+    if not all(map(len, arrays)):
+        raise ValueError("a comma without a value")
+    return np.concatenate(arrays)
+
+
+@cache
+def _end_of_item(depth: int) -> re.Pattern[bytes]:
+    """Return the pattern of the end of an item, with its comma, in the outermost of nested lists of numbers."""
+    return re.compile(rb"(?:\]\s*){%d}," % (depth - 1))
+
+
 def _from_json(subject: str, data: bytes, dtype: np.dtype[Any], shape: Sequence[int]) -> np.ndarray[Any, Any]:
     """Return the array of a JSON list, flat or nested as the shape, or of the one value of a scalar."""
     opening = _OPENING.match(data)
     is_nested = opening is not None and opening[1] is not None
     depth = max(1, len(shape)) if is_nested else int(bool(shape) or opening is not None)
     try:
-        values = _list_decoder(dtype.kind, depth).decode(data)
         with np.errstate(over="ignore"):  # found below
-            array = np.array(values, dtype)
+            array = _array_of_list(data, dtype, depth)
     except (msgspec.MsgspecError, OverflowError, ValueError) as error:
         raise RefusedRequest(
             400, f"{subject}: expected {datatype_of(dtype)} of shape {list(shape)}, got {error}"
@@ -215,12 +237,14 @@ def encode_response(
     return [encoded, *blobs], len(encoded) if blobs else None
 
 
-def _listed(name: str, array: np.ndarray[Any, Any]) -> list[Any]:
-    if array.dtype.kind in "biu":
-        return list(array.reshape(-1).tolist())
-    wide = array if array.dtype.kind == "f" else array.astype(np.float32)
-    if not np.isfinite(wide).all():
+def _listed(name: str, array: np.ndarray[Any, Any]) -> msgspec.Raw:
+    """Return the values as a flat list in JSON, encoded in pieces, between which other threads run."""
+    wide = array if array.dtype.kind in "biuf" else array.astype(np.float32)
+    if wide.dtype.kind == "f" and not np.isfinite(wide).all():
         raise RefusedRequest(
             422, f"output {name!r}: NaN or infinity, which JSON cannot hold; request it with the parameter binary_data"
         )
-    return list(wide.reshape(-1).tolist())
+    flat = wide.reshape(-1)
+    starts = range(0, flat.size, _PIECE_NUMBERS)
+    pieces = [msgspec.json.encode(flat[start : start + _PIECE_NUMBERS].tolist())[1:-1] for start in starts]
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")

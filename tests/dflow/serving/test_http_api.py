@@ -245,6 +245,42 @@ def test_a_server_with_too_many_requests_in_progress_refuses_more(folder: Path) 
         assert answers == [200]
 
 
+def test_large_bodies_are_decoded_and_encoded_on_another_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[str] = set()
+
+    def noted(fn: Any) -> Any:
+        return lambda *arguments: threads.add(threading.current_thread().name) or fn(*arguments)
+
+    for name in ("decode_request", "encode_response"):
+        monkeypatch.setattr(http_api, name, noted(getattr(http_api, name)))
+    with served(folder / "scale") as server:
+        assert infer(server.url, "scale", json_request(x=ROW))[0] == 200
+        assert threads == {"dflow serve http"}
+        threads.clear()
+        rows = np.ones((300_000, 2), np.float32)
+        status, answer, _ = infer(server.url, "scale", json_request(x=rows))
+        assert (status, answer["outputs"][0]["data"]) == (200, [2.0] * 600_000)
+        assert threads
+        assert "dflow serve http" not in threads
+
+
+def test_the_bytes_in_progress_are_bounded(folder: Path) -> None:
+    with served(folder / "scale", ServingSettings(max_bytes=200)) as server:
+        held = HeldCalls(server.models["scale"].current.queues["times"])
+        body = json_request(x=ROW).ljust(200)
+        askers = [threading.Thread(target=infer, args=(server.url, "scale", body)) for _ in range(4)]
+        for asker in askers:
+            asker.start()
+        until(lambda: sum(server._api._bytes.values()) == 800)
+        status, answer, headers = infer(server.url, "scale", json_request(x=ROW))
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert answer == {"error": "the server has 800 bytes of requests in progress, the most"}
+        held.release()
+        for asker in askers:
+            asker.join(60)
+        assert infer(server.url, "scale", body)[0] == 200
+
+
 def test_a_request_that_does_not_arrive_is_given_up(folder: Path) -> None:
     with served(folder / "scale", ServingSettings(timeout_s=0.05)) as server:
         where = urlsplit(server.url)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dflow.serving import tensors
 from dflow.serving.tensors import DATATYPES, InferenceRequest, RefusedRequest, decode_request, encode_response
 from tests.dflow.serving.inference_client import binary_request, json_input, json_request, name_of
 from tests.effort import examples
@@ -132,6 +133,32 @@ def test_a_bad_input_is_refused_by_its_name(changes: dict[str, Any], text: str) 
 def test_a_bad_request_is_refused(body: bytes, size: str | None, text: str) -> None:
     with pytest.raises(RefusedRequest, match=text):
         decode_request(body, size)
+
+
+@pytest.mark.parametrize("shape", [(11,), (5, 2), (4, 3, 2), (3, 0), (0,)])
+@pytest.mark.parametrize("indent", [None, 1])
+def test_long_lists_are_decoded_and_encoded_in_pieces(
+    shape: tuple[int, ...], indent: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensors, "_PIECE_BYTES", 3)
+    monkeypatch.setattr(tensors, "_PIECE_NUMBERS", 2)
+    array = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    for data in (array.tolist(), array.reshape(-1).tolist()):
+        body = json.dumps({"inputs": [json_input("x", array) | {"data": data}]}, indent=indent).encode()
+        assert equal(decode_request(body, None)[1]["x"], array)
+    (encoded,), _ = encode_response({}, {"x": array}, EMPTY)
+    assert json.loads(encoded)["outputs"][0]["data"] == array.reshape(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "data", [b"[1,2,3,,4]", b"[1,2,3,4,]", b"[,1,2,3,4]", b"[[1,2],[3],[4]]", b"[1,2]],[[3,4]", b'[1,2,"],",4]']
+)
+def test_a_bad_list_in_pieces_is_refused(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = json.dumps({"inputs": [X | {"shape": [2, 2], "data": 0}]}).encode().replace(b'"data": 0', b'"data":' + data)
+    for size in (1, 2, 3, 4):
+        monkeypatch.setattr(tensors, "_PIECE_BYTES", size)
+        with pytest.raises(RefusedRequest, match=r"the request's JSON|expected FP32 of shape"):
+            decode_request(body, None)
 
 
 def test_a_large_shape_without_elements_is_taken() -> None:
