@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -33,6 +34,8 @@ LOGGER = logging.getLogger("dflow")
 
 #: Longest wait for the event loop to start and to end, in s.
 _LOOP_S = 30.0
+#: Time for threads to end when the grace of a stop is over, in s.
+_LEAST_S = 1.0
 #: Time between two looks at the number of requests in progress, in s.
 _LOOK_S = 0.01
 #: Requests that the system queues before they are accepted.
@@ -105,13 +108,28 @@ class ModelServer:
             time.sleep(_LOOK_S)
         is_clean = not self._api.in_progress
         self._loop.call_soon_threadsafe(self._api.abandon)
+        self._watching.join(_until(deadline))
+        if is_clean:
+            closed = [model.current.close(_until(deadline)) for model in self.models.values()]
+            is_clean = all(closed)
+        # Before the end of the loop, which waits for clients to read their answers.
+        is_saved = self._save()
         self._server.should_exit = True
-        self._serving.join(_LOOP_S)
-        self._watching.join()
-        if is_clean:  # a call that hangs would be waited for without end
-            for model in self.models.values():
-                model.current.close()
-        return self._save() and is_clean
+        self._serving.join(_until(deadline))
+        if self._serving.is_alive():
+            is_clean = False
+            with suppress(RuntimeError):  # the loop has ended meanwhile
+                self._loop.call_soon_threadsafe(self._drop_connections)
+            self._serving.join(_LOOP_S)
+        return is_saved and is_clean and not self._watching.is_alive()
+
+    def _drop_connections(self) -> None:
+        """Abort the connections of clients that do not read, and what is left of handlers; then the loop ends."""
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        for task in list(self._server.server_state.tasks):
+            task.cancel()
+        self._server.force_exit = True
 
     def _refuse_new(self) -> None:
         self._api.is_stopping = True
@@ -173,6 +191,11 @@ class ModelServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _until(deadline: float) -> float:
+    """Return the time until the deadline in s, and enough for idle threads to end if it has passed."""
+    return max(_LEAST_S, deadline - time.monotonic())
 
 
 def _uvicorn_server(app: Any, context: Any) -> Any:

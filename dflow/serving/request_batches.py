@@ -146,11 +146,13 @@ class RequestQueue:
                 {"Retry-After": "1"},
             )
 
-    def close(self) -> None:
-        """Refuse later requests, and return when the waiting ones are answered."""
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Refuse later requests, and wait until those that wait are answered; return whether they were in time."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
         self._held.close()
         for thread in self._threads:
-            thread.join()
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _rows(self, request: PendingRequest) -> int:
         return len(next(iter(request.arrays.values()))) if self.most else 1

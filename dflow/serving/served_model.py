@@ -86,6 +86,7 @@ class ServedModel:
 
         A model that learns keeps the version that it changes, since another would lose its updates.
         """
+        old: ServedVersion | None = None
         with self._changing:
             if self._settings.learn:
                 number = self.current.number
@@ -98,10 +99,12 @@ class ServedModel:
                     self.current = new
 
                 swap(change)
-                old.close()
-                self._report(f"{self.name}: version {new.number} is served; version {old.number} is unloaded")
             newest = max(versions, default=0)
-            return self.refused.get(newest) if newest >= self.current.number else None
+            refusal = self.refused.get(newest) if newest >= self.current.number else None
+        if old is not None and new is not None:
+            old.close()  # not in `_changing`: its calls take as long as they take
+            self._report(f"{self.name}: version {new.number} is served; version {old.number} is unloaded")
+        return refusal
 
     def save(self) -> None:
         """Save the state as a new version, if calls have changed it; the number of the served version becomes its."""

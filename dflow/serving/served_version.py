@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -103,10 +104,11 @@ class ServedVersion:
         self._loaded.save(path)
         self._saved_updates = counted
 
-    def close(self) -> None:
-        """Refuse later requests, and return when the waiting ones are answered."""
-        for queue in self.queues.values():
-            queue.close()
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Refuse later requests, and wait until those that wait are answered; return whether they were in time."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        closed = [queue.close(None if until is None else until - time.monotonic()) for queue in self.queues.values()]
+        return all(closed)
 
     def _count_update(self) -> None:
         with self._count_lock:

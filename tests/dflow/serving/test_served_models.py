@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import shutil
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import dflow
 from dflow.serving.served_model import find_models
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import ConfigError, ExportError
-from tests.dflow.serving.inference_client import call, infer, json_request
+from tests.dflow.serving.inference_client import binary_request, call, infer, json_request
 from tests.dflow.serving.small_exports import ROWS, HeldCalls, learner, scale, served
 from tests.distributed.waiting import until
 
@@ -247,6 +248,55 @@ def test_a_state_that_cannot_be_saved_is_reported_and_tried_again(
         assert server.models["counter"].current.has_unsaved_updates
     assert lines[1:] == ["counter: saved as version 2"]
     assert float(dflow.load(tmp_path / "counter" / "2").total()) == 3.0
+
+
+def test_a_stop_ends_in_time_although_a_call_of_an_old_version_hangs(model: Path, scales: Path) -> None:
+    with served(model, poll_s=0.02) as server:
+        held = HeldCalls(server.models["scale"].current.queues["times"])
+        asker = threading.Thread(target=infer, args=(server.url, "scale", ONE_ROW))
+        asker.start()
+        assert held.began.acquire(timeout=60)
+        shutil.copytree(scales / "2", model / "2")
+        until(lambda: call(server.url, "/v2/models/scale")[1]["versions"] == ["2"])
+        with server.models["scale"]._changing:  # free while the old version is closed
+            assert server._watching.is_alive()
+        ended: list[bool] = []
+        stopping = threading.Thread(target=lambda: ended.append(server.stop(grace_s=0.1)))
+        stopping.start()
+        stopping.join(30)
+        assert ended == [False]
+        held.release()
+        asker.join(60)
+        server._watching.join(60)
+
+
+@pytest.mark.parametrize(("grace_s", "leaves"), [(600.0, True), (0.0, False)])
+def test_a_client_that_does_not_read_delays_no_save(grace_s: float, leaves: bool, tmp_path: Path) -> None:
+    big = dflow.Variable(jnp.zeros(4_000_000), name="big")
+
+    def add(x: Any) -> Any:
+        big.assign_add(jnp.broadcast_to(x, (4_000_000,)))
+        return big.read()
+
+    dflow.export(add, dflow.spec("", jnp.float32)).save(tmp_path / "add" / "1")
+    body, headers = binary_request(x=np.float32(1))
+    lines = [
+        f"{name}: {value}" for name, value in {**headers, "Host": "localhost", "Content-Length": len(body)}.items()
+    ]
+    head = "\r\n".join(["POST /v2/models/add/infer HTTP/1.1", *lines, "", ""])
+    with served(tmp_path / "add", ServingSettings(learn=True), save_every_s=3600) as server:
+        port = int(server.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(head.encode() + body)
+            assert client.recv(8)
+            ended: list[bool] = []
+            stopping = threading.Thread(target=lambda: ended.append(server.stop(grace_s)))
+            stopping.start()
+            until((tmp_path / "add" / "2" / "manifest.json").exists)  # while the server waits for the client
+            if leaves:
+                client.close()
+            stopping.join(60)
+            assert ended == [leaves]
 
 
 def test_smaller_weights_are_served_in_batches(tmp_path: Path) -> None:
