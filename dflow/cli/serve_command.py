@@ -24,6 +24,14 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:8000)"
     )
+    parser.add_argument(
+        "--host-name",
+        dest="host_names",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="without certificates: another name of it in requests, such as a proxy's; repeatable",
+    )
     parser.add_argument("--name", help="the model's name (default: that of DIR)")
     parser.add_argument(
         "--max-batch",
@@ -96,6 +104,7 @@ def _serve(options: argparse.Namespace) -> int:
         name=options.name,
         poll_s=options.poll,
         save_every_s=options.save_every,
+        host_names=options.host_names,
     )
     for model in server.models.values():
         for queue in model.current.queues.values():

@@ -13,7 +13,6 @@ Why: a page of another site may make the user's browser send requests to this se
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import json
 from collections.abc import Collection, Mapping
 from http.cookies import CookieError, SimpleCookie
@@ -22,6 +21,8 @@ from urllib.parse import parse_qs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from dflow.serving.host_check import LOCAL_NAMES, is_own_host
 
 #: Sources that the page may load from, and pages that may frame it: this server, and none.
 POLICY = (
@@ -37,7 +38,6 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
     "x-frame-options": "DENY",
 }
-_LOCAL_NAMES = frozenset({"localhost"})
 
 
 def json_error(status: int, text: str, remedy: str = "", headers: Mapping[str, str] | None = None) -> Response:
@@ -56,7 +56,7 @@ class AccessChecks:
     """
 
     def __init__(self, app: ASGIApp, *, names: Collection[str], token: str, cookie: str, is_secure: bool) -> None:
-        self._app, self._names, self._token, self._cookie = app, {*names} | _LOCAL_NAMES, token, cookie
+        self._app, self._names, self._token, self._cookie = app, {*names} | LOCAL_NAMES, token, cookie
         self._scheme = "https" if is_secure else "http"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,7 +79,7 @@ class AccessChecks:
     def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if not self._is_ours(host):
+        if not is_own_host(host, self._names):
             return json_error(
                 421,
                 f"Host: expected an IP address or one of {', '.join(sorted(self._names))}, got {host[:100]!r}",
@@ -108,20 +108,6 @@ class AccessChecks:
             text = f"Content-Type: expected application/json, got {kind[:100] or 'none'}"
             return json_error(415, text, "send JSON")
         return None
-
-    def _is_ours(self, host: str) -> bool:
-        name = host.lower()
-        if name.startswith("["):
-            name = name[1:].partition("]")[0]
-        else:
-            name = name.partition(":")[0]
-        if name.removesuffix(".") in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
 
     def _has_token(self, headers: Headers) -> bool:
         bearer = headers.get("authorization", "")

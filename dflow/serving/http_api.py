@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflow import __version__
+from dflow.serving.host_check import LOCAL_NAMES, is_own_host
 from dflow.serving.request_batches import RequestQueue, outputs_of
 from dflow.serving.served_model import ServedModel
 from dflow.serving.served_version import ServedVersion, ServingSettings
@@ -47,6 +50,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 class HttpApi:
     """Answers requests. All methods run on the event loop's thread.
 
+    names        host names of this server besides localhost and IP addresses, in lower case; None takes any `Host`
     is_stopping  whether new inference requests are refused
     """
 
@@ -56,6 +60,7 @@ class HttpApi:
         settings: ServingSettings,
         metrics: ServingMetrics,
         renew: Callable[[ServedModel], str | None],
+        names: Collection[str] | None = None,
     ) -> None:
         self._models, self._settings, self._metrics, self._renew = models, settings, metrics, renew
         self.is_stopping = False
@@ -74,7 +79,8 @@ class HttpApi:
         ]
         for path in paths:
             routes += [Route(path, _answering(self._metadata)), Route(f"{path}/ready", _answering(self._model_ready))]
-        self.app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
+        app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
+        self.app: ASGIApp = app if names is None else _checking_host(app, {*names} | LOCAL_NAMES)
 
     @property
     def in_progress(self) -> int:
@@ -282,6 +288,22 @@ def _answering(handler: Handler) -> Handler:
             return _failed(request)
 
     return answer
+
+
+def _checking_host(app: ASGIApp, names: Collection[str]) -> ASGIApp:
+    """Return the application, with requests for another host refused."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        answer = app
+        if scope["type"] == "http" and not is_own_host(host := Headers(scope=scope).get("host", ""), names):
+            expected = ", ".join(sorted(names))
+            text = (
+                f"Host: expected an IP address or one of {expected}, got {host[:100]!r}; give --host-name for another"
+            )
+            answer = _refused(RefusedRequest(421, text))
+        await answer(scope, receive, send)
+
+    return checked
 
 
 def _check_no_web_page(request: Request) -> None:

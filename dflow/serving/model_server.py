@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -50,6 +50,8 @@ class ModelServer:
     security      decides where it may listen, and which clients are accepted
     poll_s        time between two looks for newer versions; 0 never looks, but on request
     save_every_s  time between two saves of state that calls have changed, as new versions; 0 never saves
+    host_names    further names of this server in the `Host` of requests, such as a proxy's; only without certificates,
+                  since with them a client checks the name
     report        called with lines for the user
 
     raises  ConfigError, ExportError, SecurityError; OSError for an address in use
@@ -65,9 +67,15 @@ class ModelServer:
         name: str | None = None,
         poll_s: float = 5.0,
         save_every_s: float = 0.0,
+        host_names: Collection[str] = (),
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
         context = _tls_context(security, address)
+        if host_names and context is not None:
+            raise ConfigError(
+                f"--host-name is for a server without certificates, got {', '.join(host_names)}", "leave it out"
+            )
+        names = None if context is not None else [name.lower() for name in host_names]
         self._poll_s, self._save_every_s, self._report = poll_s, save_every_s, report
         self._stop_watching = threading.Event()
         metrics = ServingMetrics()
@@ -79,7 +87,7 @@ class ModelServer:
                 model: ServedModel(model, place, settings, metrics, report) for model, place in folders.items()
             }
             metrics.models = self.models
-            self._api = HttpApi(self.models, settings, metrics, lambda model: model.renew(self._swap))
+            self._api = HttpApi(self.models, settings, metrics, lambda model: model.renew(self._swap), names)
             self._server, self._loop = _uvicorn_server(self._api.app, context), _new_loop()
             held = listener.detach()
         sock = socket.socket(fileno=held)

@@ -179,6 +179,16 @@ def test_other_requests_are_refused(url: str) -> None:
     )
 
 
+def test_a_host_that_an_attacker_points_here_is_refused(folder: Path) -> None:
+    with served(folder / "scale", host_names=["Proxy.example"]) as server:
+        for host in ("localhost:80", "127.0.0.1", "[::1]:9", "proxy.example"):
+            assert call(server.url, "/v2", headers={"Host": host})[0] == 200
+        for path, body in (("/v2", None), ("/metrics", None), ("/none", None), ("/v2/models/scale/infer", b"{}")):
+            status, answer, _ = call(server.url, path, body, {"Host": "evil.example:80"})
+            text = "Host: expected an IP address or one of localhost, proxy.example, got 'evil.example:80'"
+            assert (status, answer["error"].partition(";")[0]) == (421, text)
+
+
 def test_a_body_without_a_length_is_refused_as_soon_as_it_is_too_large(url: str) -> None:
     status, body, _ = call(url, "/v2/models/scale/infer", iter([b"x" * 6000] * 2))  # type: ignore[arg-type]
     assert (status, body) == (413, {"error": "the request: expected at most 10000 bytes, as --max-bytes says"})
@@ -285,7 +295,7 @@ def test_a_request_that_does_not_arrive_is_given_up(folder: Path) -> None:
     with served(folder / "scale", ServingSettings(timeout_s=0.05)) as server:
         where = urlsplit(server.url)
         with socket.create_connection((str(where.hostname), int(where.port or 0)), timeout=60) as slow:
-            slow.sendall(b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            slow.sendall(b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
             assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
@@ -352,9 +362,14 @@ def test_beyond_loopback_clients_need_a_certificate(folder: Path, tmp_path: Path
         context.load_cert_chain(own / "cert.pem", own / "key.pem")
         client = http.client.HTTPSConnection(str(where.hostname), where.port, context=context, timeout=60)
         assert live(client) == 200
+        assert live(client, Host="a.name.of.the.certificate") == 200
         client.close()
+    with pytest.raises(ConfigError, match="--host-name is for a server without certificates"):
+        ModelServer(folder, here, ServingSettings(), policy, host_names=["a"])
 
 
-def live(connection: http.client.HTTPConnection) -> int:
-    connection.request("GET", "/v2/health/live")
-    return connection.getresponse().status
+def live(connection: http.client.HTTPConnection, **headers: str) -> int:
+    connection.request("GET", "/v2/health/live", headers=headers)
+    with connection.getresponse() as answer:
+        answer.read()
+        return answer.status
