@@ -74,7 +74,8 @@ def _fills(dtype: np.dtype[Any]) -> list[Any]:
         return [None, False, True]
     if dtype.kind in "iu":
         whole = np.iinfo(dtype)
-        return [None, 0, 1, 3, 100, whole.min, whole.max]
+        # Not the extremes: an integer may be a number of iterations.
+        return [None, 0, 1, 3, 100, max(whole.min, -100), min(whole.max, 100_000)]
     real = ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
     return [np.nan, 0, 1e-3, 100, -100, real.min, real.max]
 
