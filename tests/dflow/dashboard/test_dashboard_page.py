@@ -150,6 +150,46 @@ def test_curves_have_a_plot_for_each_metric_and_one_cursor(
     assert page.locator(".plots section").count() == 1
 
 
+def test_another_run_at_the_same_address_replaces_all_of_the_earlier_one(new_page: NewPage, server: FakeServer) -> None:
+    server.answers["api/state"] = samples.state(run="first")
+    page = opened(new_page(), server, "timeline")
+    page.locator(".timeline canvas").wait_for()
+    page.keyboard.press("6")
+    has(page.locator("main .events li"), "snapshot 4")
+    page.keyboard.press("2")
+    page.locator(".plot canvas").first.wait_for()
+    server.push("points", {"at_s": 31.0, "step": 350, "values": {"worker:0/loss": 7.125}})
+    has(page.locator(".newest"), "7.125")
+
+    server.answers["api/history"] = {
+        "series": [samples.series("worker:0", "loss", "", lambda at: 5.5, 2)],
+        "left_out": 0,
+    }
+    server.answers["api/events"] = {
+        "events": [samples.event(1, 0.5, "joined", "ps:0 joined again", "ps:0")],
+        "newest": 1,
+        "lost": 0,
+    }
+    server.answers["api/functions"] = {"tasks": [], "missing": {"worker:0": "is new"}}
+    server.answers["api/timeline"] = {"state": "none", "text": "", "number": 0, "took": [], "messages": [], "items": []}
+    server.push("state", samples.state(at_s=1.0, run="second"))
+    has(page.locator(".newest"), "5.5")
+    assert page.locator(".plots section").count() == 1
+    server.push("points", {"at_s": 2.0, "step": 20, "values": {"worker:0/loss": 6.25}})
+    has(page.locator(".newest"), "6.25")
+    page.keyboard.press("6")
+    has(page.locator("main .events li"), "ps:0 joined again")
+    assert page.locator("main .events li").count() == 1
+    page.keyboard.press("4")
+    has(page.locator("main .empty"), "Trace a few steps")
+    page.keyboard.press("5")
+    has(page.locator(".card"), "worker:0: is new.")
+    server.push("state", samples.state(at_s=3.0, run="third"))
+    server.answers["api/functions"] = samples.functions()
+    server.push("state", samples.state(at_s=1.0, run="fourth"))
+    has(page.locator("main tr"), "train_step")
+
+
 def test_a_graph_shows_devices_sizes_and_measured_times(
     new_page: NewPage, server: FakeServer, picture: Picture
 ) -> None:

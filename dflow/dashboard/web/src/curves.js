@@ -40,9 +40,16 @@ export class Curves {
     this.resizing.observe(this.grid);
   }
 
+  restart() {
+    this.series.clear();
+    this.rebuild();
+  }
+
   async refetch() {
+    const { runs } = this.page;
     try {
       const { series } = await ask("api/history");
+      if (runs !== this.page.runs) return;
       this.series = new Map(series.map((one) => [one.id, one]));
       this.pending = null;
       this.rebuild();

@@ -19,9 +19,17 @@ export class Events {
     this.draw();
   }
 
+  restart() {
+    Object.assign(this, { events: [], newest: 0 });
+    this.lost.textContent = "";
+    this.add([]);
+  }
+
   async refetch() {
+    const { runs } = this.page;
     try {
       const { events, lost } = await ask(`api/events?since=${this.newest}`);
+      if (runs !== this.page.runs) return;
       if (lost) this.lost.textContent = `${counted(lost, "older event")} are not kept.`;
       this.add(events);
     } catch (error) {

@@ -14,6 +14,10 @@ export class GraphTab {
     this.element = h("div", { class: "graph-tab" }, h("div", { class: "tools" }, h("label", {}, "Function ", this.choice)), this.place);
   }
 
+  restart() {
+    this.shown = undefined;
+  }
+
   async open(parameters) {
     const task = parameters.get("task");
     const wanted = task ? `graph?${parameters}` : this.shown;
@@ -54,7 +58,6 @@ export class GraphTab {
       this.place.removeAttribute("aria-busy");
     }
   }
-
 
   /** The measured items of the shown task's steps: its own, and those of tasks that call no function themselves. */
   own() {

@@ -13,6 +13,7 @@ const PHASES = { connecting: "connecting", running: "running", unreachable: "not
 
 class Page {
   constructor() {
+    this.runs = 0;
     this.tabs = {
       overview: new Overview(this), curves: new Curves(this), graph: new GraphTab(this),
       timeline: new TimelineTab(this), functions: new Functions(this), events: new Events(this),
@@ -79,8 +80,18 @@ class Page {
     ask("api/timeline").then((timeline) => this.showTimeline(timeline)).catch(() => {});
   }
 
+  /** Another run has begun at this address: nothing of the earlier one stays. */
+  restart() {
+    this.runs++;
+    for (const tab of Object.values(this.tabs)) tab.restart?.();
+    this.refetch();
+    this.route();
+  }
+
   show(state) {
-    this.state = state;
+    const isAnother = this.state?.run && state.run && state.run !== this.state.run;
+    this.state = { ...state, run: state.run || this.state?.run };
+    if (isAnother) this.restart();
     const level = { running: "ok", connecting: "warn", unreachable: "bad", ended: "off" }[state.phase];
     this.phase.dataset.level = level;
     setText(this.phase, PHASES[state.phase]);

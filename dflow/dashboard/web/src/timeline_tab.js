@@ -23,9 +23,16 @@ export class TimelineTab {
     this.tookCard = h("section", { class: "card", hidden: true }, h("h2", {}, "Where a step's time goes", h("span", { class: "faint" }, "mean of a step")), this.took.element);
     this.messages = new Table(messageColumns, { caption: "Messages of a step", keyOf: (row) => `${row.edge} ${row.source} ${row.destination}` });
     this.messagesCard = h("section", { class: "card", hidden: true }, h("h2", {}, "Messages of a step"), this.messages.element);
-    this.place = h("div", {}, emptyState("No trace yet", "Trace a few steps to see what each task computes, sends and waits for."));
+    this.empty = emptyState("No trace yet", "Trace a few steps to see what each task computes, sends and waits for.");
+    this.place = h("div", {}, this.empty);
     this.element = h("div", {}, h("div", { class: "tools" }, form, this.status, h("span", { class: "spring" }), this.perfetto, this.download),
       h("section", { class: "card timeline-card" }, this.place), this.tookCard, this.messagesCard);
+    this.offer(false);
+  }
+
+  restart() {
+    this.number = this.loaded = undefined;
+    this.place.replaceChildren(this.empty);
     this.offer(false);
   }
 
