@@ -211,6 +211,39 @@ def test_a_graph_shows_devices_sizes_and_measured_times(
     picture(page, "graph-light")
 
 
+@pytest.mark.parametrize(
+    ("tab", "path", "shown"), [("graph", "graph", ".graph-panel h3"), ("functions", "traces", "h2")]
+)
+def test_a_late_answer_does_not_replace_a_newer_choice(
+    new_page: NewPage, server: FakeServer, tab: str, path: str, shown: str
+) -> None:
+    page, late = new_page(), []
+
+    def answer(route: Any) -> None:
+        if "id=4" in route.request.url:
+            late.append(route)
+        else:
+            route.continue_()
+
+    page.route(f"**/api/{path}?*", answer)
+    opened(page, server, f"{tab}?task=worker:0&id=4")
+    page.wait_for_function(
+        "() => performance.getEntriesByType('resource').some(({ name }) => name.endsWith('functions'))"
+    )
+    with page.expect_request(f"**/api/{path}?*id=3"):
+        page.evaluate(f"location.hash = '{tab}?task=worker:0&id=3'")
+    has(page.locator(shown), "train_step")
+    earlier = server.answers[f"api/{path}"] | {"id": 4, "name": "earlier"}
+    if "graph" in earlier:
+        earlier["graph"] = earlier["graph"] | {"title": "earlier"}
+    with page.expect_response(f"**/api/{path}?*id=4"):
+        late[0].fulfill(json=earlier)
+    page.evaluate("fetch('api/state').then((answer) => answer.json())")  # the page has the late answer before this one
+    page.locator("main [aria-busy]").first.wait_for(state="detached")
+    assert page.locator(shown, has_text="earlier").count() == 0
+    has(page.locator(shown), "train_step")
+
+
 def test_a_timeline_is_traced_drawn_and_given_to_perfetto(
     new_page: NewPage, server: FakeServer, picture: Picture
 ) -> None:

@@ -24,16 +24,20 @@ export class Functions {
   }
 
   async open(parameters) {
+    const asked = (this.asked = {});
     try {
       const { tasks, missing } = await ask("api/functions");
+      if (asked !== this.asked) return; // another function was chosen meanwhile
       const rows = tasks.flatMap(({ task, functions }) => functions.map((one) => ({ ...one, task })));
       if (rows.length) this.place.replaceChildren(this.table.element);
       this.table.update(rows);
       this.missing.textContent = Object.entries(missing ?? {}).map(([task, why]) => `${task}: ${why}.`).join(" ");
-      if (parameters.get("task")) this.showRecords(await ask(`api/traces?${parameters}`));
+      const found = parameters.get("task") && (await ask(`api/traces?${parameters}`));
+      if (asked !== this.asked) return;
+      if (found) this.showRecords(found);
       else this.records.replaceChildren();
     } catch (error) {
-      this.missing.textContent = error.message;
+      if (asked === this.asked) this.missing.textContent = error.message;
     }
   }
 

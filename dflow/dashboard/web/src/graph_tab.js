@@ -20,9 +20,11 @@ export class GraphTab {
 
   async open(parameters) {
     const task = parameters.get("task");
+    const asked = (this.asked = {});
     const wanted = task ? `graph?${parameters}` : this.shown;
     try {
       const { tasks } = await ask("api/functions");
+      if (asked !== this.asked) return;
       this.callers = new Set(tasks.map(({ task: caller }) => caller));
       this.offer(tasks);
       const first = wanted ?? this.first;
@@ -30,9 +32,13 @@ export class GraphTab {
       this.choice.value = first;
       if (first !== this.shown) await this.show(first);
     } catch (error) {
-      this.place.replaceChildren(emptyState("The graph could not be shown", error.message));
-      this.shown = undefined;
+      if (asked === this.asked) this.fail(error);
     }
+  }
+
+  fail(error) {
+    this.place.replaceChildren(emptyState("The graph could not be shown", error.message));
+    this.shown = undefined;
   }
 
   offer(tasks) {
@@ -51,12 +57,14 @@ export class GraphTab {
     this.place.setAttribute("aria-busy", "true");
     try {
       const { graph, name, task } = await ask(`api/${value}`);
+      if (value !== this.shown) return; // another function was chosen meanwhile
       this.task = task;
       this.place.replaceChildren(this.view.element);
       await this.view.show({ ...graph, title: graph.title || name }, this.own());
-    } finally {
-      this.place.removeAttribute("aria-busy");
+    } catch (error) {
+      if (value === this.shown) this.fail(error);
     }
+    if (value === this.shown || !this.shown) this.place.removeAttribute("aria-busy");
   }
 
   /** The measured items of the shown task's steps: its own, and those of tasks that call no function themselves. */
