@@ -281,6 +281,13 @@ def test_a_timeline_is_traced_drawn_and_given_to_perfetto(
     assert json.loads(download.value.path().read_text()) == samples.trace()
 
 
+def test_a_timeline_of_many_slices_is_drawn(new_page: NewPage, server: FakeServer) -> None:
+    one = {"ph": "X", "pid": 1, "tid": 1, "name": "a", "cat": "XLA", "dur": 1}
+    server.answers["api/timeline/trace.json"] = {"traceEvents": [one | {"ts": 2 * at} for at in range(200_000)]}
+    page = opened(new_page(), server, "timeline")
+    page.locator(".timeline canvas").wait_for()
+
+
 #: Takes a trace as Perfetto does.
 PERFETTO = """<script>onmessage = ({data, source}) => {
   if (data === "PING") source.postMessage("PONG", "*");

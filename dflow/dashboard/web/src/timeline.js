@@ -72,7 +72,7 @@ export class Timeline {
   show(file) {
     Object.assign(this, tasksOf(file.traceEvents));
     const slices = this.tasks.flatMap(({ tracks }) => [...tracks.values()].flatMap((track) => track.slices));
-    this.start = Math.min(...slices.map((slice) => slice.from), Infinity);
+    this.start = slices.reduce((start, slice) => Math.min(start, slice.from), Infinity); // too many for arguments of a call
     this.end = slices.reduce((end, slice) => Math.max(end, slice.to), -Infinity);
     if (!slices.length) [this.start, this.end] = [0, 1];
     this.selected = null;
