@@ -336,6 +336,39 @@ def test_without_anything_to_show_each_view_says_what_to_do(new_page: NewPage) -
         server.close()
 
 
+def test_views_that_are_empty_at_first_fill_themselves(new_page: NewPage, server: FakeServer) -> None:
+    functions = server.answers["api/functions"]
+    later = "const now = Date.now.bind(Date); Date.now = () => now() + 4000"
+    for tab, shown in {"graph": ".box", "functions": "main tbody tr"}.items():
+        server.answers["api/functions"] = {"tasks": [], "missing": {"worker:0": "is new"}}
+        page = new_page()
+        with page.expect_response("**/api/functions"):
+            opened(page, server, tab)
+        server.answers["api/functions"] = functions
+        page.evaluate(later)
+        server.push("state", samples.state())
+        page.locator(shown).first.wait_for()
+        page.close()
+
+
+def test_curves_ask_again_after_a_history_that_failed(new_page: NewPage, server: FakeServer) -> None:
+    history = server.answers.pop("api/history")
+    page = new_page()
+    with page.expect_response("**/api/history"):
+        opened(page, server, "curves")
+    has(page.locator(".pill"), "running")
+    point = {"at_s": 31.0, "step": 350, "values": {"worker:0/loss": 7.125}}
+    with page.expect_response("**/api/history"):
+        server.push("points", point)
+    server.answers["api/history"] = history
+    with page.expect_response("**/api/history", timeout=3000):
+        page.evaluate(
+            "fetch('api/state').then((answer) => answer.json())"
+        )  # the failure has arrived before this answer
+        server.push("points", point)
+    page.locator(".plot canvas").first.wait_for()
+
+
 def test_every_view_fits_a_phone(new_page: NewPage, server: FakeServer, picture: Picture) -> None:
     page = opened(new_page(viewport={"width": 390, "height": 800}), server)
     shown = {

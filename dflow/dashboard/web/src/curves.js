@@ -47,14 +47,16 @@ export class Curves {
 
   async refetch() {
     const { runs } = this.page;
+    this.pending = true;
     try {
       const { series } = await ask("api/history");
       if (runs !== this.page.runs) return;
       this.series = new Map(series.map((one) => [one.id, one]));
-      this.pending = null;
       this.rebuild();
     } catch {
       // The banner tells that the connection is lost; the curves stay.
+    } finally {
+      if (runs === this.page.runs) this.pending = false;
     }
   }
 
@@ -72,7 +74,7 @@ export class Curves {
         if (list.length > MOST_POINTS) list.shift();
       }
     }
-    if (isNew && !this.pending) this.pending = this.refetch();
+    if (isNew && !this.pending) this.refetch();
     else if (this.page.isShown(this)) this.redraw();
     else this.old = true;
   }

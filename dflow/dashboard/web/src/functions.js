@@ -7,6 +7,7 @@ export class Functions {
   constructor(page) {
     this.title = "Functions";
     this.page = page;
+    this.isEmpty = true;
     const milliseconds = (ms) => microseconds(ms === null || ms === undefined ? null : 1000 * ms);
     this.table = new Table([
       { label: "Function", sort: (row) => row.name, cell: (row) => ({ text: row.name, class: "strong" }) },
@@ -29,6 +30,7 @@ export class Functions {
       const { tasks, missing } = await ask("api/functions");
       if (asked !== this.asked) return; // another function was chosen meanwhile
       const rows = tasks.flatMap(({ task, functions }) => functions.map((one) => ({ ...one, task })));
+      this.isEmpty = !rows.length;
       if (rows.length) this.place.replaceChildren(this.table.element);
       this.table.update(rows);
       this.missing.textContent = Object.entries(missing ?? {}).map(([task, why]) => `${task}: ${why}.`).join(" ");

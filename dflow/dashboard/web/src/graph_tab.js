@@ -9,6 +9,7 @@ export class GraphTab {
     this.page = page;
     this.view = new GraphView();
     this.items = [];
+    this.isEmpty = true;
     this.choice = h("select", { "aria-label": "Function", onchange: () => { location.hash = this.choice.value; } });
     this.place = h("div", { class: "graph-place" }, emptyState("No graph yet", "A function's graph appears here when a task has called it."));
     this.element = h("div", { class: "graph-tab" }, h("div", { class: "tools" }, h("label", {}, "Function ", this.choice)), this.place);
@@ -25,6 +26,7 @@ export class GraphTab {
     try {
       const { tasks } = await ask("api/functions");
       if (asked !== this.asked) return;
+      this.isEmpty = !tasks.some(({ functions }) => functions.some((one) => one.has_graph));
       this.callers = new Set(tasks.map(({ task: caller }) => caller));
       this.offer(tasks);
       const first = wanted ?? this.first;

@@ -10,6 +10,8 @@ import { Functions } from "./functions.js";
 import { Events } from "./events.js";
 
 const PHASES = { connecting: "connecting", running: "running", unreachable: "not reachable", ended: "ended" };
+/** While a tab that asks for its content when it is opened has none, it asks again after this time. */
+const EMPTY_AGAIN_MS = 3000;
 
 class Page {
   constructor() {
@@ -62,6 +64,7 @@ class Page {
       this.main.replaceChildren(this.tabs[shown].element);
       document.title = `${this.tabs[shown].title} · dflow`;
     }
+    this.opened = Date.now();
     this.tabs[shown].open?.(new URLSearchParams(query ?? ""));
   }
 
@@ -103,6 +106,7 @@ class Page {
     this.progress.value = total ? done / total : 0;
     this.showBanner();
     for (const tab of Object.values(this.tabs)) tab.update?.(state);
+    if (this.tabs[this.shown].isEmpty && Date.now() - this.opened > EMPTY_AGAIN_MS) this.route();
   }
 
   showLost(lost, text) {
