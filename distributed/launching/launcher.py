@@ -18,6 +18,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -292,8 +293,10 @@ class _Launch:
         while running := [each for each in running if each.poll() is None]:
             if time.monotonic() > deadline or self._stop.wait(POLL_S / 8) is not None:
                 break
-        for each in running:
-            each.kill()
+        if running:
+            # Concurrently: a program whose host has gone takes seconds, and there may be many.
+            with ThreadPoolExecutor(len(running), "dflow kill") as pool:
+                list(pool.map(lambda each: each.kill(), running))
 
     def _verdict(self, statuses: list[int]) -> int:
         if 0 not in statuses:

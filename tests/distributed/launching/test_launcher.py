@@ -6,11 +6,16 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dflow.distributed.launching.launch_plan import LaunchPlan
+from dflow.distributed.launching.launcher import _Launch
+from dflow.distributed.process.stop_signal import StopSignal
 from tests.distributed.processes import Spawned, exists, wait_for_end
 
 CONNECT = """
@@ -373,3 +378,41 @@ def test_more_than_the_machine_has_is_refused_before_anything_starts(tmp_path: P
     assert status == 2
     assert "2 tasks with 4096 cores each need 8192, but this process may use" in output
     assert not (tmp_path / "logs").exists()
+
+
+class Stubborn:
+    """A program that only `kill` ends, once all such programs are being killed."""
+
+    tail = ()
+
+    def __init__(self, together: threading.Barrier) -> None:
+        self._together = together
+
+    def poll(self) -> int | None:
+        return None
+
+    def terminate(self) -> None:
+        pass
+
+    def kill(self) -> None:
+        self._together.wait(10)
+
+
+class Stopped(StopSignal):
+    """Has stopped, and leaves the signals of the test's process alone."""
+
+    def __init__(self) -> None:
+        pass
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        return signal.SIGINT
+
+
+def test_programs_are_killed_concurrently() -> None:
+    unused: Any = None
+    ending = _Launch(Stopped(), LaunchPlan("script.py", jobs={"worker": 3}), unused, unused, unused)
+    together = threading.Barrier(3)
+    for task in ending._workers:
+        task.running = Stubborn(together)
+    ending._end(ending._workers)
+    assert not together.broken
