@@ -14,12 +14,14 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 
@@ -47,6 +49,8 @@ _OPTIONS = (
 _OPENING = 8
 _OPENING_S = 15.0
 _POLL_S = 0.02
+#: Longest wait for ssh to print its configuration, in s: it may run commands of the user's, as for `Match exec`.
+_CONFIGURATION_S = 15.0
 #: Longest wait for a program to be gone, in s, before its ssh is killed.
 _END_S = 3.0
 #: Variables that name files which others may read.
@@ -111,14 +115,28 @@ class OnSsh:
     def _network_name(self, host: SshHost) -> str:
         """Return the name that ssh connects to, by its configuration."""
         try:
-            done = subprocess.run([*self._ssh, "-G", host.name], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                [*self._ssh, "-G", host.name], capture_output=True, text=True, check=False, timeout=_CONFIGURATION_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(
+                f"--on ssh: {shlex.join(self._ssh)} -G {host.name}: expected the host's configuration within "
+                f"{_CONFIGURATION_S:g} s, got no end",
+                "run this command, and see which line of the configuration of ssh waits",
+            ) from error
         except OSError as error:
             raise ConfigError(
                 f"--on ssh: {self._ssh[0]} cannot be run: {error.strerror}", "install ssh, or give --ssh COMMAND"
             ) from error
         if done.returncode:
             raise ConfigError(f"--on ssh: {shlex.join(self._ssh)} refuses {host.name}: {done.stderr.strip()}")
-        return dict(line.partition(" ")[::2] for line in done.stdout.splitlines())["hostname"]
+        found = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+        if not found.get("hostname"):
+            raise ConfigError(
+                f"--on ssh: {shlex.join(self._ssh)} -G {host.name}: expected a line hostname, got none",
+                "give --ssh the command of OpenSSH",
+            )
+        return found["hostname"]
 
 
 def _order(program: TaskProgram, part: HostPart) -> bytes:
@@ -142,13 +160,19 @@ class _OverSsh:
         self._status: int | None = None
         #: Whether the program has been started.
         self.has_started = False
+        #: Orders for `ssh_task`; None closes its input.
+        self._orders: SimpleQueue[bytes | None] = SimpleQueue()
+        self._orders.put(order)
         stdin, write_end = os.pipe()
-        self._orders = os.fdopen(write_end, "wb")
         try:
             self._ssh = ChildProcess(short_task_name(task), command, os.environ, stdin, self._take, stdin=stdin)
+        except BaseException:
+            os.close(write_end)
+            raise
         finally:
             os.close(stdin)
-        self._send(order)
+        # A thread, since ssh does not read before it is connected, and the launcher must not wait for that.
+        threading.Thread(target=self._write, args=(write_end,), name=f"dflow ssh input {task}", daemon=True).start()
 
     @property
     def tail(self) -> tuple[str, ...]:
@@ -164,7 +188,7 @@ class _OverSsh:
 
     def terminate(self) -> None:
         """Ask the program to end."""
-        self._send(TERMINATE)
+        self._orders.put(TERMINATE)
 
     def kill(self) -> None:
         """End the program and the processes that it started, and wait until they are gone, at most `_END_S`."""
@@ -189,14 +213,14 @@ class _OverSsh:
             )
         return status or 1
 
-    def _send(self, order: bytes) -> None:
-        with suppress(OSError, ValueError):  # ssh has ended, or the input is closed
-            self._orders.write(order)
-            self._orders.flush()
+    def _write(self, write_end: int) -> None:
+        with suppress(OSError), open(write_end, "wb", buffering=0) as pipe:  # the error: ssh has ended
+            while (order := self._orders.get()) is not None:
+                while order:
+                    order = order[pipe.write(order) :]
 
     def _close(self) -> None:
-        with suppress(OSError):
-            self._orders.close()
+        self._orders.put(None)
 
     def _take(self, line: str) -> None:
         if line == STARTED:

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dflow.distributed.launching import on_ssh
 from dflow.distributed.launching.on_ssh import OnSsh
 from dflow.distributed.launching.place import Running, TaskProgram
 from dflow.distributed.launching.ssh_hosts import HostPart, SshHost
+from dflow.tracing.errors import ConfigError
 from tests.distributed.launching.private_sshd import IS_HERE, PrivateSshd, private_sshd
 from tests.distributed.processes import Spawned, wait_for_end
 from tests.distributed.waiting import until
@@ -185,13 +187,66 @@ def test_another_version_of_dflow_is_refused(sshd: PrivateSshd, monkeypatch: pyt
     host.place.close()
 
 
+def fake_ssh(folder: Path, script: str) -> list[str]:
+    """Return a command that stands for ssh: `script` runs, but for `-G`, which finds this machine."""
+    path = folder / "ssh"
+    path.write_text(f'#!/bin/sh\nif [ "$1" = -G ]; then echo hostname localhost; exit; fi\n{script}\n')
+    path.chmod(0o700)
+    return [str(path)]
+
+
+def test_an_ssh_that_does_not_read_blocks_neither_the_start_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_ssh, "_END_S", 0.1)
+    task = "/job:worker/task:0"
+    place = OnSsh(
+        {task: HostPart(SshHost("a"), 0, 1)}, fake_ssh(tmp_path, "exec sleep 1000"), "python", "/", is_secured=False
+    )
+    run: list[Running] = []
+
+    def start_and_end() -> None:
+        run.append(place.start(TaskProgram(task, ("-c", "0", "x" * 1_000_000)), lambda line: None))
+        run[0].terminate()
+        run[0].kill()
+
+    thread = threading.Thread(target=start_and_end, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert end_of(run[0]) == -signal.SIGKILL
+    until(lambda: not any(each.name == f"dflow ssh input {task}" for each in threading.enumerate()))
+    place.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        ("exec sleep 1000", "-G a: expected the host's configuration within 0.1 s, got no end"),
+        ("echo user me", "-G a: expected a line hostname, got none"),
+    ],
+)
+def test_a_configuration_that_ssh_does_not_tell_is_an_error(
+    script: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_ssh, "_CONFIGURATION_S", 0.1, raising=False)
+    path = tmp_path / "ssh"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o700)
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        OnSsh({"/job:worker/task:0": HostPart(SshHost("a"), 0, 1)}, [str(path)], "python", "/", is_secured=False)
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         ((), "expected the hosts, got none"),
         (("--hosts", "hosts", "--workers", "2"), "expected slots for 2 tasks that run the script, got 1 on 1 hosts"),
         (("--hosts", "hosts", "--ssh", "no-such-ssh"), "no-such-ssh cannot be run: No such file"),
-        (("--hosts", "hosts"), "10.0.0.1 is another machine, and tasks speak to other machines only if"),
+        (
+            ("--hosts", "hosts"),
+            "10.0.0.1 is another machine, and tasks connect to other machines only with certificates",
+        ),
     ],
 )
 def test_a_launch_that_cannot_be_is_refused_before_it_starts(
