@@ -76,6 +76,9 @@ def test_a_killed_worker_and_its_return_are_shown_without_reloading(
     server.push("news", {"events": [samples.event(6, 36.0, "left", "worker:1 has left: killed", "worker:1")]})
     has(row(page, "worker:1"), "■ left: killed")
     has(page.locator(".events li").first, "worker:1 has left: killed")
+    server.push("news", {"events": [samples.event(7, 36.1, "finished", "worker:0 has finished", "worker:0")]})
+    finished = page.locator(".events li", has_text="worker:0 has finished")
+    has(finished, "○ finished")
     page.get_by_label("Show tasks").select_option("trouble")
     assert page.locator("main tr", has_text="worker:0").count() == 0
 
