@@ -77,15 +77,21 @@ def curve_values(state: Data) -> dict[SeriesName, float]:
     return found
 
 
-def is_over(status: Status) -> bool:
+def is_over(status: Status, give_up_s: float) -> bool:
     """Whether the run has ended: tasks that started steps were there, none is now, and none is expected.
 
-    Without any steps, the tasks that hold no variables count.
+    Without any steps, the tasks that hold no variables count. A task that failed may be started again, so a failure
+    ends the run only after the last step, or `give_up_s` seconds later.
     """
     holders = {variable.task for variable in status.variables}
     workers = {worker.task for worker in status.workers} or {info.task for info in status.tasks} - holders
     live = {info.task for info in status.tasks if info.left_at_s is None}
-    return bool(workers) and not workers & live and not status.expected
+    if not workers or workers & live or status.expected:
+        return False
+    newest = {info.task: info for info in status.tasks if info.task in workers}
+    failed_at_s = [info.left_at_s or 0.0 for info in newest.values() if info.left not in NORMAL_ENDS]
+    is_done = status.steps_done >= status.steps_total > 0
+    return is_done or all(status.now_s - at_s > give_up_s for at_s in failed_at_s)
 
 
 def _tasks(before: Look | None, now: Look) -> tuple[list[Data], int]:

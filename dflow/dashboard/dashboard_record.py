@@ -19,7 +19,7 @@ from dflow.tracing.devices.task_name import short_task_name
 MOST_EVENTS = 500
 #: Most looks that are kept for the rates of edges.
 MOST_RECENT = 8
-#: After this time without an answer of the coordinator, in s, the run is shown as ended.
+#: After this time without an answer of the coordinator, or after the failure of all workers, in s, the run has ended.
 GIVE_UP_S = 60.0
 ENDED = "the run has ended; its last state is shown"
 #: Kinds of events that a coordinator tells again after its restart.
@@ -75,7 +75,7 @@ class DashboardRecord:
             if self._look is not None:
                 news.append(self._event(status.now_s, "snapshot", "", f"snapshot {status.snapshot.number} is complete"))
             self._snapshot = status.snapshot.number
-        if is_over(status) and not self._is_over():
+        if is_over(status, GIVE_UP_S) and not self._is_over():
             news.append(self._event(status.now_s, "ended", "", "the run has ended"))
         self._failed_since_s, self._why = None, ""
         while len(self._recent) > 1 and look.at_s - self._recent[1].at_s >= RATE_WINDOW_S:
@@ -132,7 +132,7 @@ class DashboardRecord:
         return "unreachable", f"the coordinator has not answered for {silent_s:.0f} s; its last state is shown"
 
     def _is_over(self) -> bool:
-        return self._look is not None and is_over(self._look.status)
+        return self._look is not None and is_over(self._look.status, GIVE_UP_S)
 
     def _news_of(self, told: ClusterEvents) -> list[Data]:
         known = {(event["kind"], event["task"], event["at_s"]) for event in self._events}

@@ -267,3 +267,26 @@ def test_the_state_of_thousands_of_tasks_is_bounded() -> None:
     assert state["tasks_left_out"] == 2011
     assert run.record.history.json()["left_out"] > 0
     assert len(run.record.history.json()["series"]) == 200
+
+
+def test_workers_that_are_all_down_between_two_restarts_have_not_ended_the_run() -> None:
+    run = SimulatedRun()
+    run.look()
+    run.kill(W0, "exit status 1")
+    run.kill(W1, "finished")
+    assert "the run has ended" not in texts(run.look())
+    assert run.record.state()["phase"] == "running"
+    run.tasks.append(TaskInfo(W0, "h:3", run.clock.now_s, life=9))
+    run.look()
+    run.kill(W0, "finished")
+    assert "the run has ended" in texts(run.look()), "the newest life counts"
+
+
+def test_workers_that_failed_end_the_run_after_its_steps_or_a_long_time() -> None:
+    for seconds, total in ((1.0, 20), (GIVE_UP_S + 1, 10_000)):
+        run = SimulatedRun()
+        run.look()
+        run.kill(W0)
+        run.kill(W1)
+        run.look(seconds, steps_total=total)
+        assert run.record.state()["phase"] == "ended"
