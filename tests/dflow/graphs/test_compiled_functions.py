@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import json
-from typing import Any
+import sys
+import threading
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import dflow
-from dflow.calls.shared_traces import TRACED
+from dflow.calls.shared_traces import TRACED, SharedTraces
+from dflow.calls.trace_log import TraceLog
 from dflow.distributed.observe.function_source import NoFunctions
 from dflow.distributed.wire.messages.functions import FunctionInfo, Functions
 from dflow.graphs import compiled_functions
@@ -121,3 +124,26 @@ def test_lists_and_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ([record.number for record in told.records], told.left_out) == ([2, 3], 1)
     with pytest.raises(GraphNameError, match="graph of often: expected at most 0 MiB of JSON"):
         SOURCE.graph(listed.functions[0].id, 0)
+
+
+def test_functions_are_listed_while_another_thread_traces() -> None:
+    log = TraceLog("f")
+    is_over = threading.Event()
+
+    def trace() -> None:
+        while not is_over.is_set():
+            made = [SharedTraces(cast(Any, None), log) for _ in range(400)]
+            for shared in made:
+                shared.traced(log)
+
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=trace)
+    try:
+        thread.start()
+        for _ in range(200):
+            SOURCE.functions()
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(before_s)
