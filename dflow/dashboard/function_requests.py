@@ -1,7 +1,9 @@
 """Requests to the tasks for their compiled functions, when a page asks for them.
 
-Invariant: one request of all pages is under way at a time, over separate connections, so that the watch of the
-cluster does not wait for a slow answer. Lists are kept for `KEPT_S`, so that many pages cost what one costs.
+The connections are separate, so that the watch of the cluster does not wait for a slow answer. Lists are kept for
+`KEPT_S`, so that many pages cost what one costs. Invariants: one list and at most `MOST_GRAPHS` graphs of all pages are
+requested at a time; no lock is held during a call, except by the request for the list, for which others wait at most
+`LIST_WAIT_S`.
 """
 
 from __future__ import annotations
@@ -23,10 +25,16 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, GraphNameError, T
 
 #: Longest time that a list of functions is reused, and longest waits for a task, in s.
 KEPT_S, LIST_S, GRAPH_S = 2.0, 2.0, 30.0
+#: Most graphs that are requested at a time, and longest wait for the first list that another page has requested, in s.
+MOST_GRAPHS, LIST_WAIT_S = 4, 10.0
 #: Most tasks that are asked for a list: a job's tasks mostly run the same program.
 MOST_TASKS = 64
 
 Data = dict[str, Any]
+
+
+class TooManyRequests(Exception):
+    """Error for a request beyond the limit; the arguments are the text and the remedy."""
 
 
 class FunctionRequests:
@@ -34,6 +42,7 @@ class FunctionRequests:
 
     def __init__(self, transport: Transport, coordinator: str) -> None:
         self._transport, self._coordinator = transport, coordinator
+        self._listing, self._graphs = threading.Lock(), threading.BoundedSemaphore(MOST_GRAPHS)
         self._lock = threading.Lock()
         self._observer: ClusterObserver | None = None
         self._pool = ThreadPoolExecutor(8, "dflow dashboard functions")
@@ -41,29 +50,46 @@ class FunctionRequests:
         self._listed_at_s = 0.0
 
     def functions(self) -> Data:
-        """Return the JSON data of the functions of all tasks. Raises DflowError if the coordinator does not answer."""
-        with self._lock:
+        """Return the JSON data of the functions of all tasks.
+
+        While another page requests the list, the last one is returned.
+
+        raises  TooManyRequests if there is none within `LIST_WAIT_S`; DflowError if the coordinator does not answer
+        """
+        if not self._listing.acquire(timeout=0 if self._list else LIST_WAIT_S):
+            if self._list:
+                return self._list
+            raise TooManyRequests("functions: expected a list of them, got none yet", "ask again later")
+        try:
             if not self._list or time.monotonic() - self._listed_at_s > KEPT_S:
                 self._list = self._ask_all()
                 self._listed_at_s = time.monotonic()
             return self._list
+        finally:
+            self._listing.release()
 
     def traces(self, task: str, number: int) -> Data:
         """Return the JSON data of the traces of a function.
 
         raises  GraphNameError for a task or a function that is not there; other DflowErrors if one does not answer
         """
-        with self._lock:
-            found = self._peer(task).call(ListTraces(number), timeout_s=LIST_S).message
-            records = [asdict(record) for record in found.records]
-            return {"task": task, "id": number, "name": found.name, "records": records, "left_out": found.left_out}
+        found = self._peer(task).call(ListTraces(number), timeout_s=LIST_S).message
+        records = [asdict(record) for record in found.records]
+        return {"task": task, "id": number, "name": found.name, "records": records, "left_out": found.left_out}
 
     def graph(self, task: str, number: int, trace: int) -> tuple[Data, bytes]:
-        """Return the head of the answer as JSON data, and the graph as JSON text; see `traces`."""
-        with self._lock:
+        """Return the head of the answer as JSON data, and the graph as JSON text.
+
+        raises  TooManyRequests while `MOST_GRAPHS` others are requested; see also `traces`
+        """
+        if not self._graphs.acquire(blocking=False):
+            raise TooManyRequests(f"graphs: expected at most {MOST_GRAPHS} at a time, got one more", "ask again later")
+        try:
             found = self._peer(task).call(ReadGraph(number, trace), timeout_s=GRAPH_S)
-            head = {"task": task, "id": number, "trace": found.message.trace, "name": found.message.name}
-            return head, bytes(found.payload)
+        finally:
+            self._graphs.release()
+        head = {"task": task, "id": number, "trace": found.message.trace, "name": found.message.name}
+        return head, bytes(found.payload)
 
     def close(self) -> None:
         """Close the connections."""
@@ -72,14 +98,18 @@ class FunctionRequests:
             self._observer.close()
 
     def _live(self) -> tuple[ClusterObserver, list[TaskInfo]]:
+        observer = self._observer or ClusterObserver(self._transport, self._coordinator)
+        with self._lock:
+            self._observer, spare = self._observer or observer, observer
+            observer = self._observer
+        if spare is not observer:
+            spare.close()  # another request has connected in the meantime
         try:
-            if self._observer is None:
-                self._observer = ClusterObserver(self._transport, self._coordinator)
-            return self._observer, live_tasks(self._observer.status())
+            return observer, live_tasks(observer.status())
         except (DeadlineExceeded, TransportClosed):
-            if self._observer is not None:
-                self._observer.close()
-                self._observer = None
+            with self._lock:
+                self._observer = None if self._observer is observer else self._observer
+            observer.close()
             raise
 
     def _peer(self, task: str) -> Peer:

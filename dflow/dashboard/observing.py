@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ class ClusterObserver:
     def __init__(self, transport: Transport, coordinator: str) -> None:
         self._transport = transport
         self._client = CoordinatorClient(transport, coordinator, name=TOOL, timeout_s=CONNECT_S)
+        self._lock = threading.Lock()
         self._peers: dict[str, tuple[str, Peer]] = {}
 
     def status(self) -> Status:
@@ -47,7 +49,13 @@ class ClusterObserver:
         if peer is None or peer.closed or address != info.address:
             who = short_task_name(info.task)
             peer = self._transport.connect(info.address, name=TOOL, handler=RefuseAll(), who=who, timeout_s=timeout_s)
-            self._peers[info.task] = (info.address, peer)
+            with self._lock:
+                other_address, other = self._peers.get(info.task, ("", None))
+                if other is None or other.closed or other_address != info.address:
+                    self._peers[info.task] = (info.address, peer)
+                    return peer
+            peer.close()  # another thread has connected in the meantime
+            peer = other
         return peer
 
     def close(self) -> None:

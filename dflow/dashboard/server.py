@@ -6,8 +6,10 @@ pages. Invariant: at most `MOST_REQUESTS` requests are answered at a time, besid
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dflow.dashboard.access import AccessChecks, json_error
 from dflow.dashboard.cluster_watch import ClusterWatch
 from dflow.dashboard.dashboard_record import PageUpdate
-from dflow.dashboard.function_requests import FunctionRequests
+from dflow.dashboard.function_requests import FunctionRequests, TooManyRequests
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.streams import MOST_PAGES, Streams
 from dflow.dashboard.timeline import LONGEST_S, MOST_STEPS, LastTimeline
@@ -80,12 +82,17 @@ class Dashboard:
             transport, coordinator, lambda data: self.streams.publish([PageUpdate("timeline", data)])
         )
         self._functions = FunctionRequests(transport, coordinator)
+        #: Answers requests that ask no task, so that they do not wait for a thread that waits for one.
+        self._quick = ThreadPoolExecutor(2, "dflow dashboard state")
         self._watch = ClusterWatch(transport, coordinator, self._publish, every_s=every_s)
         routes: list[BaseRoute] = [
             Route("/", self._page),
-            Route("/api/state", self._get(lambda request: self._state())),
-            Route("/api/history", self._get(self._history)),
-            Route("/api/events", self._get(lambda request: self._watch.events(_number(request, "since", 0)))),
+            Route("/api/state", self._get(lambda request: self._state(), self._quick)),
+            Route("/api/history", self._get(self._history, self._quick)),
+            Route(
+                "/api/events",
+                self._get(lambda request: self._watch.events(_number(request, "since", 0)), self._quick),
+            ),
             Route("/api/stream", self.streams, methods=["GET"]),
             Route("/api/functions", self._get(lambda request: self._functions.functions())),
             Route("/api/traces", self._get(self._traces)),
@@ -110,6 +117,7 @@ class Dashboard:
         """Stop watching the cluster."""
         self._watch.close()
         self._functions.close()
+        self._quick.shutdown()
         self.timeline.close()
 
     @contextlib.asynccontextmanager
@@ -149,20 +157,27 @@ class Dashboard:
         )
         return head | {"graph": msgspec.Raw(graph)}
 
-    def _get(self, data_of: Callable[[Request], Data]) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that answers with JSON data, which is made on another thread."""
+    def _get(
+        self, data_of: Callable[[Request], Data], pool: ThreadPoolExecutor | None = None
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that answers with JSON data, which is made on a thread of the pool, or of the shared one."""
 
         def answer(request: Request) -> Response:
             try:
                 return _json(data_of(request))
             except _Wrong as wrong:
                 return json_error(400, *wrong.args)
+            except TooManyRequests as error:
+                text, remedy = error.args
+                return json_error(503, text, remedy, {"retry-after": "1"})
             except GraphNameError as error:
                 return json_error(404, *_parts(error))
             except (DflowError, OSError) as error:
                 return json_error(504, *_parts(error))
 
         async def endpoint(request: Request) -> Response:
+            if pool is not None:
+                return await asyncio.get_running_loop().run_in_executor(pool, answer, request)
             return await run_in_threadpool(answer, request)
 
         return endpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import Any, NamedTuple
 
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
+from dflow.dashboard.function_requests import MOST_GRAPHS, FunctionRequests
 from dflow.dashboard.serving import DashboardServer
 from dflow.testing import MemoryCluster, memory_cluster
+from dflow.tracing.errors import DeadlineExceeded
 from tests.dflow.dashboard.http_client import Client, events_of
 from tests.distributed.waiting import until
 
@@ -169,3 +172,29 @@ def test_a_server_that_closes_ends_the_streams_of_its_pages(caplog: pytest.LogCa
             *_, (last, _) = events_of(response)
             assert last in ("state", "points", "news", "timeline")
     assert "ASGI" not in caplog.text
+
+
+def test_tasks_that_hang_do_not_keep_pages_from_the_state(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    entered, is_over = threading.Semaphore(0), threading.Event()
+
+    class Hanging:
+        def call(self, *_: Any, **__: Any) -> Any:
+            entered.release()
+            assert is_over.wait(30)
+            raise DeadlineExceeded("the task hangs")
+
+    monkeypatch.setattr(FunctionRequests, "_peer", lambda *_: Hanging())
+    client = served.client
+    with ThreadPoolExecutor(45) as pool:
+        try:
+            graphs = [pool.submit(client.ask, "/api/graph?task=ps:0&id=1") for _ in range(MOST_GRAPHS)]
+            assert all([entered.acquire(timeout=30) for _ in graphs])
+            text = f"graphs: expected at most {MOST_GRAPHS} at a time, got one more"
+            assert client.error("/api/graph?task=ps:0&id=1")[:2] == (503, text)
+            traces = [pool.submit(client.ask, "/api/traces?task=ps:0&id=1") for _ in range(41)]
+            assert all([entered.acquire(timeout=30) for _ in range(36)]), "all threads of the shared pool wait"
+            for path in ("/api/state", "/api/history", "/api/events"):
+                assert client.ask(path).status == 200
+        finally:
+            is_over.set()
+        assert {found.result().status for found in [*graphs, *traces]} == {504}
