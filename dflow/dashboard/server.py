@@ -160,7 +160,7 @@ class Dashboard:
     def _get(
         self, data_of: Callable[[Request], Data], pool: ThreadPoolExecutor | None = None
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint that answers with JSON data, which is made on a thread of the pool, or of the shared one."""
+        """Return an endpoint that answers with JSON data, made on a thread of the pool, or of the shared one."""
 
         def answer(request: Request) -> Response:
             try:

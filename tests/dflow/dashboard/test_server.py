@@ -188,11 +188,11 @@ def test_tasks_that_hang_do_not_keep_pages_from_the_state(served: Served, monkey
     with ThreadPoolExecutor(45) as pool:
         try:
             graphs = [pool.submit(client.ask, "/api/graph?task=ps:0&id=1") for _ in range(MOST_GRAPHS)]
-            assert all([entered.acquire(timeout=30) for _ in graphs])
+            assert all(entered.acquire(timeout=30) for _ in graphs)
             text = f"graphs: expected at most {MOST_GRAPHS} at a time, got one more"
             assert client.error("/api/graph?task=ps:0&id=1")[:2] == (503, text)
             traces = [pool.submit(client.ask, "/api/traces?task=ps:0&id=1") for _ in range(41)]
-            assert all([entered.acquire(timeout=30) for _ in range(36)]), "all threads of the shared pool wait"
+            assert all(entered.acquire(timeout=30) for _ in range(36)), "all threads of the shared pool wait"
             for path in ("/api/state", "/api/history", "/api/events"):
                 assert client.ask(path).status == 200
         finally:

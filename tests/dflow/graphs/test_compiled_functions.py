@@ -128,10 +128,9 @@ def test_lists_and_graphs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_functions_are_listed_while_another_thread_traces() -> None:
     log = TraceLog("f")
-    is_over = threading.Event()
 
     def trace() -> None:
-        while not is_over.is_set():
+        for _ in range(20):
             made = [SharedTraces(cast(Any, None), log) for _ in range(400)]
             for shared in made:
                 shared.traced(log)
@@ -141,9 +140,8 @@ def test_functions_are_listed_while_another_thread_traces() -> None:
     thread = threading.Thread(target=trace)
     try:
         thread.start()
-        for _ in range(200):
+        while thread.is_alive():
             SOURCE.functions()
     finally:
-        is_over.set()
         thread.join()
         sys.setswitchinterval(before_s)
