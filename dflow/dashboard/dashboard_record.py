@@ -61,7 +61,7 @@ class DashboardRecord:
 
     def seen(self, look: Look, told: ClusterEvents, *, wall_s: float) -> list[PageUpdate]:
         """Record a snapshot, and the coordinator's events since the last one; `wall_s` is the Unix time."""
-        if self.seen_start and told.start.partition("/")[0] != self.seen_start.partition("/")[0]:
+        if self.seen_start and told.start.partition("/")[0] != self._run():
             newest = self._newest
             self._begin()
             self._newest = newest
@@ -85,7 +85,7 @@ class DashboardRecord:
         self._recent.append(look)
         self._look, self._wall_s = look, wall_s
         values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster))
-        points: Data = {"at_s": status.now_s, "step": status.steps_done, "values": values}
+        points: Data = {"run": self._run(), "at_s": status.now_s, "step": status.steps_done, "values": values}
         return [*self._told(news), PageUpdate("points", points)]
 
     def failed(self, why: str, *, now_s: float) -> list[PageUpdate]:
@@ -99,12 +99,17 @@ class DashboardRecord:
         return self._told(news)
 
     def state(self) -> Data:
-        """Return the JSON data of the last state, with the phase of the run."""
+        """Return the JSON data of the last state, with the phase of the run.
+
+        `run` names the run, as in the points: another one means that the curves and tables begin again. Empty before
+        the first snapshot.
+        """
         phase, text = self._phase()
         head: Data = {
             "phase": phase,
             "phase_text": text,
             "coordinator": self._coordinator,
+            "run": self._run(),
             "wall_s": self._wall_s,
             "newest_event": self._newest,
         }
@@ -130,6 +135,10 @@ class DashboardRecord:
         if silent_s > GIVE_UP_S:
             return "ended", f"the coordinator has not answered for {silent_s:.0f} s, so the run has probably ended"
         return "unreachable", f"the coordinator has not answered for {silent_s:.0f} s; its last state is shown"
+
+    def _run(self) -> str:
+        """Return the identity of the run, which stays when the coordinator is started again."""
+        return self.seen_start.partition("/")[0]
 
     def _is_over(self) -> bool:
         return self._look is not None and is_over(self._look.status, GIVE_UP_S)

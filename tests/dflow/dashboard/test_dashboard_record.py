@@ -227,8 +227,13 @@ def test_another_run_at_the_same_address_begins_a_new_record() -> None:
     numbered = run.record.events(0)["newest"]
     run.start, run.news = "d/1", []
     run.tell("joined", W0, "worker:0 of another run joined")
+    before = run.record.state()["run"]
     updates = run.look()
     assert texts(updates) == ["worker:0 of another run joined"]
+    assert (before, {update.name: update.data.get("run") for update in updates}) == (
+        "c",
+        {"state": "d", "news": None, "points": "d"},
+    )
     assert run.record.events(0)["newest"] == numbered + 1, "pages see it as news"
     assert len(run.record.history.json(["loss"])["series"][0]["at_s"]) == 1
 
