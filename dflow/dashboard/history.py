@@ -16,6 +16,8 @@ MOST_POINTS = 400
 MOST_SERIES = 200
 #: Most characters of a series' name.
 LONGEST_NAME = 120
+#: Beginnings of the names of series that are no metrics of the user, and of the prefix of metrics that begin so.
+RATES = ("steps/s", "bytes/s", "processor", "missed", "queue ", "metric ")
 
 
 class SeriesName(NamedTuple):
@@ -27,8 +29,9 @@ class SeriesName(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The name of the series for pages."""
-        return f"{self.task}/{self.name}" if self.task else self.name
+        """The name of the series for pages. A metric, which has no unit, has a prefix if a rate has its name."""
+        name = f"metric {self.name}" if not self.unit and self.name.startswith(RATES) else self.name
+        return f"{self.task}/{name}" if self.task else name
 
 
 class Series:

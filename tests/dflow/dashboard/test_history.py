@@ -89,3 +89,10 @@ def test_an_odd_number_of_points_is_thinned_too(most: int) -> None:
         assert len(series) <= most
     assert column(series, "at_s")[-1] == 99.0
     assert (min(column(series, "low")), max(column(series, "high"))) == (0.0, 9.0)
+
+
+@pytest.mark.parametrize("name", ["steps/s", "processor", "missed", "queue examples", "metric steps/s"])
+def test_a_metric_with_the_name_of_a_rate_is_a_curve_of_its_own(name: str) -> None:
+    history = History()
+    kept = history.add(1.0, 1, {SeriesName("worker:0", name): 5.0, SeriesName("worker:0", name, "1/s"): 70.0})
+    assert kept == {f"worker:0/metric {name}": 5.0, f"worker:0/{name}": 70.0}
