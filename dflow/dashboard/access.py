@@ -32,7 +32,8 @@ POLICY = (
 )
 _HEADERS = {
     "content-security-policy": POLICY,
-    "cross-origin-opener-policy": "same-origin",
+    # Allows popups, since the page hands a trace to the tab with Perfetto that it opens.
+    "cross-origin-opener-policy": "same-origin-allow-popups",
     "cross-origin-resource-policy": "same-origin",
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",

@@ -65,6 +65,7 @@ def test_answers_may_be_used_by_pages_of_this_server_alone(client: Client) -> No
         assert headers["content-security-policy"] == POLICY
         assert headers["cache-control"] == "no-store"
         assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert headers["cross-origin-opener-policy"] == "same-origin-allow-popups", "the page talks to Perfetto's tab"
         assert headers["x-content-type-options"] == "nosniff"
         assert not {"access-control-allow-origin", "server"} & headers.keys()
     assert "http" not in POLICY
