@@ -178,14 +178,17 @@ _PORT = re.compile(r"([^/\s]*:)?[0-9]+")
 def with_dashboard_port(words: Sequence[str]) -> list[str]:
     """Return the words of `dflow launch` with a port after `--dashboard` if it has none; 0 is any free one.
 
-    argparse would take the next word, which may be the script, for the value. Every other option has a value.
+    argparse would take the next word, which may be the script, for the value.
     """
+    parser = argparse.ArgumentParser()
+    _launch_options(parser)
+    without_value = {name for action in parser._actions if action.nargs == 0 for name in action.option_strings}
     place = 0
     while place < len(words) and words[place].startswith("-"):
         has_port = place + 1 < len(words) and _PORT.fullmatch(words[place + 1])
         if words[place] == "--dashboard" and not has_port:
             return [*words[:place], "--dashboard=0", *words[place + 1 :]]
-        has_value_after = "=" not in words[place] and words[place] not in ("-h", "--help")
+        has_value_after = "=" not in words[place] and words[place] not in without_value
         place += 1 + has_value_after
     return [*words]
 

@@ -96,6 +96,7 @@ def test_a_wrong_address_is_refused_before_anything_starts(
         (["--dashboard", "train2.py"], ["--dashboard=0", "train2.py"]),
         (["--dashboard"], ["--dashboard=0"]),
         (["train.py", "--dashboard"], ["train.py", "--dashboard"]),
+        (["--all-tables", "--dashboard", "train.py"], ["--all-tables", "--dashboard=0", "train.py"]),
         (["--logs", "--dashboard", "train.py"], ["--logs", "--dashboard", "train.py"]),
         (["--dashboard", "train.py", "--dashboard"], ["--dashboard=0", "train.py", "--dashboard"]),
         (["--ps", "2"], ["--ps", "2"]),
