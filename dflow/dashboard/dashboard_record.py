@@ -23,7 +23,7 @@ MOST_RECENT = 8
 GIVE_UP_S = 60.0
 ENDED = "the run has ended; its last state is shown"
 #: Kinds of events that a coordinator tells again after its restart.
-_OF_MEMBERS = ("joined", "restarted", "left")
+_OF_MEMBERS = ("joined", "restarted", "left", "finished")
 
 Data = dict[str, Any]
 

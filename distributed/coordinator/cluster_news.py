@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from dflow.distributed.coordinator.coordinator_events import Command, Log
-from dflow.distributed.coordinator.membership import Membership
+from dflow.distributed.coordinator.membership import NORMAL_ENDS, Membership
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import ClusterEvent, ClusterEvents, GetEvents
 from dflow.tracing.devices.task_name import short_task_name
@@ -65,7 +65,8 @@ class ClusterNews:
             elif before is None:
                 found.append((info.joined_at_s, "joined", info.task, "joined"))
             if info.left_at_s is not None and (before is None or before.left_at_s is None):
-                found.append((info.left_at_s, "left", info.task, f"left: {info.left or 'no reason given'}"))
+                kind = "finished" if info.left in NORMAL_ENDS else "left"
+                found.append((info.left_at_s, kind, info.task, f"left: {info.left or 'no reason given'}"))
             self._known[info.life] = info
             names.add(info.task)
         for at_s, kind, task, text in sorted(found, key=lambda one: one[0]):

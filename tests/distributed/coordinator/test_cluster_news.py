@@ -65,7 +65,7 @@ def test_joins_ends_and_stalls_are_events() -> None:
     assert two.told() == [
         (1.0, "joined", W0, "worker:0 joined"),
         (2.0, "joined", W1, "worker:1 joined"),
-        (3.0, "left", W1, "worker:1 left: finished"),
+        (3.0, "finished", W1, "worker:1 left: finished"),
         (4.0, "restarted", W1, "worker:1 joined again, after it had left"),
     ]
     for at_s in (5.0, 8.0, 11.0):
@@ -91,7 +91,7 @@ def test_after_a_restart_the_listed_tasks_are_told_again() -> None:
     assert again.told() == [
         (1.0, "joined", W0, "worker:0 joined"),
         (2.0, "joined", W1, "worker:1 joined"),
-        (3.0, "left", W1, "worker:1 left: finished"),
+        (3.0, "finished", W1, "worker:1 left: finished"),
     ]
 
 
