@@ -25,7 +25,8 @@ _THREADS = 16
 class ClusterWatch:
     """Watches a cluster from construction until `close`; thread-safe.
 
-    on_updates  called with the updates of each look, from the thread that watches
+    on_updates  called with the updates of each look, and with the last state while a look takes longer than `every_s`,
+                from threads of this watch
     every_s     time between two looks, in s
     """
 
@@ -43,7 +44,10 @@ class ClusterWatch:
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dflow dashboard watch", daemon=True)
+        self._is_told = False
         self._thread.start()
+        self._repeating = threading.Thread(target=self._repeat, name="dflow dashboard repeats", daemon=True)
+        self._repeating.start()
 
     def state(self) -> dict[str, Any]:
         """Return the JSON data of the last state."""
@@ -64,6 +68,14 @@ class ClusterWatch:
         """Stop, after the present look."""
         self._closing.set()
         self._thread.join()
+        self._repeating.join()
+
+    def _repeat(self) -> None:
+        """Tell the last state again while a look takes long: for a silent page, the connection is lost."""
+        while not self._closing.wait(self._every_s):
+            is_told, self._is_told = self._is_told, False
+            if not is_told:
+                self._on_updates([PageUpdate("state", self.state())])
 
     def _watch(self) -> None:
         observer: ClusterObserver | None = None
@@ -84,6 +96,7 @@ class ClusterWatch:
                 else:
                     with self._lock:
                         updates = self._record.seen(found, told, wall_s=time.time())
+                self._is_told = True
                 self._on_updates(updates)
                 took_s = time.monotonic() - began_s
                 self._closing.wait(max(self._every_s - took_s, min(took_s, self._every_s)))
