@@ -6,18 +6,21 @@ the printed address has, and off loopback all is encrypted.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Collection
+from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.server import Dashboard
-from dflow.dashboard.streams import MOST_PAGES
+from dflow.dashboard.streams import ABORT, MOST_PAGES
 from dflow.distributed.launching.dashboard_sidecar import require_dashboard
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
@@ -25,6 +28,8 @@ from dflow.distributed.transport.security.policy import SameMachine, SecurityPol
 
 #: Most connections, and longest waits for the server to start and to end, in s.
 MOST_CONNECTIONS, START_S, END_S = 500, 30.0, 5.0
+#: A connection without a whole request after this time, in s, is closed.
+REQUEST_S = 10.0
 
 
 class DashboardServer:
@@ -74,7 +79,7 @@ class DashboardServer:
         )
         config = uvicorn.Config(
             self._dashboard.app,
-            http="h11",
+            http=_Connection,
             loop="asyncio",
             ws="none",
             lifespan="on",
@@ -109,6 +114,29 @@ class DashboardServer:
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._socket])
+
+
+class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not follow it
+    """A connection that is closed if it sends no whole request in time, and that a request can abort."""
+
+    app_state: dict[str, Any]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state = self.app_state | {ABORT: transport.abort}
+        self._check = self.loop.call_later(REQUEST_S, self._close_if_idle, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._check.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_idle(self, before: Any) -> None:
+        """Close the connection if no request began since the last check, which saw `before`, and none is answered."""
+        cycle = self.cycle
+        if cycle is before and (cycle is None or cycle.response_complete or cycle.more_body):
+            self.transport.abort()
+        else:
+            self._check = self.loop.call_later(REQUEST_S, self._close_if_idle, cycle)
 
 
 def _listen(address: TcpAddress) -> socket.socket:

@@ -19,6 +19,8 @@ from dflow.dashboard.access import json_error
 from dflow.dashboard.dashboard_record import PageUpdate
 
 MOST_PAGES = 50
+#: Key of the function in a request's `state` that closes its connection without sending what is buffered.
+ABORT = "dflow.abort"
 KEPT = 16
 #: Longest wait for a page to take an update, and time after which a silent stream sends a comment, in s.
 SEND_S, SILENT_S = 20.0, 15.0
@@ -68,15 +70,18 @@ class Streams:
         gone = asyncio.create_task(_until_gone(receive))
         try:
             await self._serve(send, gone)
-        except (TimeoutError, OSError):
-            pass  # the page is gone, or does not read
+        except TimeoutError:
+            _abort(scope)  # the page does not read, so what is written never leaves
+        except OSError:
+            pass  # the page is gone
         finally:
             self.pages -= 1
             gone.cancel()
 
     async def _serve(self, send: Send, gone: asyncio.Task[None]) -> None:
         headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async with asyncio.timeout(SEND_S):
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
         taken, events = self._newest, b"".join(map(encoded, self._first()))
         while True:
             async with asyncio.timeout(SEND_S):
@@ -89,7 +94,8 @@ class Streams:
             if gone.done():
                 return
             if self._is_closed or self._newest - taken > len(self._kept):
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                async with asyncio.timeout(SEND_S):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
                 return
             events = b"".join(list(self._kept)[len(self._kept) - (self._newest - taken) :])
             taken = self._newest
@@ -107,6 +113,12 @@ class Streams:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _abort(scope: Scope) -> None:
+    abort = scope.get("state", {}).get(ABORT)
+    if abort is not None:
+        abort()
 
 
 async def _until_gone(receive: Receive) -> None:
