@@ -11,12 +11,8 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import urlsplit
 
-#: As the dashboard's server sends it.
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
-    "connect-src 'self'; worker-src 'self' blob:; font-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
-)
+from dflow.dashboard.access import _HEADERS
+
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "json": "application/json"}
 
 
@@ -111,7 +107,8 @@ class _FakeHandler(BaseHTTPRequestHandler):
     def _send(self, status: int, kind: str, data: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
-        self.send_header("Content-Security-Policy", POLICY)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
