@@ -6,7 +6,7 @@ Tasks have their short names. A number that is not known is None.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from msgspec.structs import asdict
@@ -50,8 +50,12 @@ def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Lo
     }
 
 
-def curve_values(state: Data) -> dict[SeriesName, float]:
-    """Return the newest value of each curve, from the JSON data of a state."""
+def curve_values(state: Data, reported: Collection[str]) -> dict[SeriesName, float]:
+    """Return the new value of each curve, from the JSON data of a state.
+
+    reported  short names of the workers that have reported steps since the last state. The metrics of the others are
+              old: a worker that has died keeps its last ones.
+    """
     found: dict[SeriesName, float] = {}
 
     def add(task: str, name: str, unit: str, value: float | None) -> None:
@@ -65,7 +69,7 @@ def curve_values(state: Data) -> dict[SeriesName, float]:
         add("", "bytes/s", "B/s", sum(rates))
     # Metrics first: they are what a program reports, should there be more series than are kept.
     for task in state["tasks"]:
-        for name, value in task["metrics"].items():
+        for name, value in task["metrics"].items() if task["task"] in reported else ():
             add(task["task"], name, "", float("nan") if value is None else value)
     for task in state["tasks"]:
         if task["steps"]:

@@ -81,10 +81,12 @@ class DashboardRecord:
         while len(self._recent) > 1 and look.at_s - self._recent[1].at_s >= RATE_WINDOW_S:
             self._recent.popleft()
         rate = self._rate.add(status.now_s, status.steps_done)
+        earlier = {} if self._look is None else {worker.task: worker.steps for worker in self._look.status.workers}
+        reported = {short_task_name(one.task) for one in status.workers if one.steps != earlier.get(one.task)}
         self._cluster = cluster_json(self._look, look, rate, self._recent[0] if self._recent else None)
         self._recent.append(look)
         self._look, self._wall_s = look, wall_s
-        values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster))
+        values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster, reported))
         points: Data = {"run": self._run(), "at_s": status.now_s, "step": status.steps_done, "values": values}
         return [*self._told(news), PageUpdate("points", points)]
 

@@ -36,6 +36,7 @@ class SimulatedRun:
         self.start = "c/1"
         self.status = Status(0.0, (), (), (), 0, 10_000, (VariableInfo("w", "float32", (4,), 16, PS),), (), {})
         self.silent: set[str] = set()
+        self.progress: dict[str, WorkerProgress] = {}
         #: How long the newest heartbeat had traffic; None means until now.
         self.heard_s: float | None = None
 
@@ -57,11 +58,14 @@ class SimulatedRun:
         heard_s = now_s if self.heard_s is None else self.heard_s
         live = {info.task for info in self.tasks if info.left_at_s is None}
         steps = {task: int(10 * now_s) for task in live & {W0, W1}}
+        for task in (W0, W1):  # a worker that has left keeps its last report
+            if task in live or task not in self.progress:
+                self.progress[task] = WorkerProgress(task, int(10 * now_s), 0.1, {"loss": 1 / now_s})
         self.status = replace(
             self.status,
             now_s=now_s,
             tasks=tuple(self.tasks),
-            workers=tuple(WorkerProgress(task, int(10 * now_s), 0.1, {"loss": 1 / now_s}) for task in (W0, W1)),
+            workers=tuple(self.progress.values()),
             steps_done=max(self.status.steps_done, sum(steps.values())),
             health=tuple(TaskHealth(task, now_s - 0.5, 1, "step 1", None) for task in sorted(live)),
             traffic=(EdgeTraffic("w", PS, W0, int(heard_s), int(1000 * heard_s), int(heard_s)),),
@@ -170,6 +174,16 @@ def test_killed_tasks_are_events_and_rows_that_are_off() -> None:
     told = run.record.events(3)
     assert [event["kind"] for event in told["events"]] == ["left", "restarted"]
     assert [event["task"] for event in told["events"]] == ["worker:1", "worker:1"]
+
+
+def test_the_curve_of_a_killed_worker_ends_with_its_last_report() -> None:
+    run = SimulatedRun()
+    for _ in range(3):
+        run.look()
+    run.kill(W1)
+    (points,) = (update.data["values"] for update in run.look() if update.name == "points")
+    assert points["worker:0/loss"] == 1 / 4
+    assert not [name for name in points if name.startswith("worker:1/")]
 
 
 def test_while_the_coordinator_is_away_the_last_state_stays() -> None:
