@@ -31,7 +31,8 @@ class LastTimeline:
 
     def __init__(self, transport: Transport, coordinator: str, on_change: Callable[[Data], None]) -> None:
         self._transport, self._coordinator, self._on_change = transport, coordinator, on_change
-        self._folder = tempfile.TemporaryDirectory(prefix="dflow-dashboard-")
+        #: Made for the first trace, so that a dashboard that is killed before leaves nothing.
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._lock = threading.Lock()
         self._data: Data = {"state": "none", "text": "", "number": 0}
         self._tables: Data = {"took": [], "messages": [], "items": [], "size_bytes": 0}
@@ -65,11 +66,15 @@ class LastTimeline:
 
     def close(self) -> None:
         """Remove the file. A trace that is being made ends at its tasks by its own deadline."""
-        self._folder.cleanup()
+        with self._lock:
+            if self._folder is not None:
+                self._folder.cleanup()
 
     def _trace(self, number: int, steps: int, timeout_s: float) -> None:
-        path = Path(self._folder.name, f"trace-{number}.json")
         try:
+            with self._lock:
+                self._folder = self._folder or tempfile.TemporaryDirectory(prefix="dflow-dashboard-")
+                path = Path(self._folder.name, f"trace-{number}.json")
             found, lines = trace(self._transport, self._coordinator, path, steps=steps, timeout_s=timeout_s)
             tables = _tables(found) | {"size_bytes": path.stat().st_size}
             text = "; ".join(line.removeprefix(f"{path}: ").partition("; open it")[0] for line in lines)

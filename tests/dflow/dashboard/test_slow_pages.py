@@ -1,12 +1,14 @@
-"""Pages that do not read, connections without a request, and looks that take long."""
+"""Pages that do not read, connections without a request, looks that take long, and files that are left."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from dflow.dashboard import cluster_watch, serving, streams
 from dflow.dashboard.cluster_watch import ClusterWatch
 from dflow.dashboard.dashboard_record import PageUpdate
 from dflow.dashboard.serving import DashboardServer
+from dflow.dashboard.timeline import LastTimeline
 from dflow.testing import memory_cluster
 from tests.dflow.dashboard.http_client import Client
 from tests.distributed.waiting import until
@@ -120,3 +123,16 @@ def test_the_last_state_is_told_again_while_a_look_takes_long(monkeypatch: pytes
         finally:
             is_over.set()
             watch.close()
+
+
+def test_a_dashboard_has_no_folder_before_the_first_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with memory_cluster(ps=0, workers=0) as memory:
+        states: list[str] = []
+        timeline = LastTimeline(memory.network, memory.coordinator.address, lambda data: states.append(data["state"]))
+        assert not list(tmp_path.iterdir()), "one that is killed leaves nothing"
+        timeline.start(1, 0.1)
+        until(lambda: states[-1] != "running")
+        assert list(tmp_path.iterdir())
+        timeline.close()
+        assert not list(tmp_path.iterdir())
