@@ -168,6 +168,7 @@ def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
 
 
 @pytest.mark.once
+@pytest.mark.long
 def test_an_image_classifier_on_two_processes_equals_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:

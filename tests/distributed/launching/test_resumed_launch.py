@@ -103,6 +103,7 @@ def weights(output: str) -> list[str]:
     return sorted(re.findall(r"\b[wv] \d \S+", output))
 
 
+@pytest.mark.long
 def test_the_weights_of_a_synchronous_run_are_those_of_an_undisturbed_one(tmp_path: Path) -> None:
     found = []
     for is_killed in (False, True):

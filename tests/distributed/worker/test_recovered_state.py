@@ -436,6 +436,7 @@ for _ in dflow.distributed.Async(cluster).run(step, batches(), steps=3000):
 )
 
 
+@pytest.mark.long
 def test_killed_parameter_tasks_are_started_again_and_no_step_is_lost_or_repeated(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--restart", "ps=on-failure", "--snapshots", "snapshots", "--snapshot-every", "0.5", "train.py"]
