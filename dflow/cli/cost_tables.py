@@ -35,10 +35,10 @@ def usage_table(before: Mapping[str, TaskState], now: Mapping[str, TaskState], t
 
 
 def _usage_cells(before: TaskState, now: TaskState, took_s: float) -> list[str]:
-    used = part_use(before, now)
-    if used is None:
+    if (use := part_use(before, now)) is None:
         return []
-    times_s, parts = (used.python_s, used.other_s), used.parts
+    parts, used = use
+    times_s = used.python_s, used.other_s
     shares = [f"{parts / took_s:.1f}", f"{100 * sum(times_s) / took_s:.0f} %"]
     if not parts:
         return [*shares, *[""] * 7]

@@ -177,12 +177,12 @@ def _rate(earlier: TaskState | None, state: TaskState | None, count: str, took_s
     return float(max(getattr(state, count) - getattr(earlier, count), 0) / took_s)
 
 
-def _use(used: PartUse | None, took_s: float) -> Data:
+def _use(use: PartUse | None, took_s: float) -> Data:
     """Return what the task used: per s, and per part that ended."""
-    if used is None or took_s <= 0:
+    if use is None or took_s <= 0:
         names = ("processor", "messages_per_s", "bytes_per_s", "python_us", "xla_us", "wakeups", "missed")
         return dict.fromkeys(names)
-    parts = used.parts
+    parts, used = use
     return {
         "processor": (used.python_s + used.other_s) / took_s,
         "messages_per_s": used.messages / took_s,

@@ -6,6 +6,7 @@ they need two snapshots.
 
 from __future__ import annotations
 
+import operator
 import statistics
 import time
 from collections import deque
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from msgspec.structs import astuple, replace
+
 from dflow.dashboard.observing import ClusterObserver, live_tasks
-from dflow.distributed.wire.messages.observing import GetTaskState, TaskState
+from dflow.distributed.wire.messages.observing import GetTaskState, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import TaskInfo
 from dflow.distributed.wire.messages.status import Status, TaskHealth
 from dflow.tracing.devices.task_name import split_task_name
@@ -105,43 +108,23 @@ def condition(info: TaskInfo, known: TaskHealth | None, slow: Mapping[str, float
     return Condition("live", "ok", "live")
 
 
-@dataclass(frozen=True)
-class PartUse:
-    """What a task used between two of its states; times in s.
-
-    `updates`  number of parts that changed variables; `missed` is their staleness in all: see `TaskUsage`
-    """
+class PartUse(NamedTuple):
+    """What a task used between two of its states, in which `parts` of its parts of steps ended."""
 
     parts: int
-    python_s: float
-    other_s: float
-    wakeups: int
-    messages: int
-    values: int
-    size_bytes: int
-    updates: int
-    missed: int
+    used: TaskUsage
 
 
 def part_use(before: TaskState | None, now: TaskState | None) -> PartUse | None:
     """Return the use between two states; None if one has no usage, or the task was started again in between."""
     if before is None or now is None or before.usage is None or now.usage is None:
         return None
-    earlier, later, parts = before.usage, now.usage, now.parts - before.parts
-    if parts < 0 or later.wakeups < earlier.wakeups:
+    parts = now.parts - before.parts
+    used = TaskUsage(*map(operator.sub, astuple(now.usage), astuple(before.usage)))
+    if parts < 0 or used.wakeups < 0:
         return None
-    return PartUse(
-        parts,
-        # The time of Python's threads is a difference of two clocks, so it may seem to go back a little.
-        max(later.python_s - earlier.python_s, 0.0),
-        later.other_s - earlier.other_s,
-        later.wakeups - earlier.wakeups,
-        later.messages - earlier.messages,
-        later.values - earlier.values,
-        later.size_bytes - earlier.size_bytes,
-        later.updates - earlier.updates,
-        later.missed - earlier.missed,
-    )
+    # The time of Python's threads is a difference of two clocks, so it may seem to go back a little.
+    return PartUse(parts, replace(used, python_s=max(used.python_s, 0.0)))
 
 
 class StepRate:
