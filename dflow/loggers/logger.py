@@ -61,7 +61,7 @@ class Logger(Callback):
         self._is_running = False
         #: Number of calls that failed since the last warning of failures, and whether one has succeeded since.
         self._lost, self._has_written = 0, False
-        #: Number of calls for which the thread had no place since the last warning of it.
+        #: Number of calls that found no place in the queue since the last warning.
         self._dropped = 0
         self._warned: set[str] = set()
         self._to_warn: list[str] = []
@@ -73,8 +73,8 @@ class Logger(Callback):
 
         The values need not be computed yet: a thread waits for them and writes them, about a second later. If 1000
         steps wait already, this waits for the oldest, for at most a minute; then values are lost, with a warning, until
-        there is a place again. The first call of a process replaces what earlier programs have
-        written of this step and later ones. A value that is no real scalar is left out, with a warning.
+        there is a place again. The first call of a process replaces what earlier programs have written of this step and
+        later ones. A value that is no real scalar is left out, with a warning.
 
         Raises TrainingError for a step that is no integer, and if the place cannot be written.
         """
@@ -175,7 +175,7 @@ class Logger(Callback):
         """Have the program's thread warn, unless it has warned of `subject` before."""
         if subject not in self._warned:
             self._warned.add(subject)
-            self._to_warn.append(f"{self._name}: {self._where}: {text}")
+            self._warn_later(text)
 
     def _leave_out(self, name: str, value: Any, by_hand: bool) -> None:
         """Warn of a value that is no real scalar. A step may return arrays to a trainer for other uses."""
@@ -219,19 +219,17 @@ class Logger(Callback):
             self._count_dropped()
             return True
         if not self._dropped:
-            self._to_warn.append(
-                f"{self._name}: {self._where}: expected fewer than {writer_thread.MOST_WAITING} entries to wait, and "
-                f"they do for {FLUSH_S:g} s; later ones are lost"
+            self._warn_later(
+                f"expected fewer than {writer_thread.MOST_WAITING} entries to wait, and they do for {FLUSH_S:g} s; "
+                "later ones are lost"
             )
         self._dropped += 1
         return False
 
     def _count_dropped(self) -> None:
-        """Have the program's thread warn of the number of calls for which there was no place."""
+        """Have the program's thread warn of the number of calls that found no place."""
         if self._dropped:
-            self._to_warn.append(
-                f"{self._name}: {self._where}: {self._dropped} entries are lost, as they found no place in the queue"
-            )
+            self._warn_later(f"{self._dropped} entries are lost, as they found no place in the queue")
             self._dropped = 0
 
     def _opened(self) -> WriterThread:
@@ -271,18 +269,22 @@ class Logger(Callback):
         if self._is_open:
             self._sync()
         if self._lost and self._has_written:
-            self._to_warn.append(f"{self._name}: {self._where}: writes again; {self._lost} entries are lost")
+            self._warn_later(f"writes again; {self._lost} entries are lost")
             self._lost = 0
 
     def _failed(self, error: Exception) -> None:
         if not self._lost:
-            self._to_warn.append(
-                f"{self._name}: {self._where}: expected to write, got {type(error).__name__}: {error}; training goes "
-                "on, and what cannot be written is lost"
+            self._warn_later(
+                f"expected to write, got {type(error).__name__}: {error}; training goes on, and what cannot be written "
+                "is lost"
             )
         self._lost, self._has_written = self._lost + 1, False
         with contextlib.suppress(OSError):  # the failure again
             self._abandon()
+
+    def _warn_later(self, text: str) -> None:
+        """Have the program's thread warn: the logger's own has no line of the user."""
+        self._to_warn.append(f"{self._name}: {self._where}: {text}")
 
     def _warn(self) -> None:
         while self._to_warn:
