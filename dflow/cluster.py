@@ -101,28 +101,28 @@ def connect(
             address=listens,
             settings=settings or ClusterSettings(),
         )
-    if collectives:
-        try:
+    try:
+        if collectives:
             joined.start_collectives()
-        except BaseException:
-            joined.close()
-            raise
+        place = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
+        if place != "":
+            _serve_metrics(joined, place)
+    except BaseException:
+        joined.close()
+        raise
     joined.server.observer.functions = CompiledFunctions()
     dump_on_signal(joined.flights.dump_soon)
     if spec.starts:
         atexit.register(_leave, joined)
     if sidecars is not None:
         sidecars.stay_in_touch(transport)
-    place = read(METRICS_VARIABLE) if metrics_port is None else metrics_port
-    if place != "":
-        try:
-            where = joined.serve_metrics(place)
-        except BaseException:
-            joined.close()
-            raise
-        # Task servers and the coordinator print the same line: with a free port, only this process knows the number.
-        print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
     return joined
+
+
+def _serve_metrics(joined: Cluster, place: int | str) -> None:
+    """Serve the task's metrics, and print the address as task servers do: the port may be any free one."""
+    where = joined.serve_metrics(place)
+    print(f"dflow task {short_task_name(joined.task)}: metrics are served at {where}", file=sys.stderr, flush=True)
 
 
 @contextmanager

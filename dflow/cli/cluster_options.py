@@ -63,6 +63,11 @@ def add_metrics(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_host_names(parser: argparse.ArgumentParser, text: str) -> None:
+    """Add --host-name: names of a web server besides its own, which it expects in the `Host` of requests."""
+    parser.add_argument("--host-name", dest="host_names", action="append", default=[], metavar="NAME", help=text)
+
+
 def cluster_file_of(options: argparse.Namespace) -> ClusterFile | None:
     """Return the cluster file to use, if any. `--coordinator` takes precedence over a file named in the environment."""
     named = options.cluster

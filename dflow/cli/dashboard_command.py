@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from dflow.cli.cluster_options import add_coordinator_address, add_security, coordinator_of, security_of
+from dflow.cli.cluster_options import (
+    add_coordinator_address,
+    add_host_names,
+    add_security,
+    coordinator_of,
+    security_of,
+)
 from dflow.cli.command import Command
 from dflow.distributed.launching.dashboard_sidecar import SERVING, require_dashboard
 from dflow.distributed.process.parent_watch import watch
@@ -19,14 +25,7 @@ def _dashboard_options(parser: argparse.ArgumentParser) -> None:
         metavar="[HOST:]PORT",
         help="where to serve it; off loopback only with certificates or a secret (default: a free port of 127.0.0.1)",
     )
-    parser.add_argument(
-        "--host-name",
-        dest="host_names",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="another name of it in browsers, such as a proxy's; repeatable",
-    )
+    add_host_names(parser, "another name of it in browsers, such as a proxy's; repeatable")
     add_coordinator_address(parser)
     add_security(parser)
 

@@ -7,7 +7,7 @@ import os
 import warnings
 from pathlib import Path
 
-from dflow.cli.cluster_options import add_certificates
+from dflow.cli.cluster_options import add_certificates, add_host_names
 from dflow.cli.command import Command, add_seconds, at_least_one, count
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
@@ -24,14 +24,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", default="127.0.0.1:8000", metavar="HOST:PORT", help="where to listen (default: 127.0.0.1:8000)"
     )
-    parser.add_argument(
-        "--host-name",
-        dest="host_names",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="without certificates: another name of it in requests, such as a proxy's; repeatable",
-    )
+    add_host_names(parser, "without certificates: another name of it in requests, such as a proxy's; repeatable")
     parser.add_argument("--name", help="the model's name (default: that of DIR)")
     parser.add_argument(
         "--max-batch",
