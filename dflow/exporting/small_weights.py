@@ -87,7 +87,7 @@ def _returned(tree: Tree) -> list[str]:
 
 
 def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> SmallWeight:
-    """Return the variables that stand for one. Their names are none of `taken`, to which they are added."""
+    """Return the variables that stand for one. Their names avoid those in `taken`, and are added to it."""
 
     def held(value: Any, suffix: str) -> Variable:
         name = f"{variable.name}/{suffix}"

@@ -36,7 +36,7 @@ class CompiledFunctions(FunctionSource):
 
     def functions(self) -> Functions:
         """List the most recently traced functions."""
-        # The list of references is made at once; an iteration of the dictionary fails if another thread traces.
+        # `valuerefs` copies the references in one step; an iteration of the dictionary fails if another thread traces.
         found = [shared for one in reversed(TRACED.valuerefs()) if (shared := one()) is not None]
         shown = tuple(_info(shared) for shared in found[:MOST_FUNCTIONS] if len(shared.log))
         return Functions(shown, max(len(found) - MOST_FUNCTIONS, 0))

@@ -1,6 +1,6 @@
 """A graph as JSON data for the browser: a tree of groups with the ops in them, and the edges between ops.
 
-Groups are name scopes, nested functions with their bodies, ops of one source line, and runs of what is left; ops of
+Groups are name scopes, nested functions with their bodies, ops of one source line, and runs of the other ops; ops of
 gradients and of updates that are in no scope have a group each. Besides a graph's arguments and results, no group has
 more than `MOST_CHILDREN` children, so a page that lays out only the groups that are open is quick for any graph.
 

@@ -1,4 +1,4 @@
-"""A Keras model with dflow's variables instead of its own: its calls, its step of training, and the way back.
+"""A Keras model over dflow's variables: its calls, its step of training, and the way back.
 
 Keras computes outputs, losses, metrics and updates by its stateless functions of values; dflow keeps the values.
 """

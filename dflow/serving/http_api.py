@@ -322,7 +322,7 @@ def _refused(refusal: RefusedRequest) -> Response:
 
 
 async def _run(size: int, fn: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function of so many bytes: on this thread, or on another one if they are many."""
+    """Call a function that takes or makes `size` bytes: on this thread, or on another one above `_MOST_ON_LOOP`."""
     return fn(*arguments) if size <= _MOST_ON_LOOP else await asyncio.to_thread(fn, *arguments)
 
 

@@ -147,7 +147,7 @@ class RequestQueue:
             )
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Refuse later requests, and wait until those that wait are answered; return whether they were in time."""
+        """Refuse later requests, and wait until the pending ones are answered; return whether they were in time."""
         until = None if timeout_s is None else time.monotonic() + timeout_s
         self._held.close()
         for thread in self._threads:

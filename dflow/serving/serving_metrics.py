@@ -1,6 +1,6 @@
 """Metrics of a model server for Prometheus.
 
-Invariant: the number of labels is bounded: the names of functions are those that are served, since requests for others
+Invariant: the number of labels is bounded: only served functions have their names as labels, and requests for others
 have the label `unknown`.
 """
 

@@ -1,4 +1,4 @@
-"""Who may look at a dashboard, and from which pages: its address, Host, token, Origin and limits."""
+"""Access to a dashboard: its address, Host, token, Origin and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, over the real server and a cluster that trains, one worker of which is killed."""
+"""The page in a real browser, over the real server and a cluster that trains and loses a worker."""
 
 from __future__ import annotations
 

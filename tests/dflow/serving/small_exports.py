@@ -58,7 +58,7 @@ def served(folder: Path, settings: ServingSettings = USUAL, **options: Any) -> I
 
 
 class HeldCalls:
-    """Calls of a queue's function, each of which waits for `release`. `batches` has the inputs of each."""
+    """Calls of a queue's function; each waits for `release`. `batches` has the inputs of each."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self.batches: list[dict[str, Any]] = []

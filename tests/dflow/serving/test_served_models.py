@@ -46,7 +46,7 @@ def model(scales: Path, tmp_path: Path) -> Iterator[Path]:
 
 
 def answered(url: str, model: str = "scale") -> tuple[str, float]:
-    """Return the version that answers, and the factor by which it multiplies."""
+    """Return the version that answers, and its factor."""
     status, body, _ = infer(url, model, ONE_ROW)
     assert status == 200, body
     return body["model_version"], body["outputs"][0]["data"][0]

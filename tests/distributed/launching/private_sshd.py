@@ -1,4 +1,4 @@
-"""An sshd of a test on loopback, with keys and a configuration of its own; for its clients all hosts are this one."""
+"""An sshd of a test on loopback, with separate keys and configuration; for its clients all hosts are this one."""
 
 from __future__ import annotations
 

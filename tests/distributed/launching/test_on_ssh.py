@@ -136,7 +136,7 @@ def test_a_program_runs_on_a_host_and_ends_when_asked(sshd: PrivateSshd) -> None
     running = host.run("-c", "import sys; print('to stderr', file=sys.stderr); sys.exit(255)")
     assert end_of(running) == 255
     assert running.tail == ("to stderr",)
-    running = host.run("-c", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(1e6)")
+    running = host.run("-c", "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()")
     until(lambda: host.lines[-1].startswith("pid "))
     running.kill()
     assert not Path(f"/proc/{host.lines[-1].split()[1]}").exists()
@@ -260,7 +260,7 @@ def test_a_launch_that_cannot_be_is_refused_before_it_starts(
     (tmp_path / "script.py").touch()
     (tmp_path / "hosts").write_text("10.0.0.1\n")
     if "--ssh" not in words:
-        # What `ssh -G` prints of this host, without the configuration of whoever runs the test.
+        # What `ssh -G` prints of this host, without the user's own configuration.
         fake = tmp_path / "ssh"
         fake.write_text("#!/bin/sh\necho hostname 10.0.0.1\n")
         fake.chmod(0o700)

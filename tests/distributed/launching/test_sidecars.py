@@ -56,7 +56,7 @@ def step_of_two(
     count: int = 1,
     **more: str,
 ) -> list[Spawned]:
-    """Start two workers on `count` nodes, each of which has a task server."""
+    """Start two workers on `count` nodes; each node has a task server."""
     (tmp_path / "train.py").write_text(script)
     os.mkfifo(tmp_path / "go")
     port = str(free_port())
