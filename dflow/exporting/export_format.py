@@ -23,7 +23,7 @@ from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
 from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.atomic_directory import present, whole_folder
-from dflow.lowering.files.regular_file import read_regular
+from dflow.lowering.files.regular_file import LinkError, read_regular, refuse_links, remedy_of
 from dflow.tracing.errors import CheckpointError, ExportError
 
 #: The newest format version that this dflow reads, and writes if variables divide an array; older ones read version 1.
@@ -36,6 +36,7 @@ CONSTANTS = "constants"
 
 #: Most bytes of a manifest.
 _MOST_BYTES = 64 << 20
+_REMEDY = "copy the directory again, or export again"
 
 
 class _Form(msgspec.Struct, frozen=True):
@@ -82,7 +83,7 @@ def read_manifest(path: Path) -> ExportManifest:
             "give the directory that dflow.export(...).save wrote",
         ) from None
     except OSError as error:
-        raise damaged(path / MANIFEST, error.strerror or str(error)) from error
+        raise _unreadable(path / MANIFEST, error) from error
     try:
         form = msgspec.json.decode(content, type=_Form)
         if form.format <= FORMAT:
@@ -102,11 +103,12 @@ def read_content(path: Path, name: str, signature: FunctionSignature) -> bytes:
     """Return the program of a signature. Raises ExportError if it is missing or differs from its digest."""
     file = path / PROGRAMS / name
     try:
+        refuse_links(path, PROGRAMS)
         content = read_regular(file, max(0, signature.size_bytes))
     except FileNotFoundError:
         raise damaged(file, "it is missing") from None
     except OSError as error:
-        raise damaged(file, error.strerror or str(error)) from error
+        raise _unreadable(file, error) from error
     if len(content) != signature.size_bytes:
         raise damaged(file, f"expected {signature.size_bytes} bytes, got {len(content)}")
     if hashlib.sha256(content).hexdigest() != signature.sha256:
@@ -117,11 +119,22 @@ def read_content(path: Path, name: str, signature: FunctionSignature) -> bytes:
 def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]:
     """Return the arrays of these names as NumPy arrays, or JAX arrays for PRNG keys. Raises ExportError."""
     try:
+        refuse_links(path, folder)
         return read_arrays(path / folder).read(dict.fromkeys(names))
     except CheckpointError as error:
-        raise damaged(path / folder, str(error).partition("\n")[0]) from error
+        cause = error.__cause__
+        raise _unreadable(path / folder, cause if isinstance(cause, LinkError) else error) from error
+    except OSError as error:
+        raise _unreadable(path / folder, error) from error
+
+
+def _unreadable(file: Path, error: BaseException) -> ExportError:
+    if isinstance(error, LinkError):
+        return ExportError(str(error), remedy_of(error, _REMEDY))
+    what = str(error).partition("\n")[0]
+    return damaged(file, getattr(error, "strerror", None) or what)
 
 
 def damaged(file: Path, what: str) -> ExportError:
     """Return the error for a damaged file of an export."""
-    return ExportError(f"{file} is damaged: {what}", "copy the directory again, or export again")
+    return ExportError(f"{file} is damaged: {what}", _REMEDY)

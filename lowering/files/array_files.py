@@ -32,6 +32,7 @@ from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.object_path import LONGEST_S, ObjectPath, Place, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
+from dflow.lowering.files.regular_file import refuse_links, remedy_of
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
@@ -164,6 +165,8 @@ class ArrayFiles(ArrayManifest):
                 f"there is no array {name!r} in {self.path}; there are {sorted(self.types) or 'none'}", at=caller()
             )
         with self._unless_damaged(name):
+            if isinstance(self.path, Path):
+                refuse_links(self.path, self.paths[name])
             return open_array(self.path / self.paths[name], *stored_type(self.types[name]))
 
     def _started(self, name: str, opening: Any, sharding: Any) -> Any:
@@ -200,7 +203,7 @@ class ArrayFiles(ArrayManifest):
                 raise no_answer(self.path, error) from error
             raise DamagedCheckpoint(
                 f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {first_line(error)}",
-                "take an older checkpoint, or read the others without this one",
+                remedy_of(error, "take an older checkpoint, or read the others without this one"),
             ) from error
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dflow.lowering.files.object_path import Place
-from dflow.lowering.files.regular_file import read_regular
+from dflow.lowering.files.regular_file import read_regular, remedy_of
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, parse_type
 
@@ -25,6 +25,7 @@ VERSION = 1
 
 #: Largest size of a manifest, enough for about a million arrays.
 _MOST_BYTES = 256 << 20
+_REMEDY = "take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore"
 
 
 class ArrayEntry(msgspec.Struct, frozen=True):
@@ -82,17 +83,14 @@ def read_manifest(folder: Place) -> ArrayManifest:
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder, str(error)) from error
+        raise damaged(folder, str(error), remedy_of(error, _REMEDY)) from error
     paths = {name: entry.path for name, entry in content.arrays.items()}
     return ArrayManifest(content.id, types, paths, content.metadata)
 
 
-def damaged(folder: Place, what: str) -> DamagedCheckpoint:
+def damaged(folder: Place, what: str, remedy: str = _REMEDY) -> DamagedCheckpoint:
     """Return the error for a manifest that is damaged as `what` says."""
-    return DamagedCheckpoint(
-        f"the manifest {folder / MANIFEST} is damaged: {what[:300]}",
-        "take an older checkpoint; the arrays that are whole can be read one by one, with zarr or TensorStore",
-    )
+    return DamagedCheckpoint(f"the manifest {folder / MANIFEST} is damaged: {what[:300]}", remedy)
 
 
 def _checksum(content: Any) -> int:

@@ -1,8 +1,9 @@
 """A checkpoint that a program wrote by Orbax, read by Orbax's own library.
 
 An array's name is its keys and indices in the checkpoint's tree, joined by `/`. A number of Python, which has no dtype,
-gets the dtype that JAX gives it. Empty containers and None are no arrays. The format has no checksums of values, and
-Orbax opens what the files name, so a checkpoint should be of a trusted source.
+gets the dtype that JAX gives it. Empty containers and None are no arrays. A folder with a link, or with a key that leads
+out of it, is refused. The format has no checksums of values, and Orbax opens what its files name, so a checkpoint
+should be of a trusted source.
 
 The library is imported when the first checkpoint is opened: it takes a second, and dflow's own checkpoints do without.
 """
@@ -22,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from dflow.lowering.files.array_manifest import MANIFEST
+from dflow.lowering.files.array_manifest import MANIFEST, is_inside
 from dflow.lowering.files.orbax_layout import METADATA
+from dflow.lowering.files.regular_file import refuse_links_within, remedy_of
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.state.resources import path_name
@@ -122,14 +124,19 @@ def read_orbax(place: Path) -> OrbaxCheckpoint:
             "pip install 'dflow[orbax]'",
         ) from error
     try:
+        refuse_links_within(place)
         id = _id(place)
         with closing(ocp.PyTreeCheckpointHandler()) as reader:
             tree = reader.metadata(place).tree
     except Exception as error:  # the library raises errors of many classes
         raise DamagedCheckpoint(
-            f"{place}: expected a checkpoint of Orbax, got: {_fact(error)}", "take another copy"
+            f"{place}: expected a checkpoint of Orbax, got: {_fact(error)}", remedy_of(error, "take another copy")
         ) from error
     named = _by_name(tree)
+    if strange := [name for name, _ in named if not is_inside(name)]:
+        raise DamagedCheckpoint(
+            f"{place}: expected arrays inside the folder, got the name {strange[0]!r}", "take another copy"
+        )
     for name, count in Counter(name for name, _ in named).items():
         if count > 1:
             raise CheckpointError(

@@ -121,7 +121,11 @@ class _OnDisk:
             return []
 
     def remove(self, name: str) -> None:
-        remove_whole_folder(self.path / name)
+        place = self.path / name
+        if place.is_symlink():  # the folder that it leads to is another's
+            place.unlink()
+        else:
+            remove_whole_folder(place)
 
     def set_aside(self, name: str) -> Path:
         place = self.path / name

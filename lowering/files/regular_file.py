@@ -1,4 +1,9 @@
-"""Read a file that may come from anywhere: not from a pipe or a device, and no more bytes than expected."""
+"""Read a file that may come from anywhere: no pipe, device or link, and no more bytes than expected.
+
+A link inside a checkpoint or an export is not followed, since it may lead to any other file of this machine. One kind
+is: Hugging Face's cache has `snapshots/<revision>/...` of links to files in `blobs` beside it, which its own library
+made.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,44 @@ from pathlib import Path
 
 from dflow.lowering.files.object_path import ObjectPath, Place
 
+#: What to do about a link that is meant.
+_REMEDY = "if you trust it, copy it by cp -rL, which replaces links by the files that they lead to"
+
+
+class LinkError(OSError):
+    """Error for a link in the place of a file or folder."""
+
+    def __init__(self, path: Path) -> None:
+        target = os.path.realpath(path)
+        super().__init__(errno.ELOOP, f"{path}: expected a file or folder itself, got a link to {target}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+def remedy_of(error: BaseException, usual: str) -> str:
+    """Return the remedy for an error on reading a file: that for a link, or the usual one."""
+    return _REMEDY if isinstance(error, LinkError) else usual
+
+
+def refuse_links(folder: Path, path: str) -> None:
+    """Raise LinkError if a part of a relative path, from `folder` on, is a link."""
+    place = folder
+    for part in path.split("/"):
+        place = place / part
+        _refuse_link(place)
+
+
+def refuse_links_within(folder: Path) -> None:
+    """Raise LinkError if anything in a folder, at any depth, is a link."""
+    for inner, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            _refuse_link(Path(inner, name))
+
 
 def regular_size(path: Path) -> int:
-    """Return the size of a regular file in bytes. Raises OSError if it is missing, a pipe, a device or a socket."""
+    """Return the size of a regular file in bytes. Raises OSError if it is missing, a link, a pipe or a device."""
+    _refuse_link(path)
     return _regular(path, os.stat(path))
 
 
@@ -35,3 +75,16 @@ def _regular(path: Path, about: os.stat_result) -> int:
     if not stat.S_ISREG(about.st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return about.st_size
+
+
+def _refuse_link(path: Path) -> None:
+    if path.is_symlink() and not _is_cached(path):
+        raise LinkError(path)
+
+
+def _is_cached(path: Path) -> bool:
+    """Whether a link is one of Hugging Face's cache: `X/snapshots/...` that leads to a file `X/blobs/...`."""
+    blobs, _ = os.path.split(os.path.realpath(path))
+    model, name = os.path.split(blobs)
+    place = os.path.join(os.path.realpath(path.parent), "")
+    return name == "blobs" and os.path.isfile(path) and place.startswith(os.path.join(model, "snapshots", ""))

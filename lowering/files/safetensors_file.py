@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from dflow.lowering.files.atomic_directory import refused_by_the_disk
-from dflow.lowering.files.regular_file import regular_size
+from dflow.lowering.files.regular_file import LinkError, regular_size
 from dflow.tracing.errors import CheckpointError, CheckpointExists, DamagedCheckpoint, NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.rows.slices import AxisSlice
@@ -101,8 +101,8 @@ def damaged(path: Path, what: str) -> DamagedCheckpoint:
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
-    """Open a file. Raises NoCheckpoint if there is none, DamagedCheckpoint if it is malformed."""
-    place = Path(os.path.realpath(path))
+    """Open a file. Raises NoCheckpoint if there is none, DamagedCheckpoint if it is malformed or a link."""
+    place = Path(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     try:
         size = regular_size(place)
         with open(place, "rb") as file:
@@ -113,6 +113,10 @@ def read_safetensors(path: str | os.PathLike[str]) -> SafetensorsFile:
             changed_ns = os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         raise NoCheckpoint(f"{place}: expected a safetensors file, got none", "correct the path") from None
+    except LinkError as error:
+        raise DamagedCheckpoint(
+            str(error), "if you trust it, give the path that it leads to, or a copy of the file"
+        ) from error
     except OSError as error:
         raise damaged(place, f"the system says: {error.strerror or error}") from error
     try:

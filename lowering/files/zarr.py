@@ -75,7 +75,6 @@ def check_array(folder: Place, store: Any) -> None:
     count = math.prod(-(-size // part) for size, part in zip(shape, chunk, strict=True))
     expected = math.prod(chunk) * store.dtype.numpy_dtype.itemsize + _CHECKSUM_BYTES
     chunks = [file for file in folder.rglob("*") if str(file.relative_to(folder)).startswith("c")]
-    # A link to a folder is refused as no regular file.
     sizes = [regular_size(file) for file in chunks if file.is_symlink() or not file.is_dir()]
     if len(sizes) != count:
         raise ValueError(f"it has {len(sizes)} chunks instead of {count}")
