@@ -1,8 +1,8 @@
 """A checkpoint that a program wrote by Orbax, read by Orbax's own library.
 
 An array's name is its keys and indices in the checkpoint's tree, joined by `/`. A number of Python, which has no dtype,
-gets the dtype that JAX gives it. Empty containers and None are no arrays. A folder with a link, or with a key that leads
-out of it, is refused. The format has no checksums of values, and Orbax opens what its files name, so a checkpoint
+gets the dtype that JAX gives it. Empty containers and None are no arrays. A folder with a link, or a key that leads out
+of it, is refused. The format has no checksums of values, and Orbax opens what its files name, so a checkpoint
 should be of a trusted source.
 
 The library is imported when the first checkpoint is opened: it takes a second, and dflow's own checkpoints do without.

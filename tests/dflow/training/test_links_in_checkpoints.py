@@ -71,7 +71,7 @@ def test_each_link_is_refused_or_not_followed(form: str, tmp_path: Path) -> None
     assert read(tmp_path / "1" / form) == {1.0}
     places = [place.relative_to(tmp_path / "1") for place in (tmp_path / "1" / form).rglob("*")]
     if form == "export":  # each load starts a process
-        places = [place for place in places if {"a", "_METADATA"}.isdisjoint(place.parts) and place.name != "dflow.json"]
+        places = [place for place in places if {"a", "_METADATA", "dflow.json"}.isdisjoint(place.parts)]
     refusals = []
     for place in places:
         shutil.copytree(tmp_path / "1", tmp_path / "x")
@@ -81,11 +81,14 @@ def test_each_link_is_refused_or_not_followed(form: str, tmp_path: Path) -> None
         try:
             assert read(tmp_path / "x" / form) == {1.0}, place
         except (dflow.CheckpointError, dflow.ExportError) as error:
-            refusals.append(place)
-            assert f"{link}: expected a file or folder itself, got a link to {tmp_path / '2' / place}" in str(error)
-            assert "cp -rL" in str(error).splitlines()[-1]
+            refusals.append(
+                (f"{link}: expected a file or folder itself, got a link to {tmp_path / '2' / place}", error)
+            )
         shutil.rmtree(tmp_path / "x")
     assert len(refusals) >= 3
+    for says, error in refusals:
+        assert says in str(error)
+        assert "cp -rL" in str(error).splitlines()[-1]
 
 
 def test_a_copy_by_the_remedy_is_restored(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_tasks_refuse_links(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "1" / "b")
         (tmp_path / "1" / "b").symlink_to(tmp_path / "2" / "b")
         variables["b"].assign(jnp.zeros(2))
-        with pytest.raises(dflow.CheckpointError, match=f"{tmp_path}/1/b: expected a file or folder itself, got a link"):
+        with pytest.raises(dflow.CheckpointError, match=f"{tmp_path}/1/b: expected .* itself, got a link"):
             dflow.restore(tmp_path / "1", variables)
         assert float(variables["b"].read().sum()) == 0
         cluster.close()
