@@ -51,6 +51,7 @@ from dflow.tracing.errors import (
 )
 from dflow.tracing.jaxprs.leaks import LeakedTracerWarning
 from dflow.tracing.kernels import Kernel, kernel
+from dflow.tracing.number_range import NumberRangeWarning
 from dflow.tracing.parallel_iterations import parallel_iterations
 from dflow.tracing.primitives.namesakes import DuplicateNameWarning
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
@@ -107,6 +108,7 @@ __all__ = [
     "Loaded",
     "LostWriteError",
     "NoCheckpoint",
+    "NumberRangeWarning",
     "Optimizer",
     "PaddedSpec",
     "PaddingFIFOQueue",

@@ -547,6 +547,15 @@ _trace, _axes = jax_core.trace_state_strong_ref, jax_core.axis_env_state
 _disable_jit, _debug_nans, _debug_infs = jax_config.disable_jit, jax_config.debug_nans, jax_config.debug_infs
 
 
+#: Classes of arguments without 64-bit numbers of NumPy: JAX's arrays, and Python's own numbers, which JAX checks.
+NARROW_ARGUMENTS: frozenset[type[Any]] = frozenset({ArrayImpl, bool, int, float, complex, str, type(None)})
+
+
+def keeps_64_bits() -> bool:
+    """Whether JAX takes 64-bit numbers as they are: `jax_enable_x64`, also by its context manager."""
+    return bool(jax_config.enable_x64.value)
+
+
 def checked_numbers() -> list[str]:
     """Those of `nan` and `inf` that JAX checks results for, with context managers, which the public flags ignore."""
     return list(compress(("nan", "inf"), (jax_config.debug_nans.value, jax_config.debug_infs.value)))

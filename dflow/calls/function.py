@@ -38,6 +38,7 @@ from dflow.tracing.derivatives.discharge import Border, State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.jax_frontend import (
+    NARROW_ARGUMENTS,
     HandleNeeded,
     call_staged,
     checked_numbers,
@@ -56,6 +57,8 @@ from dflow.tracing.jax_frontend import (
 )
 from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.leaks import watched_for_leaks
+from dflow.tracing.jaxprs.trace import argument_names
+from dflow.tracing.number_range import check_numbers, may_be_wide
 from dflow.tracing.source import caller
 from dflow.tracing.state.variable_trees import handles
 
@@ -95,6 +98,11 @@ class Function(Generic[P, R]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function. Inside another trace, add it to that trace instead."""
         try:
+            for value in (*args, *kwargs.values()) if kwargs else args:
+                if type(value) not in NARROW_ARGUMENTS:
+                    if may_be_wide(args, kwargs):
+                        self._check_numbers(args, kwargs)
+                    break
             if not runs_plainly():
                 return self._called_otherwise(args, kwargs)
             given, named = self._with_handles(args, kwargs) if self._takes_variables else (args, kwargs)
@@ -190,6 +198,12 @@ class Function(Generic[P, R]):
         log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
         return SharedTraces(static_arguments(self._jitted), log)
 
+    def _check_numbers(self, args: Any, kwargs: Any) -> None:
+        """Raise InputError for integers of NumPy that JAX would change, and warn for such floats."""
+        static = self._planner.shared.static
+        traced = static.split(args, kwargs)[:2]
+        check_numbers(jax.tree_util.tree_leaves(traced), lambda: _titles(self.fn, args, kwargs, static.test_of(args)))
+
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():
             return cast(R, call_eagerly(self.fn, self._planner.shared.static, args, kwargs))
@@ -258,6 +272,10 @@ def jit(fn: Callable[P, R] | None = None, **options: Any) -> Any:
     if fn is None:
         return lambda function: jit(function, **options)
     return Function(fn, options)
+
+
+def _titles(fn: Any, args: Any, kwargs: Any, is_static: Callable[[int | str], bool]) -> list[str]:
+    return [f"argument {name!r}" for name in argument_names(fn, args, kwargs, is_static)]
 
 
 def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: Any) -> None:

@@ -12,7 +12,8 @@ import jax
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.tracing.errors import PlainJitError
 from dflow.tracing.ir.types import ArrayType, array_type_of
-from dflow.tracing.jaxprs.trace import leaf_names
+from dflow.tracing.number_range import check_numbers
+from dflow.tracing.path_names import leaf_names
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.variable_trees import handles
 
@@ -141,6 +142,7 @@ class CompiledFunction(_Stage):
                 f"{at(caller())}\n  call the function itself, which compiles for each structure"
             )
         paths = leaf_names("args", args) + leaf_names("kwargs", kwargs)
+        check_numbers(leaves, lambda: [f"{name}: argument {path!r}" for path in paths])
         for path, leaf, info in zip(paths, leaves, infos, strict=True):
             given, wanted = array_type_of(leaf).strong, ArrayType(info.dtype, tuple(info.shape))
             if given != wanted:

@@ -43,6 +43,7 @@ from dflow.lowering.values.devices import default_name
 from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.resources import Variable, is_variable
@@ -290,6 +291,7 @@ def _leaves(name: str, parameter: Parameter, value: Any) -> Iterator[Any]:
 
 def _fitting(name: str, path: str, wanted: str, leaf: Any) -> Any:
     """Return the leaf as an array of the expected type. Python numbers take its dtype; others raise SignatureError."""
+    check_number(leaf, f"{name}: argument {path!r}")
     array = leaf.read() if is_variable(leaf) else jnp.asarray(leaf)
     dtype, dims = parts_of_type(wanted)
     given = array_type_of(array)

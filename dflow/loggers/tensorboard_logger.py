@@ -18,7 +18,8 @@ from dflow.loggers.hyperparameters import checked
 from dflow.loggers.logger import Logger, fixed
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.state.resources import Variable, is_variable, path_name
+from dflow.tracing.path_names import path_name
+from dflow.tracing.state.resources import Variable, is_variable
 
 #: Number of buckets of a histogram, as TensorFlow's.
 _BUCKETS = 30

@@ -28,6 +28,7 @@ from dflow.tracing.ir.row_marks import LIFE, PERIOD
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.updates import indices_refusal
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.id_checks import check_ids, checked_ids
 from dflow.tracing.primitives.state_primitives import gather_p
@@ -78,6 +79,7 @@ class ShardedVariable(RowUpdates):
         dtype: Any = None,
         trainable: bool = True,
     ) -> None:
+        check_number(initial, f"the initial value of sharded variable {name or 'unnamed'!r}")
         type = initial_type(initial, name)
         home = current_home() if near is None else near.shards[0].home
         held = type if dtype is None else replace(type, dtype=np.dtype(dtype))
@@ -142,6 +144,7 @@ class ShardedVariable(RowUpdates):
 
     def assign(self, value: Any) -> None:
         """Replace the whole array. Raises VariableShapeError when shape or dtype is not the variable's."""
+        check_number(value, f"assign of sharded variable {self.name!r}")
         array = jnp.asarray(value)
         if array.shape != self.shape:
             raise VariableShapeError(
@@ -297,6 +300,7 @@ class ShardedVariable(RowUpdates):
     def _scatter(self, kind: str, indices: Any, rows: Any) -> None:
         shards = self._variables(kind)
         given = self._indices(kind, indices)
+        check_number(rows, f"{kind} of sharded variable {self.name!r}")
         rows = jnp.asarray(_read(rows))
         wanted = (*given.shape, *self.shape[1:])
         if rows.shape != wanted or jnp.promote_types(rows.dtype, self.dtype) != self.dtype:

@@ -22,12 +22,13 @@ from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.path_names import path_name
 from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.initial_value import Initial
-from dflow.tracing.state.resources import RowIds, Variable, add_update, is_variable, path_name, read
+from dflow.tracing.state.resources import RowIds, Variable, add_update, is_variable, read
 from dflow.tracing.state.variable_trees import structure_text
 from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples

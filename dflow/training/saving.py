@@ -34,12 +34,13 @@ from dflow.tracing.errors import CheckpointError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.path_names import path_name
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import have_each_once
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.container import resources_in
 from dflow.tracing.state.host_resource import HostResource
-from dflow.tracing.state.resources import Variable, is_variable, path_name
+from dflow.tracing.state.resources import Variable, is_variable
 from dflow.training.generator import Generator
 from dflow.training.group_saving import group_of, is_of_group, refuse_parts, save_together
 from dflow.training.optimizer import Optimizer

@@ -24,6 +24,8 @@ from dflow.distributed.strategies.compared_variables import compare_variables
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import DeviceError, StrategyError
 from dflow.tracing.ir.types import array_type_of
+from dflow.tracing.number_range import check_numbers
+from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.context import spreading
 from dflow.tracing.state.resources import Variable, is_variable
 
@@ -149,6 +151,7 @@ class ProcessMesh:
         Raises StrategyError for an array that cannot be divided among the devices of this process.
         """
         leaves, tree = jax.tree_util.tree_flatten(batch, is_leaf=is_variable)
+        check_numbers(leaves, lambda: leaf_names("run: batches: batch", batch, is_variable))
         return f"{', '.join(map(self._described, leaves))} in {tree}"
 
     def _described(self, leaf: Any) -> str:

@@ -28,7 +28,7 @@ from dflow.lowering.files.orbax_layout import METADATA
 from dflow.lowering.files.regular_file import refuse_links_within, remedy_of
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType
-from dflow.tracing.state.resources import path_name
+from dflow.tracing.path_names import path_name
 
 #: Largest part of an error of Orbax that is repeated, in characters.
 _MOST = 300

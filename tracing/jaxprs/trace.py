@@ -21,9 +21,9 @@ from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import closed_parts, donates, make_jaxpr
 from dflow.tracing.jaxprs.captured import captured
 from dflow.tracing.jaxprs.from_jaxpr import graph_of
+from dflow.tracing.path_names import leaf_names
 from dflow.tracing.primitives.namesakes import warn_of_namesakes
 from dflow.tracing.source import at, caller
-from dflow.tracing.state.resources import path_name
 from dflow.tracing.state.variable_trees import handles
 
 
@@ -119,9 +119,3 @@ def argument_names(
     ]
     named += [(name, kwargs[name]) for name in sorted(kwargs) if not is_left_out(name)]
     return [name for parameter, value in named for name in leaf_names(parameter, value, is_leaf)]
-
-
-def leaf_names(parameter: str, value: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
-    """A name for each leaf of one parameter's value."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)
-    return [f"{parameter}/{path_name(path)}" if path else parameter for path, _ in flat]

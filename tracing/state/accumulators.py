@@ -20,11 +20,13 @@ from dflow.tracing.ir.op import OpDef
 from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S
 from dflow.tracing.ir.types import AccumulatorType, ArrayType, RowsType, array_type_of
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.number_range import check_number
+from dflow.tracing.path_names import path_name
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.source import caller
 from dflow.tracing.state.host_resource import HostResource, known_number, number_text
 from dflow.tracing.state.initial_value import converted
-from dflow.tracing.state.resources import Variable, is_variable, path_name, read
+from dflow.tracing.state.resources import Variable, is_variable, read
 
 
 class ConditionalAccumulator(HostResource):
@@ -162,6 +164,7 @@ class ConditionalAccumulator(HostResource):
 
     def _number(self, step: Any) -> Any:
         value = read(step)
+        check_number(value, f"a step of {self.title}")
         given = array_type_of(value)
         if given.shape != () or not jnp.issubdtype(given.dtype, jnp.integer):
             raise AccumulatorError(f"{self.title}: a step is {given}, not an integer", at=caller())
@@ -189,6 +192,7 @@ class ConditionalAccumulator(HostResource):
                     f"dflow.RowGradient(indices, rows, {component.of.shape})",
                 )
             return [jax.lax.convert_element_type(leaf.indices, np.int32), leaf.rows]
+        check_number(leaf, f"a gradient of {self.title}{where}")
         array = converted(leaf.dense() if isinstance(leaf, RowGradient) else read(leaf), component)
         given = array_type_of(array).strong
         if given != component:

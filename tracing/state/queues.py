@@ -22,6 +22,8 @@ from dflow.tracing.ir.queue_settings import DEFAULT_TIMEOUT_S, QueueKind, QueueS
 from dflow.tracing.ir.types import ArrayType, QueueType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.number_range import check_numbers
+from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.host_resource import HostResource, known_number, number_text
 from dflow.tracing.state.initial_value import converted
 from dflow.tracing.state.resources import is_variable
@@ -173,6 +175,7 @@ class Queue(HostResource):
         tree: Any
         leaves, tree = jax.tree_util.tree_flatten(element, is_leaf=is_variable)
         arrays = [leaf.read() if is_variable(leaf) else leaf for leaf in leaves]
+        check_numbers(arrays, lambda: leaf_names(f"{method} of {self.title}: element", element, is_variable))
         if tree == self._tree:
             arrays = [converted(a, wanted) for a, wanted in zip(arrays, self.type.components, strict=True)]
         given = [array_type_of(array).strong for array in arrays]

@@ -27,6 +27,7 @@ from dflow.tracing.ir.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.namesakes import joined_namesakes
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, record_update, update_p, value_type
 from dflow.tracing.rows.row_gradient import RowGradient
@@ -146,6 +147,7 @@ class Variable(RowUpdates, jax.Array):
                 f"sharding={sharding!r} is no jax.sharding.Sharding",
                 "a PartitionSpec needs a mesh: jax.sharding.NamedSharding(mesh, spec), or AllReduce's variables()",
             )
+        check_number(initial, f"the initial value of variable {name or 'unnamed'!r}")
         first = initial if dtype is None else _converted(initial, dtype)
         self.serial = next(_serials)
         #: Whether the name was given, and not made up.
@@ -298,6 +300,7 @@ class Variable(RowUpdates, jax.Array):
             raise VariableError(f"{kind} was given reduce={reduce!r}", "give it None or 'sum'")
 
     def _indices(self, method: str, indices: Any) -> Any:
+        check_number(indices, f"{method} of variable {self.name!r}: indices")
         array = indices.read() if isinstance(indices, Variable) else jnp.asarray(indices)
         refusal = indices_refusal(self.type, array_type_of(array))
         if refusal is not None:
@@ -318,6 +321,7 @@ class Variable(RowUpdates, jax.Array):
             fact = f"variable {self.name!r} holds {self.type} but {method} was given {what}"
             return VariableShapeError(fact, "give it an array or a number")
 
+        check_number(value, f"{method} of variable {self.name!r}")
         array = value.read() if isinstance(value, Variable) else given_array(value, no_array)
         given = array_type_of(array)
         if given.weak:
@@ -457,11 +461,6 @@ def add_update(variable: Variable, update: Any) -> None:
 def is_variable(value: Any) -> bool:
     """Whether `value` is a variable."""
     return isinstance(value, Variable)
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """The name of a leaf from its pytree path: keys, fields and indices joined by `/`."""
-    return "/".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
 def read(tree: Any) -> Any:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import register_leaf, register_missing
+from dflow.tracing.number_range import check_number
 from dflow.tracing.source import as_code, at, caller
 
 #: The operators that have a reflected and an in-place form, with their symbols.
@@ -65,7 +66,7 @@ def register_as_array(cls: type[Any]) -> None:
 
 
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda variable, *others: function(variable.read(), *map(jnp.asarray, others))
+    return lambda variable, *others: function(variable.read(), *map(_operand, others))
 
 
 def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -73,7 +74,12 @@ def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda variable, other: function(jnp.asarray(other), variable.read())
+    return lambda variable, other: function(_operand(other), variable.read())
+
+
+def _operand(value: Any) -> Any:
+    check_number(value, "an operand of a variable")
+    return jnp.asarray(value)
 
 
 def _refused_in_place(word: str) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ import jax
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.state.resources import Variable, is_variable, path_name
+from dflow.tracing.path_names import path_name
+from dflow.tracing.state.resources import Variable, is_variable
 
 
 def trainable_variables(tree: Any) -> list[Variable]:

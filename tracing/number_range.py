@@ -1,0 +1,101 @@
+"""Numbers of NumPy's 64-bit arrays that JAX would change: it keeps 32 bits of each unless `jax_enable_x64` is set.
+
+An integer beyond 32 bits would become another integer, and so another row of a table: an error. A float beyond float32
+would become an infinity: a warning, since a program may expect it. Other rounding is JAX's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dflow.tracing.errors import InputError
+from dflow.tracing.jax_frontend import NARROW_ARGUMENTS, keeps_64_bits
+from dflow.tracing.source import at, caller, warn_at
+
+_NUMPY = (np.ndarray, np.generic)
+_WIDE = np.dtype(np.float64).itemsize
+_OF_INTEGERS = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32)}
+
+#: Place and value of the first number that is lost, and how many others are.
+_Lost = tuple[tuple[int, ...], Any, int]
+
+
+class NumberRangeWarning(RuntimeWarning):
+    """A float64 number is beyond float32 and becomes an infinity; the message has the number and its place."""
+
+
+def may_be_wide(args: Any, kwargs: Any) -> bool:
+    """Whether any leaf is a NumPy value of 64 bits. It runs at most calls, so it tests the classes of all at once."""
+    leaves = jax.tree_util.tree_leaves((args, kwargs) if kwargs else args)
+    return not NARROW_ARGUMENTS.issuperset(map(type, leaves)) and any(map(_is_wide, leaves))
+
+
+def check_number(value: Any, what: str) -> None:
+    """Raise InputError for a NumPy value with integers beyond 32 bits; warn for floats beyond float32.
+
+    what  the noun for the value in the message, such as `argument 'ids'`
+
+    Any other value passes, and so does every value if `jax_enable_x64` is set.
+    """
+    if _is_wide(value) and not keeps_64_bits():
+        lost = _first_lost(np.asarray(value))
+        if lost is not None:
+            _refuse_or_warn(value, what, lost)
+
+
+def check_numbers(values: Sequence[Any], names: Callable[[], Iterable[str]]) -> None:
+    """Call `check_number` for each of the values; `names` returns their names in messages."""
+    if any(map(_is_wide, values)) and not keeps_64_bits():
+        for index, value in enumerate(values):
+            if _is_wide(value) and (lost := _first_lost(np.asarray(value))) is not None:
+                _refuse_or_warn(value, list(names())[index], lost)
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, _NUMPY) and value.dtype.itemsize >= _WIDE and value.dtype.kind in "iufc"
+
+
+def _first_lost(array: np.ndarray[Any, Any]) -> _Lost | None:
+    if not array.size:
+        return None
+    limits = _OF_INTEGERS.get(array.dtype.kind)
+    if limits is not None:
+        if array.min() >= limits.min and array.max() <= limits.max:
+            return None
+        is_lost = (array < limits.min) | (array > limits.max)
+    else:
+        narrow = np.float32 if array.dtype.kind == "f" else np.complex64
+        try:
+            with np.errstate(over="raise"):
+                array.astype(narrow)
+        except FloatingPointError:
+            pass
+        else:
+            return None
+        with np.errstate(over="ignore"):
+            is_lost = np.isfinite(array) & ~np.isfinite(array.astype(narrow))
+    place = tuple(map(int, np.argwhere(is_lost)[0]))
+    return place, array[place], int(is_lost.sum()) - 1
+
+
+def _refuse_or_warn(value: Any, what: str, lost: _Lost) -> None:
+    place, number, others = lost
+    where = f"{f' at {place}' if place else ''}{f', and {others} more' if others else ''}"
+    limits = _OF_INTEGERS.get(value.dtype.kind)
+    if limits is not None:
+        raise InputError(
+            f"{what}: expected integers from {limits.min} to {limits.max}, since JAX keeps 32 bits of NumPy's "
+            f"{value.dtype}, got {number}{where}",
+            "set jax.config.update('jax_enable_x64', True), or give ids for a table with a vocabulary as "
+            "dflow.wide_ids(ids), or\n  convert them to numbers of a smaller dtype, for instance "
+            "(ids % rows).astype(numpy.int32)",
+        )
+    largest = np.finfo(np.float32).max
+    text = f"{what}: {value.dtype} {number}{where} is beyond float32, whose largest is {largest:.8g}, and becomes inf"
+    loc = caller()
+    remedy = "scale the numbers, or set jax.config.update('jax_enable_x64', True)"
+    warn_at(loc, f"{text}{at(loc)}\n  {remedy}", NumberRangeWarning)
