@@ -53,6 +53,12 @@ def is_user_file(file: str) -> bool:
     return not file.startswith((*_HIDDEN, _COMMANDS, "<frozen"))
 
 
+def is_user_frame(frame: FrameType) -> bool:
+    """Whether a frame runs code of the user, and not a method that `dataclasses` made for a class of ours."""
+    is_generated = frame.f_code.co_filename == "<string>" and frame.f_globals.get("__name__", "").startswith("dflow.")
+    return not is_generated and is_user_file(frame.f_code.co_filename)
+
+
 def is_installed(file: str) -> bool:
     """Whether a file is of an installed library."""
     return any(folder in file for folder in _INSTALLED)
@@ -62,7 +68,7 @@ def caller() -> Loc | None:
     """The innermost line of the running stack that is the user's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_user_file(frame.f_code.co_filename):
+        if is_user_frame(frame):
             return Loc(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -71,7 +77,7 @@ def caller() -> Loc | None:
 def raised_at(error: BaseException) -> Loc | None:
     """The innermost of the user's lines in an error's traceback."""
     frames = traceback.walk_tb(error.__traceback__)
-    lines = [Loc(frame.f_code.co_filename, line) for frame, line in frames if is_user_file(frame.f_code.co_filename)]
+    lines = [Loc(frame.f_code.co_filename, line) for frame, line in frames if is_user_frame(frame)]
     return lines[-1] if lines else None
 
 

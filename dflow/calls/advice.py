@@ -58,11 +58,20 @@ _NO_ARGUMENT = re.compile(
     re.DOTALL,
 )
 
+#: JAX's error for an argument that looks like an array; the group is its library.
+_NO_TYPE = re.compile(r"^Argument .* of type '?<class '(\w+)[\w.]*'>'? is not a valid JAX type", re.DOTALL)
+
 #: Remedies for arguments of other libraries.
 _TENSORS = "  give the step NumPy arrays: dflow.data.numpy_batches(loader) makes them of a loader's batches"
+_TABLES = (
+    "  give the step NumPy arrays: dflow.data.batches(table, size) makes batches of a table's rows, and\n"
+    "  dflow.data.numpy_batches([table]) arrays of all"
+)
 _OF_LIBRARIES = {
     "torch": _TENSORS,
     "tensorflow": _TENSORS,
+    **dict.fromkeys(("pandas", "pyarrow", "polars", "h5py"), _TABLES),
+    "scipy": "  make it dense: step(matrix.toarray())",
     "numpy": (
         "  JAX has no strings: give ids of strings to a table with a vocabulary as step(dflow.wide_ids(ids)), and\n"
         "  leave other strings out of the batch"
@@ -81,9 +90,11 @@ def _remedy(error: Exception) -> str | None:
     if isinstance(error, _CONCRETE):
         return _NOT_KNOWN
     text = str(error)
-    if (found := _NO_ARGUMENT.search(text)) is not None:
+    if (found := _NO_ARGUMENT.search(text) or _NO_TYPE.search(text)) is not None:
         if found[1] in _OF_LIBRARIES:
             return _OF_LIBRARIES[found[1]]
+        if found.re is _NO_TYPE:
+            return None
         name = found[2] if found[2].isidentifier() else "..."
         return f"  name it static: dflow.jit(fn, static_argnames={name!r})"
     return next((remedy for start, remedy in _REMEDIES.items() if text.startswith(start)), None)

@@ -10,7 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.input.numpy_batches import as_array
+from dflow.input.columns import Columns, columns_of
+from dflow.input.element_arrays import as_array
 from dflow.tracing.errors import InputError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
@@ -34,9 +35,11 @@ def batches(
 ) -> Batches:
     """Return an iterable over batches of `size` elements: pytrees of NumPy arrays of shape (size, *element shape).
 
-    data     an array, or a dict or tuple of arrays, whose rows (along axis 0) are the elements; or a sequence, such as
-             a map-style dataset of PyTorch, Grain or Hugging Face; or any other iterable of elements. Each element is a
-             pytree of arrays, tensors and numbers
+    data     columns, whose rows are the elements: an array, tensor, Series, Arrow array or dataset of HDF5 (along axis
+             0), a dict or tuple of them and of lists of values, a DataFrame of pandas or polars, a table of Arrow, a
+             file of HDF5 or of NumPy's arrays, an array of records. A batch of a table is a dict of arrays by name. Or
+             a list or another sequence of elements, such as a map-style dataset of PyTorch, Grain or Hugging Face; or
+             any other iterable of elements. Each element is a pytree of arrays, tensors and numbers
     shuffle  True draws a new random order of the rows, or of a sequence, for each epoch. An integer is the size of the
              buffer from which each next element is drawn at random; another iterable needs this form
     seed     seed of the order; equal seeds give equal batches
@@ -50,8 +53,12 @@ def batches(
     Each element is copied before the next is taken, so an iterable may reuse one buffer. Elements of different dtypes
     are promoted as by `numpy.result_type`. The result may be iterated several times, each time from the beginning.
 
-    Raises InputError if `size` or `epochs` is not an integer of at least 1, the arrays differ in their number of rows,
-    or `data` cannot be shuffled or repeated as requested; and during iteration, if elements of a batch differ in
+    Columns keep their dtypes; strings and bytes are objects, categories the values that they stand for. A dataset of
+    HDF5 is read batch by batch; other columns are converted once, without a copy where their library allows that.
+
+    Raises InputError if `size` or `epochs` is not an integer of at least 1, or `data` cannot be shuffled or repeated as
+    requested; with its name for a column of another number of rows, with missing values (but floats, where they are
+    NaN), or of values other than numbers, strings and bytes; and during iteration, if elements of a batch differ in
     structure or shape.
     """
     return Batches(data, size, shuffle, seed, epochs, drop_remainder)
@@ -69,9 +76,14 @@ class Batches:
     drop_remainder: bool
     #: The orders of the rows in the epochs that `__getitem__` was asked for last.
     _ordered: dict[int, Any] = field(default_factory=dict, init=False, repr=False)
+    #: The columns of the data, None if it is elements.
+    _columns: Columns | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        _check(self)
+        _check_numbers(self)
+        object.__setattr__(self, "_columns", columns_of(self.data))
+        if self._columns is None:
+            _check_elements(self)
 
     def __iter__(self) -> Iterator[Any]:
         for epoch in itertools.count() if self.epochs is None else range(self.epochs):
@@ -89,14 +101,14 @@ class Batches:
         Raises IndexError below 0 and after the last batch; InputError unless `data` are arrays or a sequence, shuffled
         whole or not.
         """
-        if not _is_indexed(self.data) or not isinstance(self.shuffle, bool):
+        if not self._is_indexed() or not isinstance(self.shuffle, bool):
             raise InputError(
                 "a batch by its number: expected arrays or a sequence, and shuffle=True or False, got a "
                 f"{type(self.data).__name__} and shuffle={self.shuffle!r}",
                 "give arrays or a sequence, or iterate over the batches",
                 at=caller(),
             )
-        in_epoch = self._in_epoch(_rows_in(self.data))
+        in_epoch = self._in_epoch(self._count())
         if number < 0 or not in_epoch or (self.epochs is not None and number >= self.epochs * in_epoch):
             most = "without end" if self.epochs is None and in_epoch else f"below {(self.epochs or 0) * in_epoch}"
             raise IndexError(f"a batch by its number: expected 0 or more, {most}, got {number}")
@@ -113,14 +125,20 @@ class Batches:
         """Return the number of batches. Raises TypeError when it is unknown, as for `epochs=None` or a generator."""
         if self.epochs is None:
             raise TypeError("batches without end have no len()")
-        return self.epochs * self._in_epoch(_rows_in(self.data))
+        return self.epochs * self._in_epoch(self._count())
+
+    def _is_indexed(self) -> bool:
+        return self._columns is not None or _is_indexed(self.data)
+
+    def _count(self) -> int:
+        return len(self.data) if self._columns is None else self._columns.count
 
     def _in_epoch(self, count: int) -> int:
         """Return the number of batches of `count` elements."""
         return count // self.size if self.drop_remainder else -(-count // self.size)
 
     def _epoch(self, random: np.random.Generator) -> Iterator[Any]:
-        if not _is_of_arrays(self.data):
+        if self._columns is None:
             elements = self._elements(self._order(random)) if self.shuffle is True else iter(self.data)
             if self.shuffle is not False and self.shuffle is not True:
                 elements = _drawn(map(_own, elements), int(self.shuffle), random)
@@ -134,13 +152,13 @@ class Batches:
 
     def _order(self, random: np.random.Generator) -> Any:
         """Return the order of the rows in an epoch, but for that of a buffer."""
-        count = _rows_in(self.data)
+        count = self._count()
         return random.permutation(count) if self.shuffle is True else range(count)
 
     def _rows(self, indices: Any) -> Any:
-        if not _is_of_arrays(self.data):
+        if self._columns is None:
             return next(self._stacked(self._elements(indices)))
-        return jax.tree_util.tree_map(lambda array: np.asarray(array)[indices], self.data)
+        return self._columns.rows(indices)
 
     def _elements(self, indices: Iterable[int]) -> Iterator[Any]:
         return (self.data[int(index)] for index in indices)
@@ -219,40 +237,24 @@ def _own(element: Any) -> Any:
     )
 
 
-def _is_of_arrays(data: Any) -> bool:
-    if isinstance(data, dict | tuple):
-        leaves = jax.tree_util.tree_leaves(data)
-        return bool(leaves) and all(isinstance(leaf, np.ndarray | jax.Array) for leaf in leaves)
-    return isinstance(data, np.ndarray | jax.Array)
-
-
 def _is_indexed(data: Any) -> bool:
     """Whether `data` has an element for each number below its length."""
-    if _is_of_arrays(data):
-        return True
     # Those of PyTorch inherit a `__getitem__` that raises.
     is_stream = any(kind.__name__ == "IterableDataset" for kind in type(data).__mro__)
     has_elements = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     return has_elements and not is_stream and not isinstance(data, Mapping)
 
 
-def _rows_in(data: Any) -> int:
-    return len(jax.tree_util.tree_leaves(data)[0] if _is_of_arrays(data) else data)
-
-
-def _check(made: Batches) -> None:
+def _check_numbers(made: Batches) -> None:
     if not _is_count(made.size):
         raise InputError(f"batches was given the size {made.size!r}", "give a whole number, from 1")
     if made.epochs is not None and not _is_count(made.epochs):
         raise InputError(f"batches was given epochs={made.epochs!r}", "give a whole number, or None for no end")
     if not isinstance(made.shuffle, bool) and not _is_count(made.shuffle):
         raise InputError(f"batches was given shuffle={made.shuffle!r}", "give True, False or a buffer's size")
-    if _is_of_arrays(made.data):
-        lengths = [np.shape(column)[:1] for column in jax.tree_util.tree_leaves(made.data)]
-        if len(set(lengths)) > 1 or lengths[0] == ():
-            shown = ", ".join(str(length[0]) if length else "none (a scalar)" for length in lengths)
-            raise InputError(f"batches was given arrays of different numbers of rows: {shown}", "give them one")
-        return
+
+
+def _check_elements(made: Batches) -> None:
     kind = type(made.data).__name__
     if not hasattr(made.data, "__iter__") and not hasattr(made.data, "__getitem__"):
         raise InputError(f"batches: expected arrays or an iterable, got a {kind}", "give arrays, a list or a dataset")

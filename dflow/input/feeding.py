@@ -20,9 +20,10 @@ from typing import Any, cast
 import jax
 import numpy as np
 
-from dflow.input.numpy_batches import as_array
+from dflow.input.element_arrays import as_array
 from dflow.lowering.state_backend import StateBackend
 from dflow.lowering.values.index_set import IndexSet
+from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, StepCancelled
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import Loc, at, caller
@@ -90,6 +91,7 @@ def feed(
             "leave device out",
             at=loc,
         )
+    refuse_table("feed", iterable, "give dflow.data.batches(data, size, drop_remainder=True), for a queue of batches")
     count: Any = threads
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"feed was given threads={threads!r}", "give a whole number, from 1", at=loc)

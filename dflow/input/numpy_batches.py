@@ -9,28 +9,32 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
+from dflow.input.column_values import is_typed_column
+from dflow.input.columns import columns_of
+from dflow.input.element_arrays import as_array
+from dflow.tracing.column_tables import is_table, library_of, refuse_table
 from dflow.tracing.errors import InputError
 from dflow.tracing.source import caller
-
-#: PyTorch's dtypes that its `numpy()` refuses: the integers of the same size to view them as.
-_VIEWED = {1: "uint8", 2: "int16"}
 
 
 def numpy_batches(loader: Iterable[Any]) -> NumpyBatches:
     """Return an iterable over a loader's batches as pytrees of NumPy arrays, for steps and queues.
 
-    loader  yields pytrees: a PyTorch DataLoader, `tf.data.Dataset`, Grain's or Hugging Face's dataset, or any iterable
+    loader  yields pytrees: a PyTorch DataLoader, `tf.data.Dataset`, Grain's or Hugging Face's dataset, or any iterable;
+            or tables of pandas, polars or Arrow, as `pyarrow.parquet.ParquetFile.iter_batches` does
 
     A tensor in the memory of this process becomes an array of the same memory, also of bfloat16 and 8-bit floats; one
     on another device is copied. A list becomes a tuple, whose entries a strategy passes as the arguments of the step,
-    and a list of strings or bytes an array of these objects. Other leaves stay as they are. The result has the `len()`
-    of the loader, and if that is indexed by numbers, the batch of a number.
+    and a list of strings or bytes an array of these objects. A table becomes a dict of arrays by name, as by `batches`,
+    and a Series an array. Other leaves stay as they are. The result has the `len()` of the loader, and if that is
+    indexed by numbers, the batch of a number.
 
-    Raises InputError if `loader` is no iterable, and during iteration for a sparse or ragged tensor.
+    Raises InputError if `loader` is no iterable, or one table; and during iteration for a sparse or ragged tensor, and
+    for a column with missing values, other than floats.
     """
+    refuse_table("numpy_batches", loader, "give dflow.data.batches(data, size), which takes its rows")
     if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
         raise InputError(
             f"numpy_batches: expected an iterable, got a {type(loader).__name__}",
@@ -63,45 +67,14 @@ class NumpyBatches:
         return _converted(self.loader[number])
 
 
-def as_array(leaf: Any) -> Any:
-    """Return a NumPy array of a tensor or a sequence of numbers, of the same memory where that is possible.
-
-    A string or bytes is an array of dtype object: NumPy's own dtypes for them lose zeros at the end.
-
-    Raises InputError for a sparse or ragged tensor.
-    """
-    library = type(leaf).__module__.partition(".")[0]
-    if library == "torch":
-        return _of_torch(leaf.detach().cpu())
-    if library == "tensorflow" and not hasattr(leaf, "__array__"):
-        raise _not_dense(leaf, "make it dense first: dataset.map(tf.sparse.to_dense), or tensor.to_tensor()")
-    return np.array(leaf, dtype=object) if isinstance(leaf, str | bytes) else np.asarray(leaf)
-
-
-def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
-    import torch  # it is there: this is one of its tensors
-
-    if tensor.layout != torch.strided:
-        raise _not_dense(tensor, "make it dense first: tensor.to_dense()")
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name.startswith(("bfloat16", "float8")):
-        bits = tensor.view(getattr(torch, _VIEWED[tensor.element_size()]))
-        return np.asarray(bits.numpy()).view(jnp.dtype(name))
-    return np.asarray(tensor.numpy())
-
-
-def _not_dense(tensor: Any, remedy: str) -> InputError:
-    return InputError(f"a batch: expected dense tensors, got a {type(tensor).__name__}", remedy, at=caller())
-
-
-def _converted(value: Any) -> Any:
+def _converted(value: Any, path: tuple[Any, ...] = ()) -> Any:
     if isinstance(value, Mapping):
-        return {key: _converted(inner) for key, inner in value.items()}
+        return {key: _converted(inner, (*path, key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         if value and all(isinstance(one, str | bytes) for one in value):
             return np.array(value, dtype=object)
-        parts = map(_converted, value)
+        parts = [_converted(inner, (*path, place)) for place, inner in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
-    return as_array(value) if type(value).__module__.partition(".")[0] in ("torch", "tensorflow") else value
+    if (is_table(value) or is_typed_column(value)) and (columns := columns_of(value, path)) is not None:
+        return columns.rows(np.arange(columns.count))
+    return as_array(value) if library_of(type(value)) in ("torch", "tensorflow") else value

@@ -22,6 +22,7 @@ from jax import jit as jax_jit
 from dflow.distributed.strategies.strategy import arguments_of
 from dflow.distributed.worker.cluster import Cluster
 from dflow.state_backends import by_backend
+from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.derivatives.discharge import State
 from dflow.tracing.derivatives.discharge import evaluate as discharged
 from dflow.tracing.derivatives.one_device import on_one_device
@@ -76,6 +77,7 @@ def evaluate(
     examples is unclear, for no batches, and, if `cluster` is given, for batches without a number, variables elsewhere,
     or a name that this process has used before.
     """
+    refuse_table("evaluate", batches, "give dflow.data.batches(data, size), which takes its rows", TrainingError)
     evaluation = _Evaluation(step)
     if (cluster is None) != (name is None):
         raise TrainingError(

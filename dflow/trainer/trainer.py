@@ -23,6 +23,7 @@ from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import BatchSupply
 from dflow.distributed.strategies.strategy import Strategy
 from dflow.distributed.worker.cluster import Cluster
+from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.devices.task_name import split_task_name, task_name
 from dflow.tracing.errors import DeadlineExceeded, TrainingError
 from dflow.tracing.near_names import suggests_keywords
@@ -109,6 +110,8 @@ class Trainer:
         total = operator.index(steps)
         if total < 0:
             raise TrainingError(f"Trainer: steps: expected at least 0, got {total}", "give 0 or more", at=caller())
+        remedy = "give dflow.data.batches(data, size, epochs=None), which takes its rows"
+        refuse_table("Trainer", batches, remedy, TrainingError)
         first = self._checkpoints.next_step if self._checkpoints else 0
         _check_count(batches, total * self._strategy.batches_per_step)
         run = _TrainingRun(self, _by_number(batches), name or f"trainer_{next(_numbers)}", first, total)

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.errors import StrategyError
 
 #: In place of a batch, after the last one.
@@ -37,6 +38,8 @@ class BatchSupply:
         self.taken = -1
         #: The batches of an iterable that were given back or taken early, or that of a function with its number.
         self._early: deque[tuple[int | None, Any]] = deque()
+        remedy = "give dflow.data.batches(data, size, epochs=None), which takes its rows"
+        refuse_table("run: batches", batches, remedy, StrategyError)
         try:
             self._rest = iter(batches)  # type: ignore[arg-type]
         except TypeError:

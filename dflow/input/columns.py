@@ -1,0 +1,214 @@
+"""Columns: data as arrays with a value for each row, in any container that people have them in.
+
+A container is a table (a DataFrame, a table of Arrow, a file of HDF5 or of NumPy arrays, an array of records), or a
+dict or tuple of columns and of further containers. A list is a list of elements, not of columns, as in PyTorch.
+
+Invariants: data that has columns is taken by its rows, or refused with the column's name: neither the columns nor their
+names are taken for elements.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from dflow.input.column_values import column_values, is_array, is_column, is_typed_column, refusal
+from dflow.tracing.column_tables import is_of, is_table
+from dflow.tracing.errors import InputError
+from dflow.tracing.source import caller
+
+_REMEDY = "give a dict or a tuple of arrays with a value for each row, or a list of elements"
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns of `count` rows in the containers of the data; a table's are a dict by name."""
+
+    tree: Any
+    values: Sequence[Any]
+    count: int
+
+    def rows(self, numbers: Any) -> Any:
+        """Return the rows of these numbers, in the containers of the data."""
+        return self.tree.unflatten([column[numbers] for column in self.values])
+
+
+def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | None:
+    """Return the columns of data, or None if these are elements, one after another; `path` leads to it in messages.
+
+    Raises InputError for columns of different lengths, for a container that has columns and other values, and for a
+    column without a NumPy array for its values.
+    """
+    if not _has_columns(data):
+        _refuse_listed(data)
+        return None
+    found = _Containers().columns(data, path)
+    if found.counts and len(set(found.counts.values())) > 1 and found.has_lists:
+        found = _Containers(lists_are_columns=True).columns(data, path)
+    counts = found.counts
+    if not counts:
+        raise InputError(f"batches: expected columns, got a {type(data).__name__} without any", _REMEDY, at=caller())
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
+        raise InputError(
+            f"batches: expected columns of one number of rows, got {shown}",
+            "cut them to one length, or leave out those that are no columns",
+            at=caller(),
+        )
+    return Columns(found.tree, found.values, next(iter(counts.values())))
+
+
+def _has_columns(data: Any) -> bool:
+    """Return whether data is to be taken by its columns."""
+    if is_table(data) or _is_records(data) or (is_column(data) and not isinstance(data, list)):
+        return True
+    if not isinstance(data, tuple) or not data:
+        return False
+    if all(map(_is_of_columns, data)):
+        return True
+    if any(map(is_column, data)):
+        place = next(place for place, entry in enumerate(data) if not _is_of_columns(entry))
+        raise _no_column(data[place], (place,))
+    return False
+
+
+def _is_of_columns(entry: Any) -> bool:
+    """Return whether an entry of a tuple is a column, or has columns alone."""
+    if isinstance(entry, dict | tuple):
+        return bool(entry) and all(map(_is_of_columns, entry.values() if isinstance(entry, dict) else entry))
+    return is_table(entry) or is_column(entry)
+
+
+class _Containers:
+    """The containers of data, and the columns found in them.
+
+    A list of arrays within a container is itself one, unless `lists_are_columns`: then each is a row.
+    """
+
+    def __init__(self, *, lists_are_columns: bool = False) -> None:
+        self._lists_are_columns = lists_are_columns
+        self.has_lists = False
+        self.counts: dict[str, int] = {}
+        self.values: list[Any] = []
+        self.tree: Any = None
+
+    def columns(self, data: Any, path: tuple[Any, ...]) -> Self:
+        """Find the columns of data, in the order of JAX's leaves."""
+        leaves, self.tree = jax.tree_util.tree_flatten(self._structure(data, path))
+        self.values = [leaf.values for leaf in leaves]
+        return self
+
+    def _structure(self, data: Any, path: tuple[Any, ...]) -> Any:
+        """Return the containers of data with a `_Leaf` for each column."""
+        if is_table(data) or _is_records(data):
+            made = {key: self._structure(value, (*path, key)) for key, value in _named_entries(data, path).items()}
+            return OrderedDict(made) if isinstance(data, OrderedDict) else made
+        is_list = isinstance(data, list) and bool(path) and all(map(is_array, data)) and _is_listed(data)
+        self.has_lists = self.has_lists or is_list
+        if isinstance(data, tuple) or (is_list and not self._lists_are_columns):
+            parts = [self._structure(entry, (*path, place)) for place, entry in enumerate(data)]
+            return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        if not is_column(data):
+            raise _no_column(data, path)
+        name = _name(path)
+        values = column_values(data, name)
+        self.counts[name] = len(values)
+        return _Leaf(values)
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaf:
+    """A converted column, which JAX takes for a leaf."""
+
+    values: Any
+
+
+def _named_entries(table: Any, path: tuple[Any, ...]) -> dict[Any, Any]:
+    entries = dict(_entries(table, path))
+    if len({type(key) for key in entries}) > 1:
+        raise InputError(
+            f"batches: {_name(path)}: expected names of columns of one type, got {list(entries)}",
+            "rename them: frame.rename(columns=str)",
+            at=caller(),
+        )
+    return entries
+
+
+def _entries(table: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    """Yield the columns of a table with their names. Raises InputError for two of one name."""
+    if isinstance(table, Mapping):
+        yield from table.items()
+    elif isinstance(table, np.ndarray):
+        yield from ((name, table[name]) for name in table.dtype.names or ())
+    elif is_of(table, "pandas", "DataFrame"):
+        yield from _each_once(table.columns, [table.iloc[:, place] for place in range(table.shape[1])])
+    elif is_of(table, "polars", "DataFrame"):
+        yield from _each_once(table.columns, table.get_columns())
+    elif is_of(table, "pyarrow", "Table", "RecordBatch"):
+        yield from _each_once(table.schema.names, table.columns)
+    else:
+        is_lazy = hasattr(table, "collect")
+        raise InputError(
+            f"batches: {_name(path)}: expected a DataFrame of pandas or polars or a table of Arrow, got a "
+            f"{type(table).__module__}.{type(table).__name__}",
+            f"read it into memory first: {'frame.collect()' if is_lazy else 'frame.to_pandas()'}",
+            at=caller(),
+        )
+
+
+def _each_once(names: Any, columns: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    seen: set[Any] = set()
+    for name, column in zip(names, columns, strict=True):
+        if name in seen:
+            raise refusal(f"column {name!r}", "expected one column of this name, got two", "rename one of them")
+        seen.add(name)
+        yield name, column
+
+
+def _is_records(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.names is not None
+
+
+def _is_listed(entries: Any) -> bool:
+    """Return whether a list is one of columns, as far as its lengths say: fewer entries than each has rows."""
+    lengths = {*map(_length, entries)}
+    return len(lengths) == 1 and len(entries) < max(lengths)
+
+
+def _length(entry: Any) -> int:
+    """Return the length of a list or an array; -1 for other values."""
+    if not (is_array(entry) or is_typed_column(entry) or isinstance(entry, list)):
+        return -1
+    shape = getattr(entry, "shape", None)
+    return len(entry) if shape is None else int(shape[0]) if shape else -1
+
+
+def _refuse_listed(data: Any) -> None:
+    """Raise InputError for a list of tables or columns, which would be stacked as elements."""
+    if not isinstance(data, list) or not data:
+        return
+    is_of_tables = is_typed_column(data[0]) or (is_table(data[0]) and not isinstance(data[0], Mapping))
+    if not is_of_tables and not _is_listed(data):
+        return
+    raise InputError(
+        f"batches: expected a list of elements, got {len(data)} of type {type(data[0]).__name__}, each with "
+        f"{len(data[0])} rows, as columns have",
+        "give columns in a tuple, tuple(columns), elements in one array, numpy.stack(elements), and tables as one",
+        at=caller(),
+    )
+
+
+def _no_column(value: Any, path: tuple[Any, ...]) -> InputError:
+    return refusal(_name(path), f"expected a column, got a {type(value).__name__}", _REMEDY)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    """Return the name of a column for messages."""
+    if not path:
+        return "the data"
+    return f"column {path[0]!r}" + "".join(f"[{key!r}]" for key in path[1:])

@@ -1,0 +1,67 @@
+"""One leaf of an element or of a batch as a NumPy array, also a tensor of PyTorch or TensorFlow.
+
+No library is imported that is not in use: a tensor is recognised by the module of its class.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.column_tables import is_table, library_of
+from dflow.tracing.errors import InputError
+from dflow.tracing.source import caller
+
+#: PyTorch's dtypes that its `numpy()` refuses: the integers of the same size to view them as.
+_VIEWED = {1: "uint8", 2: "int16"}
+
+
+def as_array(leaf: Any) -> Any:
+    """Return a NumPy array of a tensor or a sequence of numbers, of the same memory where that is possible.
+
+    A string or bytes is an array of dtype object: NumPy's own dtypes for them lose zeros at the end.
+
+    Raises InputError for a sparse or ragged tensor, a table, and objects of which NumPy makes no numbers.
+    """
+    library = library_of(type(leaf))
+    if library == "torch":
+        return _of_torch(leaf.detach().cpu())
+    if library == "tensorflow" and not hasattr(leaf, "__array__"):
+        raise _not_dense(leaf, "make it dense first: dataset.map(tf.sparse.to_dense), or tensor.to_tensor()")
+    if isinstance(leaf, str | bytes):
+        return np.array(leaf, dtype=object)
+    if is_table(leaf):
+        raise _no_element(leaf, "give one table of all rows; dflow.data.numpy_batches takes tables that are batches")
+    values = np.asarray(leaf)
+    if values.dtype == object and not isinstance(leaf, np.ndarray) and not _is_of_texts(values):
+        raise _no_element(leaf, "convert it first, for instance a scalar of Arrow by its as_py()")
+    return values
+
+
+def _is_of_texts(values: Any) -> bool:
+    return all(isinstance(value, str | bytes) for value in values.flat)
+
+
+def _no_element(leaf: Any, remedy: str) -> InputError:
+    kind = type(leaf).__name__
+    return InputError(f"an element: expected numbers, arrays or strings, got a {kind}", remedy, at=caller())
+
+
+def _of_torch(tensor: Any) -> np.ndarray[Any, Any]:
+    import torch  # it is there: this is one of its tensors
+
+    if tensor.layout != torch.strided:
+        raise _not_dense(tensor, "make it dense first: tensor.to_dense()")
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name.startswith(("bfloat16", "float8")):
+        bits = tensor.view(getattr(torch, _VIEWED[tensor.element_size()]))
+        return np.asarray(bits.numpy()).view(jnp.dtype(name))
+    return np.asarray(tensor.numpy())
+
+
+def _not_dense(tensor: Any, remedy: str) -> InputError:
+    return InputError(f"a batch: expected dense tensors, got a {type(tensor).__name__}", remedy, at=caller())
