@@ -27,6 +27,7 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.state_backend import Runner, SavedVariables, WriteCaptured, indices_of
 from dflow.lowering.steps.local_step import LocalStep, single_call
 from dflow.lowering.steps.lowered import literals, make_plans
+from dflow.lowering.steps.program_watch import program_watch
 from dflow.lowering.steps.spread_variables import refuse_spread
 from dflow.lowering.values.devices import device_named, devices_in_order, local_name
 from dflow.lowering.values.host_values import on_device
@@ -158,6 +159,8 @@ class LocalHome:
         return _for_eager_ops(self.store.gather(variable.key, indices))
 
     def update(self, variable: Variable, kind: str, *operands: Any) -> None:
+        if (watch := program_watch()) is not None:
+            watch.written(variable, kind, operands)
         self.store.update(variable.key, kind, *operands)
 
     def snapshot(self, variables: Sequence[Variable]) -> list[jax.Array]:

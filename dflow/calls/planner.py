@@ -30,6 +30,7 @@ from dflow.calls.trace_log import described
 from dflow.config import CONFIG
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
+from dflow.lowering.steps.program_watch import WatchedProgram, program_watch, watched
 from dflow.state_backends import LOCAL, home_of
 from dflow.tracing.errors import InternalError
 from dflow.tracing.ir.graph import Graph
@@ -232,6 +233,7 @@ class Planner:
             runner = home.runner(traced, check=CONFIG.check, observe=observe)
             return plan(_on_leaves(runner, traced.out_tree))
         step = LOCAL.lower(traced, check=CONFIG.check, observe=observe)
+        is_watched, program = program_watch() is not None, functools.partial(_watched_program, traced, writes)
         if step.call is None:
             lowered = step.lower()
             compiled = functools.cache(lambda: lowered.compile(None)[0])
@@ -239,12 +241,25 @@ class Planner:
             def run_leaves(leaves: Sequence[Any]) -> Sequence[Any]:
                 return compiled()(leaves)  # by the first call
 
-            return plan(_on_leaves(run_leaves, traced.out_tree), lambda args, kwargs: lowered)
+            call = _on_leaves(run_leaves, traced.out_tree)
+            return plan(watched(program(None), call) if is_watched else call, lambda args, kwargs: lowered)
         single = self.shared.plans.single_of(identity_of(step, step.call))
         if single is None:
             single = SingleExecutable(step, step.call, self.jitted, self.options.get("compiler_options"))
         run, lower = functools.partial(single.run, step), functools.partial(single.lower, step)
+        if is_watched:
+            return plan(watched(program(lower), lambda args, kwargs, _: run(args, kwargs)), lower)
         return plan(lambda args, kwargs, _: run(args, kwargs), lower, single)
+
+
+def _watched_program(
+    traced: Traced, writes: frozenset[str], lower: Callable[[Any, Any], LoweredStep] | None
+) -> WatchedProgram:
+    def compiled(args: Any, kwargs: Any) -> str | None:
+        _, programs = lower(args, kwargs).compile(None) if lower is not None else (None, None)
+        return None if programs is None else "\n".join(str(one.as_text()) for one in programs)
+
+    return WatchedProgram(traced, writes, compiled)
 
 
 def _dumper(name: str) -> Observer | None:

@@ -12,15 +12,17 @@ import copy
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
+from dflow.distributed.strategies.own_resources import refuse_own_resources
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import (
     REPORT_S,
@@ -52,6 +54,8 @@ class CollectiveCluster(StrategyCluster, Protocol):
     is_standalone: bool
     #: The processes that compute together; None before `start_collectives`.
     group: ProcessGroup | None
+    #: Compares the programs of these processes; None before `start_collectives`.
+    programs: AgreedPrograms | None
     #: The variables of this process.
     store: Store
 
@@ -154,9 +158,9 @@ class AllReduce(Strategy):
         """Yield the results of the steps; raise Terminated before a step, in all processes, if SIGTERM has come."""
         progress = StepProgress(self._cluster, run.name, run.steps, self._first)
         try:
-            for batch in self._batches(run):
+            for number, batch in enumerate(self._batches(run), self._first):
                 with self._computing():
-                    with self._on.shared_step() if self._group is not None else nullcontext():
+                    with self._step_of(run, number):
                         outcome = run.step(*arguments_of(self._on.divided(batch)))
                     progress.note(outcome)
                 yield outcome
@@ -165,6 +169,17 @@ class AllReduce(Strategy):
             raise
         with self._computing():
             progress.report()
+
+    @contextmanager
+    def _step_of(self, run: StrategyRun, number: int) -> Iterator[None]:
+        """Return the context of step `number`, whose programs all processes compare before they run them."""
+        if self._cluster.programs is None:
+            yield
+            return
+        is_one_call = hasattr(run.step, "trace")
+        programs = self._cluster.programs.step(_point(run, number), refuse_own_resources, is_one_call=is_one_call)
+        with self._on.shared_step(), programs:
+            yield
 
     def _computing(self) -> AbstractContextManager[None]:
         """Return the context of a computation of all processes, which raises TaskLost if one has left."""
@@ -197,7 +212,7 @@ class AllReduce(Strategy):
             )
         if ended:
             return False
-        point = f"step {number} of run {run.name!r}"
+        point = _point(run, number)
         _refuse_unequal(point, {name: one.batch for name, one in told.items()})
         for part in {one.part for one in told.values()} if self._on.shares_part else ():
             sums = {name: f"a batch of checksum {one.checksum}" for name, one in told.items() if one.part == part}
@@ -211,7 +226,7 @@ class AllReduce(Strategy):
         """
         told = {"this process": ready}
         if self._group is not None:
-            point = f"step {number} of run {run.name!r}" if number < run.steps else f"the end of run {run.name!r}"
+            point = _point(run, number) if number < run.steps else f"the end of run {run.name!r}"
             words = self._group.exchange(point, msgspec.json.encode(ready).decode())
             told = {
                 name: msgspec.json.decode(word, type=_Ready)
@@ -237,6 +252,10 @@ class _Ready(msgspec.Struct, frozen=True):
     part: int = 0
     checksum: int = 0
     stops: bool = False
+
+
+def _point(run: StrategyRun, number: int) -> str:
+    return f"step {number} of run {run.name!r}"
 
 
 def _refuse_unequal(what: str, given: Mapping[str, str]) -> None:

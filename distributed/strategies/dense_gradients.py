@@ -18,6 +18,7 @@ import numpy as np
 from jax import jit as jax_jit
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.strategies.applying import GivenOptimizer, is_own
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.errors import StrategyError
@@ -25,6 +26,7 @@ from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable, is_variable
+from dflow.tracing.syntax.listing import listing
 
 _serials = itertools.count()
 #: Shape and dtype of each array, and the structure of all.
@@ -48,11 +50,14 @@ class _Kept:
 class DenseGradients:
     """Receives gradients in a step, and applies their means. Made once for a cluster.
 
+    programs  compares the updates of all processes; None in a standalone one
+
     It keeps the gradients of the newest step for each optimizer and each structure, which the compiled steps write, as
     long as the optimizer lives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, programs: AgreedPrograms | None) -> None:
+        self._programs = programs
         self.name = f"dense gradients {next(_serials)}"
         self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, _Kept]] = WeakKeyDictionary()
         #: The optimizers of the step that runs, and what is kept for each.
@@ -103,8 +108,15 @@ class DenseGradients:
             if kept.update is None:
                 optimizer = given()
                 assert optimizer is not None  # the step has it
-                kept.update = _update(optimizer, kept.tree, own)
+                kept.update = self._update(optimizer, kept.tree, own)
             kept.update(own)
+
+    def _update(self, optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:
+        """Return the compiled update of an optimizer's variables by the arrays of `tree`."""
+        traced = trace(lambda *leaves: optimizer.apply_mean(tree.unflatten(leaves)), means, {})
+        if self._programs is not None:
+            self._programs.compare(f"the update of {optimizer.name!r}", listing(traced))
+        return cast(StateBackend, default_home()).runner(traced, check=False, observe=None)
 
     def _means(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Return the means over all processes of arrays that each of them has, in this process."""
@@ -126,12 +138,6 @@ class DenseGradients:
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
             )
         return [mean.addressable_data(0) for mean in self._mean_program(stacked)]
-
-
-def _update(optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:
-    """Return the compiled update of an optimizer's variables by the arrays of `tree`."""
-    traced = trace(lambda *leaves: optimizer.apply_mean(tree.unflatten(leaves)), means, {})
-    return cast(StateBackend, default_home()).runner(traced, check=False, observe=None)
 
 
 def _dense(gradients: Any) -> Any:

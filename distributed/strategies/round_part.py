@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.dense_gradients import DenseGradients
@@ -36,10 +37,12 @@ from dflow.distributed.wire.messages.rounds import (
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.jax_frontend import closed_parts
-from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.jaxprs.from_jaxpr import graph_of
+from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.rows.keep_rows import noted_rows
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows.rows_to_dense import note_gradients, times_noted
+from dflow.tracing.syntax.listing import listing
 
 #: Makes the names of appliers unique, so that a trace under one is never reused for another, even of an equal run name.
 _serials = itertools.count()
@@ -51,6 +54,8 @@ class RoundTasks(StrategyCluster, Protocol):
     #: Messages to other tasks, and steps that run on them.
     requests: OutgoingRequests
     steps: ClusterSteps
+    #: Compares the programs of processes that compute together; None if they do not.
+    programs: AgreedPrograms | None
 
 
 class RoundPart:
@@ -72,7 +77,8 @@ class RoundPart:
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
-        optimizer, spec, beside = _looked_at(step, arguments_of(batch), self._dense)
+        optimizer, spec, beside, stage = _looked_at(step, arguments_of(batch), self._dense)
+        self._compare(f"the first step of run {self._run!r}", lambda: _traced(stage))
         if self._dense is not None:
             self._dense.use(beside)
         with shared_step():
@@ -105,12 +111,18 @@ class RoundPart:
         accumulator = gradients.accumulator
         taken_types = tuple(array.struct for array in accumulator.type.arrays)
         traced = trace(lambda *taken: gradients.update(optimizer, taken), taken_types, {})
+        self._compare(f"the update of run {self._run!r}", lambda: traced)
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
         named = self._accumulator, accumulator.key
         message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), infos[:count], infos[count:])
         self._cluster.requests.ask(self._host, message, payload)
+
+    def _compare(self, point: str, traced: Callable[[], Traced]) -> None:
+        """Raise StrategyError in all workers of one group unless they have traced the same."""
+        if self._dense is not None and self._cluster.programs is not None:
+            self._cluster.programs.compare(point, listing(traced()))
 
     def run_step(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
         """As `Gradients.call`, while no state of tasks is captured or restored."""
@@ -141,8 +153,8 @@ class RoundPart:
             self._cluster.requests.ask(self._host, message)
 
 
-#: The optimizers as one and the types of their gradients, and those whose gradients `DenseGradients` takes.
-_Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]]]
+#: The optimizers as one, the types of their gradients, the optimizers of `DenseGradients`, and the trace by JAX.
+_Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]], Any]
 
 
 class _Found:
@@ -157,11 +169,12 @@ class _Found:
         note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves_of(gradients)])
         self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
-    def found(self, step: Callable[..., Any], jaxpr: Any, consts: Sequence[Any]) -> _Look:
-        """Return the step's optimizers as one, its gradients' types, and the optimizers whose gradients `dense` takes.
+    def found(self, step: Callable[..., Any], stage: Any) -> _Look:
+        """Return what `_Look` has, given JAX's trace of the step.
 
         Raises StrategyError for none, or for one that is given gradients several times.
         """
+        jaxpr, consts = closed_parts(stage.jaxpr)
         optimizers = [optimizer for optimizer, _ in self._seen]
         to_dense = [self._dense is not None and self._dense.takes(optimizer) for optimizer in optimizers]
         # A function that is called several times, or a loop, is traced once.
@@ -184,7 +197,7 @@ class _Found:
         ]
         own = together([one for one, is_dense in zip(optimizers, to_dense, strict=True) if not is_dense])
         beside = [one for one, is_dense in zip(self._seen, to_dense, strict=True) if is_dense]
-        return own, specs[0] if len(specs) == 1 else tuple(specs), beside
+        return own, specs[0] if len(specs) == 1 else tuple(specs), beside, stage
 
 
 #: By step and types of its arguments: its optimizers and the types of its gradients, cached as they need a trace.
@@ -206,9 +219,15 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
             )
         found = _Found(dense)
         with applying(found):
-            jaxpr = step.trace(*arguments).jaxpr
-        looks[key] = found.found(step, *closed_parts(jaxpr))
+            stage = step.trace(*arguments)
+        looks[key] = found.found(step, stage)
     return looks[key]
+
+
+def _traced(stage: Any) -> Traced:
+    jaxpr, consts = closed_parts(stage.jaxpr)
+    graph, variables, constants = graph_of(jaxpr, consts, [f"argument_{n}" for n in range(len(jaxpr.invars))])
+    return Traced(graph, variables, constants, None)
 
 
 def _typed(part: Any) -> Any:

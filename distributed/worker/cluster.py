@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from dflow.distributed.client.coordinator_client import ANSWER_S, CoordinatorClient
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.jax_runtime import JaxRuntime, refuse_late_start
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.coordinator.membership import FINISHED
@@ -49,6 +50,7 @@ from dflow.distributed.worker.shared_evaluation import SharedEvaluation
 from dflow.lowering.pipeline import ALONE
 from dflow.lowering.queues.timers import Clock
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.program_watch import set_program_watch
 from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
 from dflow.tracing.errors import DflowError, TrainingError
@@ -117,8 +119,9 @@ class Cluster:
         #: The variables of this process.
         self.store = store
         self._settings = settings
-        #: The processes that run the program together, after `start_collectives`.
+        #: The processes that run the program together, after `start_collectives`, and the programs that they compare.
         self.group: ProcessGroup | None = None
+        self.programs: AgreedPrograms | None = None
         self._runtime: JaxRuntime | None = None
         #: Made at the first use; all strategies of the cluster share the compiled steps that write them.
         self._dense: DenseGradients | None = None
@@ -172,6 +175,8 @@ class Cluster:
         main = parse_endpoints(self.server.address).main
         host = main.host if isinstance(main, TcpAddress) else "127.0.0.1"
         self._runtime = JaxRuntime(self.group, host, self._settings.join_timeout_s)
+        self.programs = AgreedPrograms(self.group)
+        set_program_watch(self.programs)
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -262,7 +267,7 @@ class Cluster:
     def dense_gradients(self) -> DenseGradients:
         """Return what averages gradients for variables of this process over the processes that compute together."""
         if self._dense is None:
-            self._dense = DenseGradients()
+            self._dense = DenseGradients(self.programs)
         return self._dense
 
     def evaluation(self, name: str, count: int) -> SharedEvaluation | None:
@@ -351,9 +356,10 @@ class Cluster:
         self.steps.state_changed()
         try:
             if self.group is not None and self._runtime is not None:
+                set_program_watch(None)
                 self.group.close()
                 self._runtime.close()
         finally:
-            self.group = None
+            self.group = self.programs = None
             self.coordinator.leave(FINISHED if Terminated.raised is None else Terminated.raised.reason)
             self.server.close()

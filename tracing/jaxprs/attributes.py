@@ -139,12 +139,17 @@ def _is_dtype(value: Any) -> bool:
 def _normal_array(value: Any) -> Any:
     type = ArrayType(value.dtype, tuple(value.shape))
     if jnp.issubdtype(value.dtype, jax.dtypes.extended) or dtype_name(value.dtype) not in DTYPES:
+        is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+        if not is_key or (isinstance(value, jax.Array) and not value.is_fully_addressable):
+            return Opaque(f"<array {type}>")
+        return Opaque(f"<array {type} {_digest(np.asarray(jax.random.key_data(value)).tobytes())}>")
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
         return Opaque(f"<array {type}>")
     array = np.asarray(value)
     if array.shape == () and array.dtype == np.int64:
         return int(array)
     if array.size > LARGEST_PRINTED:
-        return Opaque(f"<array {type} {hashlib.sha256(array.tobytes()).hexdigest()[:16]}>")
+        return Opaque(f"<array {type} {_digest(array.tobytes())}>")
     return array
 
 
@@ -152,12 +157,19 @@ def _record(value: Any, names: Sequence[str]) -> Record:
     return Record(type(value).__name__, tuple((name, normal(getattr(value, name))) for name in names))
 
 
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def _description(value: Any) -> str:
     """A short text that is the same in every process: a function's name, or a `repr` without addresses."""
+    if isinstance(value, frozenset | set):  # its order is another in each process
+        return f"{type(value).__name__}({', '.join(sorted(map(_description, value)))})"
     name = getattr(value, "__qualname__", None) if callable(value) else None
     described = f"function {name}" if isinstance(name, str) else repr_of(value)
     if " at 0x" in described or "\n" in described or len(described) > 80:
-        described = type(value).__name__
+        is_sharding = isinstance(value, jax.sharding.Sharding)
+        described = f"{type(value).__name__} {_digest(described.encode())}" if is_sharding else type(value).__name__
     return re.sub(r"[<>]", "", described)
 
 

@@ -75,6 +75,26 @@ def differ():
 
 
 attempt("values", differ)
+noise = np.arange(4, dtype=np.float32) + index
+attempt("constants", lambda: list(run(dflow.jit(lambda x: x @ program.w.read() @ program.w.T + noise), [x], steps=1)))
+total = dflow.jit(lambda x: (x @ program.w).sum())
+
+
+def evaluates():
+    for number, result in enumerate(run(step, [x] * 4, steps=4, name="evaluates")):
+        if index == number == 1:
+            total(x)  # of this worker alone: the variable is whole in each
+            total(program.strategy._on.divided(x))
+
+
+attempt("evaluates", evaluates)
+attempt("writes", lambda: program.b.assign(np.full(8, index, np.float32)))
+queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((2, 4), np.float32))
+for number in range(4):
+    queue.enqueue(x * (number + index))
+attempt("queue", lambda: list(run(dflow.jit(lambda: (queue.dequeue() @ program.w).sum()), [()], steps=1)))
+attempt("remedy", lambda: [float(one) for one in run(step, (queue.dequeue() for _ in range(2)), steps=2)][1])
+attempt("alone", lambda: float((np.concatenate([x, x * 2]) @ program.w.read()).sum()))
 across = AllReduce(cluster, axes={"model": 2, "data": -1})
 attempt("parts", lambda: list(across.run(step, [index * x], steps=1, name="parts")))
 cluster.close()
@@ -133,6 +153,14 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
         assert "variable 'mine' of 'own' lives in this process" in told["own", "raised"]
         assert "make it within strategy.variables()" in told["own", "raised"]
         assert "got as variable 1: worker:0: 'different' f32[2] of checksum" in told["values", "raised"]
+        assert "worker:0: const_0 f32[4] [0., 1., 2., 3.], used at train.py:" in told["constants", "raised"]
+        assert (
+            "different points of the program: worker:0 at step 2 of run 'evaluates', worker:1 at a call of"
+            in (told["evaluates", "raised"])
+        )
+        assert "a write to variable 'refusals/b' outside of steps: expected the same value" in told["writes", "raised"]
+        assert "take from the queue in the loop, as this worker's part of the batch" in told["queue", "raised"]
+        np.testing.assert_allclose(float(told["remedy", "gave"]), float(told["alone", "gave"]), rtol=1e-5)
         assert "step 0 of run 'parts', part 0 of the batch: expected the same on all" in told["parts", "raised"]
     assert output.count("run 'ends' ends after 2 of 9 steps: the batches of worker:1 have ended") == 2
     assert output.count("this worker's batch for the next step is not used") == 1

@@ -67,7 +67,7 @@ def kept(dense: DenseGradients) -> list[str]:
 
 
 def test_gradients_are_kept_as_long_as_their_optimizer() -> None:
-    dense, layer = DenseGradients(), Layer("layer")
+    dense, layer = DenseGradients(None), Layer("layer")
     assert layer.train(dense, jnp.ones(2)) == [-0.5, -0.5]
     assert layer.train(dense, jnp.ones(2)) == [-1, -1]
     assert len(kept(dense)) == 1
@@ -82,7 +82,7 @@ def test_gradients_are_kept_as_long_as_their_optimizer() -> None:
 
 
 def test_each_structure_of_gradients_has_its_variables() -> None:
-    dense, layer = DenseGradients(), Layer("layer of two structures")
+    dense, layer = DenseGradients(None), Layer("layer of two structures")
     names = []
     for types in (GRADIENT, (GRADIENT[0], {"value": jax.ShapeDtypeStruct((), jnp.float32)}), GRADIENT):
         dense.use([(layer.optimizer, types)])

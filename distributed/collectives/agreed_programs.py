@@ -1,0 +1,144 @@
+"""The members of a group of processes run the same programs: compared before they run, and refused with what differs.
+
+A program over all processes is one computation. If one of them has traced another constant, each goes on with values of
+its own, and nothing else finds out; if it has traced another operation, or calls another function, the others wait in a
+collective without end. So each call is a point of the program that all members come to, and tell there what they call.
+Within a step of a training loop, a call of the step's own program that all have compared before needs no message: the
+loop has met the others already.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.lowering.steps.program_watch import WatchedProgram, is_shared
+from dflow.tracing.errors import StrategyError
+from dflow.tracing.state.resources import Variable
+from dflow.tracing.syntax.listing import ListedItem, array_item, listing
+
+#: By kind of an item, the remedy if it differs.
+_REMEDIES = {
+    "closed-over array": "pass it in the batch, or draw it from a dflow.Generator made within strategy.variables()",
+    "variable of this process": "make it within strategy.variables(), with the same first value on all workers",
+    "value": "assign the same value on all workers",
+    "setting": "give the optimizer the same settings on all workers",
+}
+_REMEDY = "run the same step on all workers, and pass what differs between them in the batch"
+#: Characters of each item's digest in a message.
+_SHORT = 12
+
+
+class _Step:
+    """A step of a loop whose workers have met; `is_covered` until it has called its own program."""
+
+    def __init__(self, point: str, refuse: Callable[[WatchedProgram], None], *, is_covered: bool) -> None:
+        self.point, self.refuse, self.is_covered = point, refuse, is_covered
+
+
+@dataclass(frozen=True, eq=False)
+class _Listed:
+    """The items of a program, and their digest."""
+
+    items: list[ListedItem]
+    digest: str
+
+
+class AgreedPrograms:
+    """The watch over the programs of a group's member; one thread of the program calls them."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self._listed: WeakKeyDictionary[WatchedProgram, _Listed] = WeakKeyDictionary()
+        #: The programs that all members have compared within steps, by digest.
+        self._agreed: set[str] = set()
+        #: Keys of the variables of this process whose values were compared, since steps use them.
+        self._compared: set[str] = set()
+        self._step: ContextVar[_Step | None] = ContextVar("dflow_agreed_step", default=None)
+
+    @contextmanager
+    def step(self, point: str, refuse: Callable[[WatchedProgram], None], *, is_one_call: bool) -> Iterator[None]:
+        """Return the context of a step, at a point that the members have come to.
+
+        refuse       raises for a program that no step of this kind may call
+        is_one_call  whether the step is one call of a function of `dflow.jit`
+        """
+        token = self._step.set(_Step(point, refuse, is_covered=is_one_call))
+        try:
+            yield
+        finally:
+            self._step.reset(token)
+
+    def called(self, program: WatchedProgram, args: Any, kwargs: Any, leaves: Sequence[Any]) -> None:
+        """See `ProgramWatch`: meet the other members, and compare the program with theirs."""
+        step = self._step.get()
+        if step is None:
+            if self._writes_shared(program) or (_reads_shared(program) and program.is_collective(args, kwargs, leaves)):
+                self._meet(program, f"a call of {program.name!r}")
+            return
+        is_agreed = self._listing(program).digest in self._agreed
+        if step.is_covered and is_agreed:
+            step.is_covered = False
+            return
+        own = [] if is_agreed else [one for one in program.variables if not is_shared(one.sharding)]
+        values = [array_item("variable of this process", one.name, one.read()) for one in own]
+        self._meet(program, f"a call of {program.name!r} in {step.point}", values)
+        step.refuse(program)
+        self._agreed.add(self._listing(program).digest)
+        self._compared.update(one.key for one in own)
+        step.is_covered = False
+
+    def written(self, variable: Variable, kind: str, operands: Sequence[Any]) -> None:
+        """See `ProgramWatch`: compare a write with those of the other members."""
+        if is_shared(variable.sharding) or variable.key in self._compared:
+            items = [array_item("value", f"of {kind} {number}", one) for number, one in enumerate(operands)]
+            self.compare(f"a write to variable {variable.name!r} outside of steps", items)
+
+    def compare(self, point: str, items: Sequence[ListedItem]) -> None:
+        """Raise StrategyError in all members unless they have the same items at this point of the program."""
+        words = self._group.exchange(point, _digest(items))
+        if len({*words}) == 1:
+            return
+        short = [hashlib.sha256(one.text.encode()).hexdigest()[:_SHORT] for one in items]
+        told = [json.loads(word) for word in self._group.exchange(f"{point}, which differs", json.dumps(short))]
+        rows = [*zip_longest(*told)]
+        number = next(number for number, row in enumerate(rows) if len({*row}) > 1)
+        mine = items[number] if number < len(items) else ListedItem("", "", "none")
+        found = self._group.exchange(f"{point}, item {number}", json.dumps([mine.kind, mine.shown]))
+        kinds, shown = zip(*map(json.loads, found), strict=True)
+        kind = next(filter(None, kinds))
+        described = "".join(f"\n    {name}: {one}" for name, one in zip(self._group.names, shown, strict=True))
+        raise StrategyError(
+            f"{point}: expected the same {kind} on all workers, got{described}", _REMEDIES.get(kind, _REMEDY)
+        )
+
+    def _meet(self, program: WatchedProgram, point: str, values: Sequence[ListedItem] = ()) -> None:
+        self.compare(point, [*self._listing(program).items, *values])
+
+    def _listing(self, program: WatchedProgram) -> _Listed:
+        if program not in self._listed:
+            items = listing(program.traced)
+            self._listed[program] = _Listed(items, _digest(items))
+        return self._listed[program]
+
+    def _writes_shared(self, program: WatchedProgram) -> bool:
+        return any(
+            one.key in program.writes and (is_shared(one.sharding) or one.key in self._compared)
+            for one in program.variables
+        )
+
+
+def _digest(items: Sequence[ListedItem]) -> str:
+    return hashlib.sha256(json.dumps([one.text for one in items]).encode()).hexdigest()
+
+
+def _reads_shared(program: WatchedProgram) -> bool:
+    return any(is_shared(one.sharding) for one in program.variables)
