@@ -52,6 +52,7 @@ from dflow.tracing.jaxprs.captured import closed_over, is_large
 from dflow.tracing.jaxprs.from_jaxpr import holds_device
 from dflow.tracing.jaxprs.leaks import note_trace, watched_for_leaks
 from dflow.tracing.jaxprs.trace import Traced, argument_names, traced_from, written_keys
+from dflow.tracing.moments import reach
 from dflow.tracing.primitives.namesakes import StepResources
 from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.source import caller
@@ -203,6 +204,7 @@ class Planner:
     def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> CallPlan | None:
         """Trace for arguments of new types, and decide how their calls run: the plan, or None if JAX runs them."""
         started, traces = time.perf_counter(), len(self.shared.log)
+        reach("first call" if self.shared.plans.is_empty else "new trace")
         with watched_for_leaks():
             stage = self.trace(args, kwargs)
         jaxpr, consts = closed_parts(stage.jaxpr)

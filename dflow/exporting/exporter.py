@@ -43,6 +43,7 @@ from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.moments import reach
 from dflow.tracing.near_names import keywords_of, refuse_keywords
 from dflow.tracing.rows.slices import ArrayPart, have_each_once
 from dflow.tracing.source import at
@@ -85,6 +86,7 @@ class SavableFunctions:
             held = [values.pop(name) for name in parts]
             type = ArrayType(held[0].dtype, tuple(next(iter(parts.values())).shape))
             values[array] = divided(type, [part.indices for part in parts.values()], held)
+        reach("export")
         write(place, self._manifest, self._contents, values, self._constants, overwrite=overwrite)
         return place
 

@@ -33,6 +33,7 @@ from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.moments import reach
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.path_names import path_name
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
@@ -215,6 +216,8 @@ def captured(
                 write_part(folder, places)
 
         def write(opened: AbstractContextManager[Place], metadata: Mapping[str, Any]) -> None:
+            reach("save")
+
             def finish(folder: Place, places: Mapping[str, str]) -> None:
                 write_manifest(folder, types, places, {**_generators(named), **metadata})
 

@@ -20,7 +20,7 @@ from dflow.distributed.client.coordinator_session import SessionSettings
 from dflow.distributed.client.session_driver import SessionDriver
 from dflow.distributed.coordinator.membership import FINISHED
 from dflow.distributed.coordinator.progress_watch import describe_task
-from dflow.distributed.coordinator.snapshots.recovery import RETURN_S
+from dflow.distributed.coordinator.snapshots.recovery_waits import RECOVERY_S
 from dflow.distributed.coordinator.traffic_totals import largest
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
@@ -252,7 +252,7 @@ def _timeout_s(message: Message) -> float:
         case AwaitBarrier():
             return message.timeout_s + BARRIER_GRACE_S
         case AwaitRecovery():
-            return RETURN_S + BARRIER_GRACE_S
+            return RECOVERY_S + BARRIER_GRACE_S
         case SaveChanges():
             return message.wait_s + ANSWER_S
         case _:

@@ -43,6 +43,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change
+from dflow.distributed.coordinator.snapshots.resumption import SNAPSHOT
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Peer, Responder, Transport
@@ -50,9 +51,11 @@ from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Roster
+from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState
 from dflow.distributed.wire.messages.status import Status
 from dflow.lowering.queues.mailbox import Mailbox
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
+from dflow.tracing.moments import reach
 
 NAME = "coordinator"
 #: Prefix of the first line that the process prints; the address follows.
@@ -60,6 +63,8 @@ LISTENING = "dflow coordinator listening on "
 LOGGER = logging.getLogger("dflow")
 #: A message to more tasks than these is encoded once for all.
 FEW = 8
+#: The moments of messages that begin something on several tasks.
+_MOMENTS: Mapping[type[Message], str] = {CaptureState: "capture", LoadState: "restore"}
 #: Key of the time of the last write.
 _TIME = f"{SHELL}time"
 
@@ -190,6 +195,8 @@ class Coordinator:
                 else:
                     commands.append(command)
         if changes:
+            if any(change.key == SNAPSHOT for change in changes):
+                reach("commit", NAME)
             now_s = self._clock() - self._started_s
             self._store.write([*changes, Change(_TIME, msgspec.msgpack.encode(now_s))])
         for command in commands:
@@ -212,6 +219,8 @@ class Coordinator:
                     responder = self._asks.pop(ask)
                 responder.reply(*(self._rosters.pack(message) if isinstance(message, Roster) else pack(message)))
             case Broadcast(peers, message):
+                if (moment := _MOMENTS.get(type(message))) is not None:
+                    reach(moment, NAME)
                 with self._numbering:
                     there = [self._peers[number] for number in peers if number in self._peers]
                 small, payload = pack(message, goes_to_many=len(there) > FEW)

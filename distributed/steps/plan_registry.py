@@ -27,6 +27,7 @@ from dflow.lowering.steps.executable import Executable
 from dflow.lowering.steps.plan import Plan, calls_in
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import InternalError, TaskLost, WireError
+from dflow.tracing.moments import reach
 
 #: At most this many programs that no plan uses any more are kept for later plans.
 MOST_UNUSED = 32
@@ -122,6 +123,7 @@ class PlanRegistry:
         raises  WireError if the plan is malformed or does not match its programs, or if a program is missing; what
                 loading a program and `FairSemaphore.held_for` raise
         """
+        reach("registration", self._task)
         blobs = list(_split(payload, message.program_sizes))
         plan, variables = self._checked(message)
         keys = tuple((name, *used) for name, used in zip(_fingerprints(message, blobs), variables, strict=True))

@@ -1,4 +1,8 @@
-"""Retries of operations that failed because state of other tasks was lost, after all tasks returned to a snapshot."""
+"""Retries of operations that failed because state of other tasks was lost, after all tasks returned to a snapshot.
+
+Invariant: nothing within a shared step waits for a return, which waits for the step. There the error ends the step, and
+the loop of the step waits and does it again.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
+from dflow.distributed.steps.step_gate import is_in_step
 from dflow.tracing.errors import DflowError, TaskLost
 
 Result = TypeVar("Result")
@@ -37,11 +42,13 @@ class RecoveringState(Protocol):
 def is_recovered(state: RecoveringState, error: BaseException, failures: int) -> bool:
     """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
 
+    Within a step, returns False without waiting.
+
     error     the error of a step or an enqueue, which gets a note if the state cannot be restored
     failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
               coordinator may not know of a loss yet
     """
-    if failures > MOST_FAILURES:
+    if failures > MOST_FAILURES or is_in_step():
         return False
     epoch = state.epoch
     try:

@@ -1,4 +1,8 @@
-"""The gate of a task's shared steps: closed while a snapshot of all tasks is captured (`step_pauses`)."""
+"""The gate of a task's shared steps: closed while the state of all tasks is captured or set (`step_pauses`).
+
+A pause waits for the steps that run. So code within a step must not wait for the end of a pause, such as that of a
+return to a snapshot: `is_in_step` tells it to fail the step instead, and the step's loop waits after it has left.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded
+
+_in_step: ContextVar[bool] = ContextVar("dflow_in_step", default=False)
+
+
+def is_in_step() -> bool:
+    """Whether the caller is within a shared step, for which pauses of the steps wait."""
+    return _in_step.get()
 
 
 class StepGate:
@@ -61,9 +73,11 @@ class StepGate:
         may_try = threading.Event()
         if not self.enter(may_try.set):
             self._wait(may_try, timeout_s)
+        token = _in_step.set(True)
         try:
             yield
         finally:
+            _in_step.reset(token)
             self.leave()
 
     def _wait(self, may_try: threading.Event, timeout_s: float) -> None:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.retries import retried
+from dflow.distributed.steps.step_gate import is_in_step
 from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_server import TaskServer
@@ -45,9 +46,19 @@ from dflow.lowering.values.host_values import as_argument
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.device_name import task_of
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost, TransportClosed, VariableError
+from dflow.tracing.errors import (
+    DeadlineExceeded,
+    DflowError,
+    StrategyError,
+    TaskLost,
+    TransportClosed,
+    VariableError,
+)
 from dflow.tracing.jaxprs.trace import Traced
-from dflow.tracing.source import at
+from dflow.tracing.moments import reach
+from dflow.tracing.source import at, caller
+
+Result = TypeVar("Result")
 
 #: Time for the report of a step's end or error to travel from task to task, in s.
 WORD_S = 5.0
@@ -92,6 +103,24 @@ class ClusterSteps:
         recovered = self._requests.await_recovery(is_joining=is_joining)
         if recovered.epoch != self.epoch:  # the notice was lost with a connection
             self.restored(recovered.epoch, recovered.undone)
+
+    def while_paused(self, do: Callable[[], Result], what: str) -> Result:
+        """Return `do()`, called while no task runs a step that several tasks take part in; `what` is done by it.
+
+        Raises StrategyError within such a step, which the pause would wait for.
+        """
+        if is_in_step():
+            raise StrategyError(
+                f"{what}: expected between two steps of a run, got within one, whose end it waits for",
+                "call it in the loop over the run, not in the step",
+                at=caller(),
+            )
+
+        def in_pause() -> Result:
+            reach("pause", self._task)
+            return do()
+
+        return self._requests.coordinator.with_steps_paused(in_pause, self.timeout_s)
 
     def restored(self, epoch: int, undone: int) -> None:
         """Note a return of all tasks to a snapshot, see `StateRestored`; plans are registered again."""
@@ -173,6 +202,7 @@ class ClusterSteps:
 
     def _registered(self, parts: Mapping[str, Lowered]) -> dict[str, int]:
         """Register parts of a step with other tasks, concurrently; return the handles."""
+        reach("registration", self._task)
         exports = SharedExports()
         with self._requests.used.explained([*parts]):
             asked = {task: PlanRegistration(self.server.peer(task), part, exports) for task, part in parts.items()}

@@ -50,6 +50,7 @@ from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, InternalError, TaskLost
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.moments import reach
 from dflow.tracing.rows.slices import AxisSlice
 
 #: The requests of saves and restores.
@@ -189,6 +190,7 @@ class TaskCheckpoints:
                 f"{self._name} sees no folder {folder.parent}, or not what was begun in it",
                 "save where all tasks of the cluster read and write the same files",
             )
+        reach("save", self._task)
         values = self._values_of(message)
         arrays: dict[str, Any] = {one.name: values[one.key] for one in message.variables}
         arrays |= {one.name: self._divided(message, one) for one in message.divided}

@@ -166,7 +166,7 @@ class TaskServer:
         self.plans = PlanRegistry(name)
         #: The queues and accumulators that it holds for peers.
         self.resources = TaskResources(name, self.store)
-        self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process)
+        self._creation = VariableCreation(self.store, self.plans.program, self._refuse_for_another_process, name)
         self.threads = threads or OnDemandThreads(f"dflow {name}")
         self.requests = RequestQueues(self.threads)
         #: Counts of the steps that this task has started.

@@ -40,6 +40,7 @@ from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, StepCancelled
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.moments import reach
 
 LOGGER = logging.getLogger("dflow")
 
@@ -118,6 +119,7 @@ class TaskSnapshots:
             case LoadState(_, epoch, is_set):
                 self._report(partial(self._load, message), partial(StateLoaded, self._task, epoch, is_set))
             case SnapshotCommitted(number):
+                reach("commit", self._task)
                 self._remove(lambda other: other < number)
 
     def _report(self, do: Callable[[], WrittenBytes | None], report: Callable[..., Notice]) -> None:
@@ -131,6 +133,7 @@ class TaskSnapshots:
 
     def _write(self, message: CaptureState) -> WrittenBytes:
         number, committed = message.number, message.committed
+        reach("capture", self._task)
         with self._state_lock:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
@@ -138,6 +141,7 @@ class TaskSnapshots:
         rest = {_APPLIED: applied, _ROUNDS: rounds, _RESOURCES: resources, _CLUSTER: message.cluster}
         names = *values, *(one.created.name for one in resources)
         self._tell(StateCaptured(self._task, number, names))
+        reach("write", self._task)
         with self._disk_lock:
             place = self._part(number)
             # Those of abandoned snapshots or of an earlier cluster; not a later one, if this thread was overtaken.
@@ -162,6 +166,7 @@ class TaskSnapshots:
 
     def _load(self, message: LoadState) -> None:
         """Read a part, or set what was read, once for each return: the request may come again."""
+        reach("restore", self._task)
         with self._state_lock:
             if message.epoch <= self._set_epoch:
                 return

@@ -27,10 +27,11 @@ from dflow.lowering.values.kept_shardings import is_spread
 from dflow.tracing.errors import DflowError, VariableError, WireError
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.types import parse_dtype as parse_key_dtype
+from dflow.tracing.moments import reach
 
 
 class VariableCreation:
-    """Creates variables in `store`; thread-safe.
+    """Creates variables in `store`, that of `task`; thread-safe.
 
     `compiled`  loads the program of an export; called with its bytes and the task that sent it
     `check`     raises for a variable that another process must hold; called with its name and process
@@ -41,12 +42,14 @@ class VariableCreation:
         store: Store,
         compiled: Callable[[memoryview, str], Program],
         check: Callable[[str, str], None] = lambda name, process: None,
+        task: str = "",
     ) -> None:
-        self._store, self._compiled, self._check = store, compiled, check
+        self._store, self._compiled, self._check, self._task = store, compiled, check, task
 
     def create(self, message: CreateVariables, payload: memoryview, sender: str) -> VariablesCreated:
         """Carry out a message of the task `sender`. Raises WireError when its parts do not match."""
         arrays, blobs = _parts(message, payload)
+        reach("creation", self._task)
         programs = [partial(self._compiled, blob, sender) for blob in blobs]
         ends = itertools.accumulate(variable.arrays for variable in message.variables)
         missing: list[int] = []

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dflow.distributed.steps.retries import retried
 from dflow.distributed.task.cluster_steps import ClusterSteps, PartitionedStep
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.variable_layout import layout_of
@@ -130,12 +131,16 @@ class ClusterHome(ClusterResources):
     def at_one_moment(self, variables: Sequence[Variable]) -> Iterator[list[jax.Array]]:
         """Return the values at one moment of all tasks. Steps wait for the capture, and not for the transfer."""
         shared = SharedValues(self._requests, self.steps, variables)
-        try:
+
+        def captured() -> list[jax.Array]:
             shared.capture()
             found = shared.read()
             if found is None:
                 raise TaskLost("a task has lost the values that it captured", "try it again", at=caller())
-            yield found[1]
+            return found[1]
+
+        try:
+            yield retried(self.steps, captured)
         finally:
             shared.end()
 
@@ -171,7 +176,7 @@ class ClusterHome(ClusterResources):
                 task: CaptureVariables(*capture, tuple(one.key for each in held.values() for one in each))
                 for task, held in by_task.items()
             }
-            self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self.steps.timeout_s)
+            self.steps.while_paused(lambda: self._ask(captures), "a save")
             yield write
 
     @contextmanager
@@ -192,7 +197,7 @@ class ClusterHome(ClusterResources):
             releasing.pop_all()
             ends = dict.fromkeys(messages, EndRestore(*restore, is_set=True))
             try:
-                self._requests.coordinator.with_steps_paused(lambda: self._ask(ends), self.steps.timeout_s)
+                self.steps.while_paused(lambda: self._ask(ends), "a restore")
             except BaseException:
                 with suppress(DflowError):
                     self.save_changes("", 0.0)  # some tasks may have set their variables

@@ -43,6 +43,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.queue_settings import QueueSettings
 from dflow.tracing.ir.resource_op import FedElement, ResourceOp
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.moments import reach
 from dflow.tracing.source import Loc, at
 from dflow.tracing.state.context import Slot
 from dflow.tracing.state.host_resource import HostResource
@@ -93,6 +94,7 @@ class ClusterResources:
                 resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on, is_saved=resource.is_saved
             )
         )
+        reach("creation", self._requests.task)
         self._requests.ask(
             placed.task,
             CreateResource(resource.name, str(resource.type), resource.settings, placed.process, resource.is_saved),

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 from msgspec.structs import replace
 
+from dflow.distributed.steps.retries import retried
 from dflow.distributed.task.cluster_steps import ClusterSteps
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.codec import decode_arrays
@@ -62,7 +63,7 @@ class SharedValues:
         me, number = self._requests.task, next(CAPTURE_NUMBERS)
         captures = {task: CaptureVariables(me, number, tuple(keys)) for task, keys in self._keys.items()}
         try:
-            self._requests.coordinator.with_steps_paused(lambda: self._ask(captures), self._steps.timeout_s)
+            self._steps.while_paused(lambda: self._ask(captures), "an evaluation")
             self._ask(dict.fromkeys(self._keys, ShareCapture(me, number, self._name)))
         except BaseException:
             with suppress(DflowError):
@@ -104,8 +105,13 @@ class SharedEvaluation:
     def run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
         """Evaluate batches until all are counted; return the sums over all of them.
 
+        If a task with variables is lost, begins again when all tasks have returned to a snapshot.
+
         sums  evaluates the batches of some numbers with these values of the variables, and returns their sums by name
         """
+        return retried(self._steps, lambda: self._run(variables, sums))
+
+    def _run(self, variables: Sequence[Variable], sums: Sums) -> dict[str, float]:
         shared = SharedValues(self._requests, self._steps, variables, self._name)
         try:
             found = self._captured(shared)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ import numpy.typing as npt
 from msgspec.structs import replace
 
 from dflow.distributed.steps.retries import MOST_FAILURES, RETRY_S
+from dflow.distributed.steps.step_gate import is_in_step
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.codec import KEYS, Payload, dtype_name, encode_arrays
 from dflow.distributed.wire.failures import error_of
@@ -41,6 +42,7 @@ from dflow.distributed.wire.messages.variables import (
 )
 from dflow.lowering.programs.initial_ops import Exports, InitialOps, Recipe
 from dflow.tracing.errors import DflowError, TaskLost
+from dflow.tracing.moments import reach
 from dflow.tracing.source import at
 from dflow.tracing.state.initial_value import TypedInitial
 from dflow.tracing.state.resources import Variable
@@ -145,38 +147,48 @@ class VariableBatch:
         if is_full:
             self.create()
 
-    def create(self) -> None:
-        """Create the variables that are not created yet; raises the error of the first that fails, with its line."""
-        with self._lock:
-            wanted, self._wanted, self._size_bytes = self._wanted, [], 0
-            try:
-                failed = self._tried(wanted)
-            finally:
-                # Also after an error: the next use of a variable without a location creates it.
-                self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
-            for variable, error in failed.items():
-                raise type(error)(f"{error}{at(variable.loc)}") from None
+    def create(self, again: Collection[Variable] = ()) -> None:
+        """Create the variables that are not created yet, and those of `again` that have failed before.
 
-    def _tried(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
-        """Create variables; retry the ones of a lost task, once all tasks have returned to a snapshot."""
-        failed = _Creation(self.requests).create(wanted)
-        for failures in range(MOST_FAILURES):
-            if not any(isinstance(error, TaskLost) for error in failed.values()):
+        Those of a lost task are tried again once all tasks have returned to a snapshot.
+        raises  the error of the first that fails, with its line
+        """
+        failed: dict[Variable, DflowError] = {}
+        for failures in range(MOST_FAILURES + 1):
+            with self._lock:
+                self._wanted += [self._failed.pop(variable) for variable in again if variable in self._failed]
+                others = {variable: error for variable, error in failed.items() if variable not in again}
+                failed = others | self._tried()
+            again = [variable for variable, error in failed.items() if isinstance(error, TaskLost)]
+            # Not with the lock: a step may need it, and the return waits for the step.
+            if not again or failures == MOST_FAILURES or not self._is_recovered(failures):
                 break
-            try:
-                self.requests.await_recovery()
-            except DflowError:  # there is no snapshot, or it cannot be restored
-                break
-            time.sleep(RETRY_S * failures)  # the coordinator may not know of the loss yet
-            failed = _Creation(self.requests).create([each for each in wanted if each.variable in failed])
-        return failed
+        for variable, error in failed.items():
+            raise type(error)(f"{error}{at(variable.loc)}") from None
+
+    def _tried(self) -> dict[Variable, DflowError]:
+        """Create the variables that are not created yet; return the errors by failed variable."""
+        wanted, self._wanted, self._size_bytes = self._wanted, [], 0
+        try:
+            return _Creation(self.requests).create(wanted)
+        finally:
+            # Also after an error: the next use of a variable without a location creates it.
+            self._failed.update((each.variable, each) for each in wanted if "device" not in vars(each.variable))
+
+    def _is_recovered(self, failures: int) -> bool:
+        """Wait until no state of tasks is lost; return whether that is so."""
+        if is_in_step():
+            return False
+        try:
+            self.requests.await_recovery()
+        except DflowError:  # there is no snapshot, or it cannot be restored
+            return False
+        time.sleep(RETRY_S * failures)  # the coordinator may not know of the loss yet
+        return True
 
     def create_again(self, variable: Variable) -> None:
         """Like `create`, and also retry a variable that failed before."""
-        with self._lock:
-            failed = self._failed.pop(variable, None)
-            self._wanted += [] if failed is None else [failed]
-            self.create()
+        self.create([variable])
 
 
 _batches: WeakKeyDictionary[Variable, VariableBatch] = WeakKeyDictionary()
@@ -235,6 +247,7 @@ class _Creation:
             for part in _parts(there)
         ]
         missing = self._send(questions)
+        reach("creation", self._requests.task)
         self._send([parcel for task, there in _by_task(missing).items() for parcel in self._parcels(task, there)])
         return self._failed
 

@@ -25,6 +25,7 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
+from dflow.distributed.coordinator.snapshots.recovery_waits import AWAY, BUSY, PAUSING, RETURN_S, RecoveryWaits
 from dflow.distributed.coordinator.snapshots.resumption import EPOCH, SNAPSHOT, Epoch, Snapshot
 from dflow.distributed.coordinator.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.coordinator.snapshots.snapshot_attempt import SnapshotAttempt, overdue
@@ -50,8 +51,6 @@ from dflow.tracing.devices.task_name import short_task_name, task_name
 
 #: Failures in a row after which the log says what is missing.
 QUIET_FAILURES = 4
-#: Longest wait for the process of a task that held state to be started again, in s.
-RETURN_S = 300.0
 NO_SNAPSHOTS = "no snapshots are made: start the cluster with --snapshots DIR"
 #: In place of a task's name: the requests of this file for a pause.
 _SNAPSHOT, _RETURN = "a snapshot", "the return to a snapshot"
@@ -94,9 +93,8 @@ class Recovery:
         self._hopeless = ""
         #: Tasks with parts of a resumed snapshot that are not expected in this cluster.
         self._unexpected: tuple[str, ...] = ()
-        #: Requests that wait for recovery, and the time since which holders of state are missing.
-        self._asks: list[int] = []
-        self._missing_since_s: float | None = None
+        #: Requests that wait for recovery.
+        self._waits = RecoveryWaits()
         #: Requests that wait for a snapshot with a change of state: the number of the change, and the end of the wait.
         self._unsaved: dict[int, tuple[int, float]] = {}
 
@@ -234,7 +232,7 @@ class Recovery:
         is_restored = self._is_returning or (self._directory.lost() and not self._why_not())
         if request.is_joining and not is_restored and not self._counted.is_resuming:
             return [SendReply(ask, self._recovered())]
-        self._asks.append(ask)
+        self._waits.add(ask)
         return []
 
     def announce_leave(self, task: str, ask: int) -> list[Command]:
@@ -420,22 +418,24 @@ class Recovery:
 
     def _answered(self, at_s: float) -> list[Command]:
         """Answer the requests that wait, if their answer is known."""
-        if not self._asks and self._holding_s is None and self._missing_since_s is None:
+        if self._waits.is_idle and self._holding_s is None and not self._is_returning:
             return []
         away = [task for task in self._directory.holders() if self._members.connections().get(task) is None]
         if self._hopeless or not self._schedule.every_s:
-            why, self._missing_since_s = self._hopeless or self._why_not(), None
-            return self._settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
-        if away or self._holding_s is not None or self._is_returning or self._directory.lost():
+            self._waits.go_on()
+            why = self._hopeless or self._why_not()
+            return self._waits.settle(Failure("TaskLost", f"the lost state is not restored: {why}"))
+        if away:
             # From the time of a leave on, also if the steps that wait fail later.
-            since_s = at_s if self._holding_s is None else self._holding_s
-            self._missing_since_s = since_s if self._missing_since_s is None else self._missing_since_s
-            if at_s - self._missing_since_s < RETURN_S or not away:
-                return []
-            names = ", ".join(map(short_task_name, away))
-            return self._settle(Failure("TaskLost", f"{names} did not come back within {RETURN_S:g} s"))
-        self._missing_since_s = None
-        return self._settle(self._recovered())
+            return self._waits.blocked(at_s, at_s if self._holding_s is None else self._holding_s, AWAY, away)
+        if self._is_returning and self._return is None and self._holding_s is None and self._pauses.first:
+            is_own = self._pauses.first == _RETURN
+            what, tasks = (BUSY, self._pauses.waits_for) if is_own else (PAUSING, {self._pauses.first})
+            return self._waits.blocked(at_s, at_s, what, tasks)
+        self._waits.go_on()
+        if self._holding_s is not None or self._is_returning or self._directory.lost():
+            return []
+        return self._waits.settle(self._recovered())
 
     def _saved(self, at_s: float) -> list[Command]:
         """Answer the requests that wait for a snapshot, if it is complete or their time is over."""
@@ -455,10 +455,6 @@ class Recovery:
 
     def _recovered(self) -> Recovered:
         return Recovered(self._counted.epoch, self._counted.undone)
-
-    def _settle(self, answer: Recovered | Failure) -> list[Command]:
-        asks, self._asks = self._asks, []
-        return [SendReply(ask, answer) for ask in asks]
 
     def _to(self, tasks: Collection[str], message: CaptureState | LoadState | SnapshotCommitted) -> Broadcast:
         live = self._members.connections()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dflow.distributed.coordinator.snapshots.recovery import RETURN_S
+from dflow.distributed.coordinator.snapshots.recovery_waits import RETURN_S
 from dflow.distributed.coordinator.snapshots.snapshot_schedule import PAUSE_S
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.rounds import Claimed, StepsDone

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dflow.distributed.coordinator.coordinator_events import (
     PeerClosed,
 )
-from dflow.distributed.coordinator.snapshots.recovery import RETURN_S
+from dflow.distributed.coordinator.snapshots.recovery_waits import NOTICE_S, RETURN_S
 from dflow.distributed.coordinator.snapshots.return_attempt import LOAD_S
 from dflow.distributed.coordinator.snapshots.snapshot_attempt import CAPTURE_S
 from dflow.distributed.coordinator.snapshots.snapshot_schedule import PAUSE_S
@@ -439,6 +439,39 @@ def test_a_task_that_does_not_come_back_is_named() -> None:
     answer = tasks.answers[ask]
     assert isinstance(answer, Failure)
     assert answer.text == f"ps:0 did not come back within {RETURN_S:g} s"
+
+
+def test_a_step_that_does_not_end_is_named_and_the_return_goes_on_after_it() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.start_again(PS[0])
+    tasks.settle_all_but(WORKER)
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.tick(NOTICE_S)
+    assert tasks.log[-1] == f"the return to a snapshot waits: worker:0 still runs a step after {NOTICE_S:g} s"
+    tasks.tick(RETURN_S)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert answer.text == f"worker:0 still runs a step after {RETURN_S:g} s"
+    assert tasks.log[-1].startswith("the return to a snapshot waits"), "once"
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
+
+
+def test_a_pause_that_does_not_end_is_named() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    assert tasks.ask(PauseSteps(WORKER)) is None
+    tasks.settle()
+    tasks.start_again(PS[0])
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.tick(1.0)
+    tasks.tick(RETURN_S)
+    answer = tasks.answers[ask]
+    assert isinstance(answer, Failure)
+    assert answer.text == f"worker:0 has paused the steps for {RETURN_S:g} s"
 
 
 def test_a_part_that_cannot_be_loaded_is_the_reason() -> None:

@@ -18,72 +18,16 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
-from dflow.distributed.coordinator.coordinator import Coordinator
-from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
 from dflow.distributed.strategies import sync
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
-from dflow.distributed.task.stock_task import StockTask
-from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster
-from dflow.state_backends import LOCAL
-from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.errors import TaskLost
 from tests.distributed.counting_script import COUNTERS, REPORT
 from tests.distributed.processes import Spawned
 from tests.distributed.waiting import until
+from tests.distributed.worker.tasks_with_snapshots import Tasks
 
 pytestmark = pytest.mark.once
-
-
-class Tasks:
-    """A coordinator, two parameter tasks with snapshots in `folder`, and workers."""
-
-    def __init__(self, folder: Path, every_s: float, workers: int = 1) -> None:
-        self.network, self.folder = MemoryNetwork(), folder
-        settings = CoordinatorSettings(snapshot_every_s=every_s, rejoin_s=0.1)
-        self.coordinator = Coordinator(self.network, "", {"ps": 2, "worker": workers}, settings=settings, tick_s=0.02)
-        self.ps: list[StockTask] = []
-        for index in range(2):
-            self.ps.append(self.start(index))
-        with ThreadPoolExecutor(workers) as pool:
-            self.workers = list(pool.map(self.join, range(workers)))
-        self.worker = self.workers[0]
-
-    def join(self, index: int) -> Cluster:
-        address = self.coordinator.address
-        return Cluster(address, self.network, job="worker", index=index, store=LOCAL.store, address="")
-
-    def start(self, index: int) -> StockTask:
-        address = self.coordinator.address
-        return StockTask(self.network, task_name("ps", index), address, address="", snapshots=self.folder)
-
-    def start_again(self, index: int) -> None:
-        """End a process of a parameter task, and start the next one, which is empty."""
-        self.ps[index].close()
-        self.ps[index] = self.start(index)
-
-    def await_snapshot(self, steps: int) -> None:
-        """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
-        recovery = self.coordinator._state._recovery
-
-        def is_there() -> bool:
-            known = recovery._committed
-            return known is not None and known.ledger.steps_done >= steps
-
-        until(is_there)
-
-    def await_new_snapshot(self) -> None:
-        """Wait for a committed snapshot that is begun from now on."""
-        recovery = self.coordinator._state._recovery
-        newest = recovery._counted.number
-        until(lambda: recovery._committed is not None and recovery._committed.number > newest)
-
-    def close(self) -> None:
-        for worker in self.workers:
-            worker.close()
-        for task in self.ps:
-            task.close()
-        self.coordinator.close()
 
 
 @pytest.fixture
@@ -340,7 +284,7 @@ def test_a_worker_that_starts_during_a_return_waits_for_its_variables(tmp_path: 
                 tasks.start_again(0)
                 until(lambda: tasks.coordinator._state._recovery._is_returning)
                 made = pool.submit(weights, tasks.workers[1])
-                until(lambda: bool(tasks.coordinator._state._recovery._asks) or made.done())
+                until(lambda: bool(tasks.coordinator._state._recovery._waits._asks) or made.done())
             found = made.result(60)
         for index, variable in enumerate(found):
             np.testing.assert_array_equal(variable.read(), np.full(3, index))
@@ -363,7 +307,7 @@ def test_a_worker_takes_part_in_rounds_that_began_before_a_return(tmp_path: Path
                 tasks.start_again(1)
                 if is_during:
                     part = pool.submit(tasks.workers[1].take_part, "run", "ps")
-                    until(lambda: bool(tasks.coordinator._state._recovery._asks) or part.done())
+                    until(lambda: bool(tasks.coordinator._state._recovery._waits._asks) or part.done())
             tasks.workers[0].await_recovery()
             if not is_during:
                 part = pool.submit(tasks.workers[1].take_part, "run", "ps")
@@ -379,7 +323,7 @@ def test_a_function_that_is_first_called_while_a_task_is_away_waits_for_it(tasks
     tasks.ps[1].close()
     with ThreadPoolExecutor(1) as pool:
         called = pool.submit(total)
-        until(lambda: bool(tasks.coordinator._state._recovery._asks) or called.done())
+        until(lambda: bool(tasks.coordinator._state._recovery._waits._asks) or called.done())
         tasks.ps[1] = tasks.start(1)
         assert float(called.result(60)) == pytest.approx(0.6)
 

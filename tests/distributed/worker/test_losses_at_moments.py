@@ -1,0 +1,188 @@
+"""A parameter task is lost at a named moment of a worker: training goes on, and each step is applied once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import dflow
+from dflow.distributed import Async, Sync
+from dflow.tracing import moments
+from tests.distributed.waiting import until
+from tests.distributed.worker.tasks_with_snapshots import Tasks
+
+pytestmark = pytest.mark.once
+
+STEPS = 12
+#: Longest time of a program. A wait for a return that waits for the program would be longer.
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    running = Tasks(tmp_path, every_s=0.05)
+    yield running
+    running.close()
+
+
+class Loss:
+    """Ends a parameter task when the worker reaches a moment, at its `count`th time since `arm`.
+
+    The task is started again, as an empty process, when the worker waits for that.
+    """
+
+    def __init__(self, tasks: Tasks, moment: str, count: int = 1, index: int = 0) -> None:
+        self._tasks, self._moment, self._left, self._index = tasks, moment, count, index
+        self._is_armed = False
+
+    def arm(self) -> None:
+        self._tasks.await_new_snapshot()
+        self._is_armed = True
+
+    def __call__(self, moment: str, task: str) -> None:
+        if not self._is_armed or moment != self._moment or "/job:ps" in task or task == "coordinator":
+            return
+        self._left -= 1
+        if self._left == 0:
+            self._tasks.ps[self._index].close()
+            threading.Thread(target=self._start_again).start()
+
+    def _start_again(self) -> None:
+        until(lambda: bool(self._tasks.coordinator._state._recovery._waits._asks))
+        self._tasks.ps[self._index] = self._tasks.start(self._index)
+
+    def check(self) -> None:
+        """Check that it came, and that all tasks returned."""
+        assert self._left <= 0, f"the worker did not reach {self._moment!r}"
+        assert self._tasks.worker.epoch == 1
+
+
+@pytest.fixture
+def lost(tasks: Tasks, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Loss]:
+    def lost(moment: str, **which: int) -> Loss:
+        loss = Loss(tasks, moment, **which)
+        monkeypatch.setattr(moments, "hook", loss)
+        return loss
+
+    return lost
+
+
+def in_time(do: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(do).result(DEADLINE_S)
+
+
+def counts(tasks: Tasks, name: str = "count") -> list[dflow.Variable]:
+    """A variable on each parameter task, with an element for each step."""
+    made = []
+    with tasks.worker.parameter_servers():
+        for index in range(2):
+            with dflow.device(f"ps:{index}"):
+                made.append(dflow.Variable(lambda: jnp.zeros(STEPS), name=f"{name}{index}"))
+    return made
+
+
+def compiled(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
+    @dflow.jit
+    def step(numbers: jax.Array) -> None:
+        for variable in made:
+            variable.scatter_add(numbers[:1], jnp.ones(1))
+
+    return step
+
+
+def of_two_calls(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
+    """A step whose second function is called for the first time when the first function has changed state."""
+    calls = [compiled(tasks, [variable]) for variable in made]
+
+    def step(numbers: jax.Array) -> None:
+        for call in calls:
+            call(numbers)
+
+    return step
+
+
+def eager(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
+    def step(numbers: jax.Array) -> None:
+        for variable in made:
+            variable.scatter_add(numbers[:1], jnp.ones(1))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("made_step", "moment", "count"),
+    [
+        (compiled, "first call", 1),
+        (compiled, "registration", 1),
+        (compiled, "new trace", 1),
+        (compiled, "registration", 2),
+        (of_two_calls, "first call", 2),
+        (of_two_calls, "registration", 2),
+        (eager, "registration", 1),
+        (eager, "registration", 2),
+    ],
+)
+def test_an_asynchronous_step_is_done_again(
+    tasks: Tasks, lost: Callable[..., Loss], made_step: Any, moment: str, count: int
+) -> None:
+    made, loss = counts(tasks), lost(moment, count=count)
+    step = made_step(tasks, made)
+    loss.arm()
+
+    def batch(number: int) -> Any:
+        # Half of the steps are of another type.
+        return jnp.full(1 + 2 * number // STEPS, number)
+
+    in_time(lambda: list(Async(tasks.worker).run(step, batch, steps=STEPS, name="run")))
+    for variable in made:
+        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
+    loss.check()
+
+
+@pytest.mark.parametrize(("moment", "count"), [("first call", 1), ("registration", 1), ("registration", 2)])
+def test_a_synchronous_round_is_done_again(tasks: Tasks, lost: Callable[..., Loss], moment: str, count: int) -> None:
+    made, loss = counts(tasks, "w"), lost(moment, count=count)
+    with tasks.worker.parameter_servers():
+        optimizer = dflow.Optimizer(optax.sgd(1.0), made, name="sgd")
+
+    @dflow.jit
+    def step(number: jax.Array) -> None:
+        optimizer.apply([-jnp.zeros(STEPS).at[number].set(1.0) for _ in made])
+
+    loss.arm()
+    in_time(lambda: list(Sync(tasks.worker).run(step, jnp.int32, steps=STEPS, name="run")))
+    for variable in made:
+        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
+    loss.check()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_an_evaluation_captures_the_values_again(tasks: Tasks, lost: Callable[..., Loss], is_shared: bool) -> None:
+    made, loss = counts(tasks), lost("pause")
+    shared = {"cluster": tasks.worker, "name": "evaluation"} if is_shared else {}
+    loss.arm()
+    found = in_time(
+        lambda: dflow.evaluate(lambda x: jnp.mean(x) + made[0].read()[0], [np.ones(4), np.ones(2)], **shared)
+    )
+    assert found == {"loss": 1.0, "examples": 6}
+    loss.check()
+
+
+def test_a_save_within_a_step_is_refused(tasks: Tasks, tmp_path: Path) -> None:
+    made = counts(tasks)
+
+    def step(number: Any) -> None:
+        dflow.save(tmp_path / "saved", made)
+
+    with pytest.raises(dflow.StrategyError, match=r"a save: expected between two steps of a run, got within one"):
+        next(Async(tasks.worker).run(step, [1], steps=1, name="run"))
