@@ -100,9 +100,12 @@ def _serve(options: argparse.Namespace) -> int:
         host_names=options.host_names,
     )
     for model in server.models.values():
-        for queue in model.current.queues.values():
-            print(f"version {model.current.number} at {server.url}/v2/models/{queue.tensors.name}", flush=True)
-        for name, reason in model.current.refused.items():
+        if (version := model.current) is None:
+            print(f"{model.name} is not served, and will be tried again: {model.unavailable}", flush=True)
+            continue
+        for queue in version.queues.values():
+            print(f"version {version.number} at {server.url}/v2/models/{queue.tensors.name}", flush=True)
+        for name, reason in version.refused.items():
             print(f"{model.name}.{name} is not served: {reason}", flush=True)
     which = stop.wait()
     is_clean = server.stop(options.grace)

@@ -6,30 +6,26 @@ the printed address has, and off loopback all is encrypted.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Collection
-from typing import Any
-
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dflow.dashboard.looks import LOOK_S
 from dflow.dashboard.server import Dashboard
-from dflow.dashboard.streams import ABORT, MOST_PAGES
+from dflow.dashboard.streams import MOST_PAGES
 from dflow.distributed.launching.dashboard_sidecar import require_dashboard
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.security.policy import SameMachine, SecurityPolicy
+from dflow.serving.http_connection import HttpLimits
+from dflow.serving.http_server import HttpServer
 
-#: Most connections, and longest waits for the server to start and to end, in s.
-MOST_CONNECTIONS, START_S, END_S = 500, 30.0, 5.0
-#: A connection without a whole request after this time, in s, is closed.
-REQUEST_S = 10.0
+#: Longest waits for the server to start and to end, in s.
+START_S, END_S = 30.0, 5.0
+LIMITS = HttpLimits(body_s=10.0, waiting=250, connections=500)
 
 
 class DashboardServer:
@@ -77,24 +73,9 @@ class DashboardServer:
             most_pages=most_pages,
             every_s=every_s,
         )
-        config = uvicorn.Config(
-            self._dashboard.app,
-            http=_Connection,
-            loop="asyncio",
-            ws="none",
-            lifespan="on",
-            log_config=None,
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=MOST_CONNECTIONS,
-            timeout_graceful_shutdown=1,
-            h11_max_incomplete_event_size=16384,
+        self._server = HttpServer(
+            self._dashboard.app, context, LIMITS, loop="asyncio", lifespan="on", timeout_graceful_shutdown=1
         )
-        config.load()
-        config.ssl = context  # older versions of uvicorn take names of files alone
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="dflow dashboard", daemon=True)
         self._thread.start()
         deadline = time.monotonic() + START_S
@@ -114,29 +95,6 @@ class DashboardServer:
 
     def _serve(self) -> None:
         self._server.run(sockets=[self._socket])
-
-
-class _Connection(H11Protocol):  # type: ignore[misc]  # mypy does not follow it
-    """A connection that is closed if it sends no whole request in time, and that a request can abort."""
-
-    app_state: dict[str, Any]
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
-        self.app_state = self.app_state | {ABORT: transport.abort}
-        self._check = self.loop.call_later(REQUEST_S, self._close_if_idle, None)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._check.cancel()
-        super().connection_lost(exc)
-
-    def _close_if_idle(self, before: Any) -> None:
-        """Close the connection if no request began since the last check, which saw `before`, and none is answered."""
-        cycle = self.cycle
-        if cycle is before and (cycle is None or cycle.response_complete or cycle.more_body):
-            self.transport.abort()
-        else:
-            self._check = self.loop.call_later(REQUEST_S, self._close_if_idle, cycle)
 
 
 def _listen(address: TcpAddress) -> socket.socket:

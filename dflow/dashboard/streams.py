@@ -17,10 +17,10 @@ from starlette.types import Receive, Scope, Send
 
 from dflow.dashboard.access import json_error
 from dflow.dashboard.dashboard_record import PageUpdate
+from dflow.serving.http_connection import ABORT
 
 MOST_PAGES = 50
-#: Key of the function in a request's `state` that closes its connection without sending what is buffered.
-ABORT = "dflow.abort"
+#: Updates that are kept for slow pages.
 KEPT = 16
 #: Longest wait for a page to take an update, and time after which a silent stream sends a comment, in s.
 SEND_S, SILENT_S = 20.0, 15.0

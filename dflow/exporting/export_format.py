@@ -23,7 +23,7 @@ from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
 from dflow.lowering.files.array_files import fill_folder, read_arrays
 from dflow.lowering.files.atomic_directory import present, whole_folder
-from dflow.lowering.files.regular_file import LinkError, read_regular, refuse_links, remedy_of
+from dflow.lowering.files.regular_file import LinkError, read_regular, reading_remedy, refuse_links, remedy_of
 from dflow.tracing.errors import CheckpointError, ExportError
 
 #: The newest format version that this dflow reads, and writes if variables divide an array; older ones read version 1.
@@ -122,17 +122,22 @@ def read_values(path: Path, folder: str, names: Iterable[str]) -> dict[str, Any]
         refuse_links(path, folder)
         return read_arrays(path / folder).read(dict.fromkeys(names))
     except CheckpointError as error:
-        cause = error.__cause__
-        raise _unreadable(path / folder, cause if isinstance(cause, LinkError) else error) from error
+        cause = error.__cause__ or error
+        raise _unreadable(
+            path / folder, cause if isinstance(cause, LinkError) or reading_remedy(cause) else error
+        ) from error
     except OSError as error:
         raise _unreadable(path / folder, error) from error
 
 
 def _unreadable(file: Path, error: BaseException) -> ExportError:
+    """Return the error for a file that cannot be read, by a fault of the file or of this process."""
+    what = getattr(error, "strerror", None) or str(error).partition("\n")[0]
     if isinstance(error, LinkError):
         return ExportError(str(error), remedy_of(error, _REMEDY))
-    what = str(error).partition("\n")[0]
-    return damaged(file, getattr(error, "strerror", None) or what)
+    if remedy := reading_remedy(error):
+        return ExportError(f"{file} cannot be read: {what}", remedy)
+    return damaged(file, what)
 
 
 def damaged(file: Path, what: str) -> ExportError:

@@ -66,6 +66,8 @@ class HttpApi:
         self.is_stopping = False
         #: Bytes received by each inference request being read, waiting or computed.
         self._bytes: dict[asyncio.Task[Any] | None, int] = {}
+        #: Those that have arrived whole, which alone count for the limit: clients that stall shut out no others.
+        self._arrived: set[asyncio.Task[Any] | None] = set()
         paths = "/v2/models/{model}", "/v2/models/{model}/versions/{version}"
         # The first that matches is called, so those of most requests stand first.
         routes = [Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths]
@@ -124,8 +126,10 @@ class HttpApi:
     async def _index(self, request: Request) -> Response:
         entries: list[dict[str, str]] = []
         for model in self._models.values():
-            names = [queue.tensors.name for queue in model.current.queues.values()]
-            entries += [{"name": name, "version": str(model.current.number), "state": "READY"} for name in names]
+            ready = {"state": "READY"} | ({"reason": "its folder is gone"} if model.is_gone else {})
+            if (version := model.current) is not None:
+                names = [queue.tensors.name for queue in version.queues.values()]
+                entries += [{"name": name, "version": str(version.number), **ready} for name in names]
             entries += [
                 {"name": model.name, "version": str(number), "state": "UNAVAILABLE", "reason": reason}
                 for number, reason in model.refused.items()
@@ -163,6 +167,7 @@ class HttpApi:
             response = _failed(request)
         finally:
             del self._bytes[task]
+            self._arrived.discard(task)
         if self.is_stopping:
             response.headers["Connection"] = "close"
         self._metrics.request(name, response.status_code, time.monotonic() - began)
@@ -171,16 +176,15 @@ class HttpApi:
     async def _inferred(self, http: Request) -> Response:
         self._check_going_on()
         _check_no_web_page(http)
-        if self.in_progress > self._settings.max_queue:
-            raise RefusedRequest(
-                503, f"the server has {self._settings.max_queue} requests in progress, the most", _AGAIN
-            )
+        self._check_room()
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._settings.timeout_s):
                 body = await self._body(http)
         except TimeoutError:
             raise RefusedRequest(408, f"the request did not arrive within {self._settings.timeout_s:g} s") from None
+        self._check_room()  # again: others may have arrived meanwhile
+        self._arrived.add(asyncio.current_task())
         request, arrays = await _run(len(body), decode_request, body, http.headers.get(BINARY_HEADER))
         timeout_s = self._timeout_s(request.parameters) - (time.monotonic() - began)
         outputs, version = await self._outputs(http, request, arrays, timeout_s)
@@ -237,6 +241,12 @@ class HttpApi:
             parts.append(part)
         return b"".join(parts)
 
+    def _check_room(self) -> None:
+        if len(self._arrived) >= self._settings.max_queue:
+            raise RefusedRequest(
+                503, f"the server has {self._settings.max_queue} requests in progress, the most", _AGAIN
+            )
+
     def _check_going_on(self) -> None:
         if self.is_stopping:
             raise RefusedRequest(503, "the server is stopping", {**_AGAIN, "Connection": "close"})
@@ -254,8 +264,8 @@ class HttpApi:
 
     def _function(self, path: str) -> tuple[RequestQueue, ServedVersion, ServedModel]:
         if path in self._models:
-            model = self._models[path]
-            version, queues = model.current, model.current.queues
+            model, version = self._models[path], _current(self._models[path])
+            queues = version.queues
             if len(queues) + len(version.refused) == 1:
                 return next(iter(queues.values())), version, model
             raise RefusedRequest(404, f"model {path!r} has several functions; name one: {_names(model)}")
@@ -264,7 +274,7 @@ class HttpApi:
         if model_or_none is None:
             every = ", ".join(_names(model) for model in self._models.values())
             raise RefusedRequest(404, f"there is no model {path!r}; there is {every}")
-        version = model_or_none.current
+        version = _current(model_or_none)
         if function in version.refused:
             raise RefusedRequest(403, f"{path} is not served: {version.refused[function]}")
         if function not in version.queues:
@@ -273,7 +283,14 @@ class HttpApi:
 
 
 def _names(model: ServedModel) -> str:
-    return ", ".join(queue.tensors.name for queue in model.current.queues.values())
+    return ", ".join(queue.tensors.name for queue in model.queues) or model.name
+
+
+def _current(model: ServedModel) -> ServedVersion:
+    """Return the version that is served. Raises RefusedRequest if none can be."""
+    if model.current is None:
+        raise RefusedRequest(503, f"model {model.name!r} is unavailable: {model.unavailable}")
+    return model.current
 
 
 def _answering(handler: Handler) -> Handler:

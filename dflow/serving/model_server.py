@@ -12,23 +12,24 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-
-import uvicorn
 
 from dflow.distributed.transport.addresses import TcpAddress
 from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.serving.http_api import HttpApi
+from dflow.serving.http_connection import LOGGER as HTTP_LOGGER
+from dflow.serving.http_connection import HttpLimits
+from dflow.serving.http_server import HttpServer
 from dflow.serving.served_model import ServedModel, find_models, versions_in
 from dflow.serving.served_version import ServingSettings
 from dflow.serving.serving_metrics import ServingMetrics
-from dflow.tracing.errors import ConfigError, InternalError, SecurityError
+from dflow.tracing.errors import ConfigError, ExportError, InternalError, SecurityError
 
 LOGGER = logging.getLogger("dflow")
 
@@ -38,8 +39,6 @@ _LOOP_S = 30.0
 _LEAST_S = 1.0
 #: Time between two looks at the number of requests in progress, in s.
 _LOOK_S = 0.01
-#: Requests that the system queues before they are accepted.
-_BACKLOG = 1024
 
 
 class ModelServer:
@@ -52,6 +51,7 @@ class ModelServer:
     save_every_s  time between two saves of state that calls have changed, as new versions; 0 never saves
     host_names    further names of this server in the `Host` of requests, such as a proxy's; only without certificates,
                   since with them a client checks the name
+    limits        of connections; by default those of `HttpLimits`, whose body may take the time of the settings
     report        called with lines for the user
 
     raises  ConfigError, ExportError, SecurityError; OSError for an address in use
@@ -68,9 +68,12 @@ class ModelServer:
         poll_s: float = 5.0,
         save_every_s: float = 0.0,
         host_names: Collection[str] = (),
+        limits: HttpLimits | None = None,
         report: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
     ) -> None:
         context = _tls_context(security, address)
+        # A body that comes too late is first answered by 408.
+        limits = limits or HttpLimits(body_s=settings.timeout_s + HttpLimits.request_s)
         if host_names and context is not None:
             raise ConfigError(
                 f"--host-name is for a server without certificates, got {', '.join(host_names)}", "leave it out"
@@ -86,9 +89,11 @@ class ModelServer:
             self.models = {
                 model: ServedModel(model, place, settings, metrics, report) for model, place in folders.items()
             }
+            _check_one_is_served(self.models)
             metrics.models = self.models
             self._api = HttpApi(self.models, settings, metrics, lambda model: model.renew(self._swap), names)
-            self._server, self._loop = _uvicorn_server(self._api.app, context), _new_loop()
+            self._loop = _new_loop()
+            self._server = HttpServer(self._api.app, context, limits, lifespan="off")
             held = listener.detach()
         sock = socket.socket(fileno=held)
         port = sock.getsockname()[1]
@@ -118,7 +123,8 @@ class ModelServer:
         self._loop.call_soon_threadsafe(self._api.abandon)
         self._watching.join(_until(deadline))
         if is_clean:
-            closed = [model.current.close(_until(deadline)) for model in self.models.values()]
+            versions = [model.current for model in self.models.values() if model.current]
+            closed = [version.close(_until(deadline)) for version in versions]
             is_clean = all(closed)
         # Before the end of the loop, which waits for clients to read their answers.
         is_saved = self._save()
@@ -144,6 +150,7 @@ class ModelServer:
 
     def _serve(self, sock: socket.socket) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(_log_fault)
         try:
             self._loop.run_until_complete(self._server.serve(sockets=[sock]))
         finally:
@@ -178,6 +185,8 @@ class ModelServer:
         for model in self.models.values():
             try:
                 model.renew(self._swap)
+            except OSError as error:
+                self._report(f"{model.name}: a newer version cannot be looked for: {error}")
             except Exception:
                 LOGGER.exception("looking for a newer version of %s failed; the present one is served", model.name)
 
@@ -206,14 +215,9 @@ def _until(deadline: float) -> float:
     return max(_LEAST_S, deadline - time.monotonic())
 
 
-def _uvicorn_server(app: Any, context: Any) -> Any:
-    """Return a server with this TLS context, and without a separate log."""
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", backlog=_BACKLOG, log_level="warning", ws="none"
-    )
-    config.load()
-    config.ssl = context
-    return uvicorn.Server(config)
+def _log_fault(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Log a fault of a connection, or of accepting one."""
+    HTTP_LOGGER.error("%s: %s", context.get("message"), context.get("exception"))
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:
@@ -251,6 +255,13 @@ def _listening(address: TcpAddress) -> socket.socket:
         listener.close()
         raise OSError(f"cannot listen at {address}: {error.strerror}; give another --address, or port 0") from error
     return listener
+
+
+def _check_one_is_served(models: Mapping[str, ServedModel]) -> None:
+    """Raise ExportError if no model can be served; a server of several serves the others."""
+    if not any(model.current for model in models.values()):
+        reasons = "\n".join(model.unavailable for model in models.values())
+        raise ExportError(f"{', '.join(models)}: no version can be served:\n{reasons}")
 
 
 def _check_savable(folders: dict[str, Path], *, learns: bool) -> None:

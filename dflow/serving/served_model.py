@@ -3,20 +3,21 @@
 A folder is a model if it is an export, or has exports in folders whose names are numbers: `DIR/1`, `DIR/2`. A newer
 version is loaded beside the present one, and takes over when its programs are compiled; the old one answers the
 requests that it has, and is freed. Invariant: a version that cannot be loaded never replaces one that is served. It is
-tried again when its files change.
+tried again when its files change; at each look, if this process could not open them.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from dflow.exporting.export_format import MANIFEST
-from dflow.serving.request_batches import BatchObserver
+from dflow.lowering.files.regular_file import reading_remedy
+from dflow.serving.request_batches import BatchObserver, RequestQueue
 from dflow.serving.served_version import ServedVersion, ServingSettings
-from dflow.tracing.errors import ConfigError, DflowError, ExportError
+from dflow.tracing.errors import ConfigError, DflowError
 
 #: The state of a folder's files: name, size and time of change of each.
 Files = tuple[tuple[str, int, int], ...]
@@ -55,10 +56,10 @@ def versions_in(folder: Path) -> dict[int, Path]:
 
 
 class ServedModel:
-    """A model, whose `current` version answers requests. Raises ExportError if no version can be loaded.
+    """A model, whose `current` version answers requests; None while no version can be loaded.
 
     refused  why each version that could not be loaded was refused
-    swap     called with a function that changes `current`, to run it where no request is being submitted
+    is_gone  whether the folder of `current` is gone, so that it is served from memory
     """
 
     def __init__(
@@ -71,67 +72,109 @@ class ServedModel:
     ) -> None:
         self.name, self.folder, self._settings, self._observer, self._report = name, folder, settings, observer, report
         self.refused: dict[int, str] = {}
+        self.is_gone = False
         self._tried: dict[int, Files] = {}
         #: Held while a version is loaded or saved.
         self._changing = threading.Lock()
-        self._files: Files = ()
-        found = next(self._loadable(0), None)
-        if found is None:
-            reasons = "\n".join(self.refused.values())
-            raise ExportError(f"{name}: none of its {len(self.refused)} versions can be served:\n{reasons}")
-        self.current = found
+        self.current: ServedVersion | None = None
+        self.current = next(self._loadable(0), None)
+
+    @property
+    def queues(self) -> Collection[RequestQueue]:
+        """The queues of the functions that are served."""
+        return self.current.queues.values() if self.current else ()
+
+    @property
+    def unavailable(self) -> str:
+        """Why no version is served."""
+        return "; ".join(self.refused.values()) or f"{self.name}: {self.folder} holds no export"
 
     def renew(self, swap: Callable[[Callable[[], None]], None]) -> str | None:
         """Serve a newer version if there is one; return why the newest was refused, or None.
 
-        A model that learns keeps the version that it changes, since another would lose its updates.
+        If the folder of the served version is gone at two calls, the newest of the others takes over. A model that
+        learns keeps the version that it changes, since another would lose its updates.
+
+        swap  called with a function that changes `current`, to run it where no request is being submitted
         """
-        old: ServedVersion | None = None
+        old = self.current
         with self._changing:
-            if self._settings.learn:
-                number = self.current.number
+            if self._settings.learn and old is not None:
+                number = old.number
                 return f"{self.name} learns, and keeps its version {number}; start the server again to change it"
             versions = versions_in(self.folder) if self.folder.is_dir() else {}
-            if new := next(self._loadable(self.current.number), None):
-                old = self.current
+            for number in {*self.refused, *self._tried} - {*versions}:
+                self.refused.pop(number, None)
+                self._tried.pop(number, None)
+            # Gone at two looks: an export that replaces another in place is absent for a moment.
+            was_gone, self.is_gone = self.is_gone, old is not None and old.number not in versions
+            least = 0 if old is None or (was_gone and self.is_gone) else old.number
+            new = next(self._loadable(least), None)
+            if new is not None:
 
                 def change() -> None:
-                    self.current = new
+                    self.current, self.is_gone = new, False
 
                 swap(change)
-            newest = max(versions, default=0)
-            refusal = self.refused.get(newest) if newest >= self.current.number else None
-        if old is not None and new is not None:
-            old.close()  # not in `_changing`: its calls take as long as they take
-            self._report(f"{self.name}: version {new.number} is served; version {old.number} is unloaded")
-        return refusal
+        if new is not None:
+            self._replaced(old, new)
+        if not versions:
+            return f"{self.name}: {self.folder} holds no export" + ("; it is served from memory" if old else "")
+        return self.refused.get(max(versions))
+
+    def _replaced(self, old: ServedVersion | None, new: ServedVersion) -> None:
+        """End the old version, not in `_changing`: its calls take as long as they take."""
+        if old is not None:
+            old.close()
+        ended = f"; version {old.number} is unloaded" if old is not None else ""
+        self._report(f"{self.name}: version {new.number} is served{ended}")
 
     def save(self) -> None:
         """Save the state as a new version, if calls have changed it; the number of the served version becomes its."""
         with self._changing:
-            if not self.current.has_unsaved_updates:
+            if self.current is None or not self.current.has_unsaved_updates:
                 return
             number = max([self.current.number, *versions_in(self.folder)]) + 1
             self.current.save(self.folder / str(number))
             self.current.number = number
             self._report(f"{self.name}: saved as version {number}")
 
-    def _loadable(self, served: int) -> Iterator[ServedVersion]:
-        """Yield versions newer than the served one, or changed since, from the newest on; record those refused."""
+    def _loadable(self, least: int) -> Iterator[ServedVersion]:
+        """Yield versions from the newest down to `least` that can be loaded; record those refused.
+
+        The served version, and those refused, are loaded again only if their files have changed.
+        """
         for number, path in sorted(versions_in(self.folder).items(), reverse=True) if self.folder.is_dir() else []:
-            if number < served or (files := _files_of(path)) == self._tried.get(number):
+            files = _files_of(path)
+            is_known = number in self.refused or (self.current is not None and number == self.current.number)
+            if number < least or (is_known and files == self._tried.get(number)):
                 continue
             self._tried[number] = files
             try:
                 version = ServedVersion(self.name, number, path, self._settings, self._observer)
             except (DflowError, OSError, ValueError, RuntimeError) as error:
-                self.refused[number] = f"{self.name}: version {number} is refused: {error}"
-                self._report(self.refused[number])
+                if _is_of_the_process(error):
+                    del self._tried[number]  # its files are not the reason
+                self._refuse(number, f"{self.name}: version {number} is refused: {error}")
                 continue
             self.refused.pop(number, None)
             for note in version.notes:
                 self._report(note)
             yield version
+
+    def _refuse(self, number: int, reason: str) -> None:
+        if self.refused.get(number) != reason:
+            self.refused[number] = reason
+            self._report(reason)
+
+
+def _is_of_the_process(error: BaseException | None) -> bool:
+    """Return whether an error comes from a file that this process could not open, for now."""
+    while error is not None:
+        if isinstance(error, OSError) and reading_remedy(error):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _files_of(folder: Path) -> Files:

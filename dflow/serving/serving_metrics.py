@@ -56,10 +56,10 @@ class ServingMetrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the models are now."""
-        queues = [queue for model in self.models.values() for queue in model.current.queues.values()]
+        queues = [queue for model in self.models.values() for queue in model.queues]
         waiting = {queue.tensors.name: float(queue.waiting) for queue in queues}
         yield gauge("dflow_serve_waiting_requests", "Requests that wait in a queue.", "model", waiting)
-        versions = {name: float(model.current.number) for name, model in self.models.items()}
+        versions = {name: float(model.current.number) for name, model in self.models.items() if model.current}
         yield gauge("dflow_serve_version", "The version that is served.", "model", versions)
         refused = {name: float(len(model.refused)) for name, model in self.models.items()}
         yield gauge("dflow_serve_refused_versions", "Versions that could not be loaded.", "model", refused)

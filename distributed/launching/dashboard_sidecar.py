@@ -18,7 +18,7 @@ SERVING = "dflow dashboard: "
 NAME = "dashboard"
 LOOPBACK = "127.0.0.1"
 #: Packages of the extra `dashboard`, which serve it.
-PACKAGES = ("starlette", "uvicorn")
+PACKAGES = ("httptools", "starlette", "uvicorn")
 GRACE_S = 3.0
 
 

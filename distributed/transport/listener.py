@@ -8,8 +8,6 @@ process connects by its name and identity, since the original process has then e
 
 from __future__ import annotations
 
-import contextlib
-import resource
 import socket
 import threading
 import time
@@ -17,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from dflow.distributed.process.open_files import OTHER_FILES, raise_open_files
 from dflow.distributed.transport.addresses import Address, Endpoints, UnixAddress
 from dflow.distributed.transport.base import Handler, Peer
 from dflow.distributed.transport.bind_and_dial import BoundSocket
@@ -37,10 +36,6 @@ from dflow.tracing.errors import DeadlineExceeded, SecurityError, TransportClose
 _AFTER_FAULT_S = 0.02
 #: Longest pause between two looks whether the process of a broken session has ended.
 _LOOK_S = 0.05
-#: File descriptors that a process needs besides the connections of a listener.
-_OTHER_FILES = 64
-#: The limit of open files to set. It is no higher because some child programs visit every descriptor below their limit.
-_ENOUGH_FILES = 1 << 16
 
 
 @dataclass(eq=False)
@@ -284,23 +279,9 @@ class SocketListener:
 
 def _room(limits: Limits) -> tuple[int, str]:
     """Return the number of peers that `limits` and the system allow, and why there are no more."""
-    files = _raise_descriptor_limit()
-    room = min(limits.max_connections, max(files - limits.max_unauthenticated - _OTHER_FILES, files // 2))
+    files = raise_open_files()
+    room = min(limits.max_connections, max(files - limits.max_unauthenticated - OTHER_FILES, files // 2))
     cause = "which is its limit; start fewer tasks"
     if room < limits.max_connections:
         cause = f"since its process may open only {files} files; raise that limit (ulimit -n) where it starts"
     return room, f"has {room} connections and takes no more, {cause}"
-
-
-def _raise_descriptor_limit() -> int:
-    """Raise this process's limit of open files as far as allowed, at most to `_ENOUGH_FILES`; return the new limit.
-
-    Many systems start a process with a limit of 1,024 files, although it may raise that far higher.
-    """
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _ENOUGH_FILES if most == resource.RLIM_INFINITY else min(_ENOUGH_FILES, most)
-    if limit != resource.RLIM_INFINITY and limit < wanted:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _ENOUGH_FILES if limit == resource.RLIM_INFINITY else limit

@@ -32,7 +32,7 @@ from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
 from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.object_path import LONGEST_S, ObjectPath, Place, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
-from dflow.lowering.files.regular_file import refuse_links, remedy_of
+from dflow.lowering.files.regular_file import reading_remedy, refuse_links, remedy_of
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
@@ -201,6 +201,10 @@ class ArrayFiles(ArrayManifest):
         except (ValueError, OSError) as error:
             if isinstance(self.path, ObjectPath) and says_nothing(error):
                 raise no_answer(self.path, error) from error
+            if remedy := reading_remedy(error):
+                raise CheckpointError(
+                    f"array {name!r} in {self.path} cannot be read: {first_line(error)}", remedy
+                ) from error
             raise DamagedCheckpoint(
                 f"array {name!r} ({self.types[name]}) in {self.path} is damaged or missing: {first_line(error)}",
                 remedy_of(error, "take an older checkpoint, or read the others without this one"),

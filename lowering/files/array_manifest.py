@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from dflow.lowering.files.object_path import Place
-from dflow.lowering.files.regular_file import read_regular, remedy_of
+from dflow.lowering.files.regular_file import read_regular, reading_remedy, remedy_of
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, parse_type
 
@@ -73,8 +73,8 @@ def manifest_text(id: str, arrays: Mapping[str, ArrayEntry], metadata: Mapping[s
 def read_manifest(folder: Place) -> ArrayManifest:
     """Return the manifest of the folder.
 
-    Raises CheckpointError if it is malformed or was written by a newer dflow; FileNotFoundError or NotADirectoryError
-    if there is none.
+    Raises CheckpointError if it is malformed, was written by a newer dflow, or cannot be opened; FileNotFoundError or
+    NotADirectoryError if there is none.
     """
     try:
         whole = json.loads(read_regular(folder / MANIFEST, _MOST_BYTES))
@@ -83,6 +83,8 @@ def read_manifest(folder: Place) -> ArrayManifest:
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         raise
     except (OSError, ValueError, RecursionError) as error:
+        if remedy := reading_remedy(error):
+            raise CheckpointError(f"{folder} cannot be read: {error}", remedy) from error
         raise damaged(folder, str(error), remedy_of(error, _REMEDY)) from error
     paths = {name: entry.path for name, entry in content.arrays.items()}
     return ArrayManifest(content.id, types, paths, content.metadata)

@@ -9,10 +9,30 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 from pathlib import Path
 
 from dflow.lowering.files.object_path import ObjectPath, Place
+
+#: Remedies of errors that say nothing of what a file holds: of the process, its rights, or the file system.
+_REMEDIES = {
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or close files"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this process the right to read it"),
+    **dict.fromkeys((errno.EAGAIN, errno.ESTALE, errno.ETIMEDOUT), "try again"),
+    errno.ENOMEM: "free memory, and try again",
+}
+#: In an error of TensorStore.
+_OS_ERROR = re.compile(r"OS error (\d+)")
+
+
+def reading_remedy(error: BaseException) -> str | None:
+    """Return how this process can come to read a file that it could not open; None if the file itself is at fault."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := _OS_ERROR.search(str(error))):
+        number = int(found[1])
+    return None if number is None else _REMEDIES.get(number)
+
 
 #: What to do about a link that is meant.
 _REMEDY = "if you trust it, copy it by cp -rL, which replaces links by the files that they lead to"

@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dflow.dashboard.cluster_watch import ClusterWatch
 from dflow.dashboard.dashboard_record import PageUpdate
 from dflow.dashboard.serving import DashboardServer
 from dflow.dashboard.timeline import LastTimeline
+from dflow.serving import http_connection
 from dflow.testing import memory_cluster
 from tests.dflow.dashboard.http_client import Client
 from tests.distributed.waiting import until
@@ -55,7 +57,7 @@ def test_a_page_that_falls_behind_and_does_not_read_the_end_leaves_its_place(mon
         async def receive() -> Any:
             await asyncio.Event().wait()
 
-        scope = {"state": {streams.ABORT: lambda: aborted.append(True)}}
+        scope = {"state": {http_connection.ABORT: lambda: aborted.append(True)}}
         task = asyncio.create_task(one(scope, receive, send))
         while not one.pages:
             await asyncio.sleep(0)
@@ -93,7 +95,7 @@ def test_the_connection_of_a_page_that_does_not_read_is_closed(monkeypatch: pyte
 
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\n", ORDER])
 def test_a_connection_without_a_whole_request_is_closed(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "REQUEST_S", 0.1)
+    monkeypatch.setattr(serving, "LIMITS", replace(serving.LIMITS, request_s=0.1, body_s=0.1))
     with (
         memory_cluster(ps=0, workers=0) as memory,
         closing(DashboardServer(memory.network, memory.coordinator.address)) as server,

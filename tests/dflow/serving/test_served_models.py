@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
+import os
+import resource
 import shutil
 import socket
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,8 @@ import numpy as np
 import pytest
 
 import dflow
+from dflow.exporting import export_format
+from dflow.lowering.files import array_manifest
 from dflow.serving.served_model import find_models
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import ConfigError, ExportError
@@ -125,6 +131,99 @@ def test_a_broken_version_is_refused_and_the_old_one_goes_on(model: Path, scales
         assert len([line for line in server.lines if "is refused" in line]) == 1  # type: ignore[attr-defined]
 
 
+def test_an_intact_version_is_served_once_the_process_can_open_its_files(model: Path, scales: Path) -> None:
+    with served(model) as server, ExitStack() as held:
+        shutil.copytree(scales / "2", model / "2")
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        used = len(list(Path("/proc/self/fd").iterdir()))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 3, limits[1]))
+        files = [held.enter_context(open(os.devnull, "rb")) for _ in range(2)]
+        swapped: list[Any] = []
+        with suppress(OSError):  # not even the folder can be listed
+            assert "damaged" not in str(server.models["scale"].renew(swapped.append))
+        assert "damaged" not in str(server.models["scale"].refused)
+        for file in files:
+            file.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert load_newest(server.url) == (200, "")
+        assert answered(server.url) == ("2", 2.0)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ESTALE])
+def test_a_version_that_this_process_cannot_open_is_not_called_damaged(
+    number: int, model: Path, scales: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Any, *_: Any) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    for module in (export_format, array_manifest):
+        with monkeypatch.context() as failing:
+            failing.setattr(module, "read_regular", fail)
+            with pytest.raises(ExportError, match=f"cannot be read: .*{os.strerror(number)}") as error:
+                dflow.load(scales / "1")
+            assert "damaged" not in str(error.value)
+    with served(model) as server:
+        shutil.copytree(scales / "2", model / "2")
+        with monkeypatch.context() as failing:
+            failing.setattr(export_format, "read_regular", fail)
+            assert os.strerror(number) in load_newest(server.url)[1]
+        assert load_newest(server.url) == (200, "")
+
+
+def test_versions_whose_folder_is_gone_are_not_listed(model: Path, scales: Path) -> None:
+    shutil.copytree(scales / "2", model / "2")
+    shutil.copytree(scales / "2", model / "3")
+    (model / "3" / "programs" / "times").unlink()
+
+    def listed(url: str) -> list[tuple[str, str, str]]:
+        entries = call(url, "/v2/repository/index", b"")[1]
+        return [(one["version"], one["state"], one.get("reason", "")[:18]) for one in entries]
+
+    with served(model) as server:
+        assert listed(server.url) == [("2", "READY", ""), ("3", "UNAVAILABLE", "scale: version 3 i")]
+        shutil.rmtree(model / "3")
+        assert load_newest(server.url) == (200, "")
+        assert listed(server.url) == [("2", "READY", "")]
+        # A version that is taken back gives way to the one before it.
+        shutil.rmtree(model / "2")
+        assert load_newest(server.url) == (200, "")
+        assert listed(server.url) == [("2", "READY", "its folder is gone")]
+        assert load_newest(server.url) == (200, "")
+        assert listed(server.url) == [("1", "READY", "")]
+        assert answered(server.url) == ("1", 1.0)
+        shutil.rmtree(model)
+        assert load_newest(server.url) == (400, f"scale: {model} holds no export; it is served from memory")
+        assert answered(server.url) == ("1", 1.0)
+
+
+def test_a_model_that_cannot_be_served_leaves_the_others_alone(model: Path, scales: Path) -> None:
+    dflow.export(lambda x: x, dflow.spec("b", jnp.complex64)).save(model.parent / "waves")
+    shutil.copytree(scales / "2", model.parent / "cut")
+    program = model.parent / "cut" / "programs" / "times"
+    content = program.read_bytes()
+    program.write_bytes(content[:9])
+    with served(model.parent) as server:
+        assert answered(server.url) == ("1", 1.0)
+        entries = {one["name"]: one for one in call(server.url, "/v2/repository/index", b"")[1]}
+        assert {name: one["state"] for name, one in entries.items()} == {
+            "scale": "READY",
+            "waves": "UNAVAILABLE",
+            "cut": "UNAVAILABLE",
+        }
+        for name, text in (("waves", "has no such dtype"), ("cut", "is damaged: expected")):
+            assert text in entries[name]["reason"]
+            for path in ("", "/ready", "/versions/1", "/infer"):
+                body = ONE_ROW if path == "/infer" else None
+                status, answer, _ = call(server.url, f"/v2/models/{name}{path}", body)
+                assert (status, answer["error"][: 24 + len(name)]) == (503, f"model {name!r} is unavailable:")
+                assert text in answer["error"]
+        assert b'dflow_serve_refused_versions{model="cut"} 1.0' in call(server.url, "/metrics")[1]
+        program.write_bytes(content)
+        assert load_newest(server.url, "cut") == (200, "")
+        assert answered(server.url, "cut") == ("1", 2.0)
+
+
 def test_newer_versions_are_found_in_an_interval(model: Path, scales: Path) -> None:
     with served(model, poll_s=0.02) as server:
         shutil.copytree(scales / "2", model / "2")
@@ -144,7 +243,9 @@ def test_an_export_that_is_replaced_in_place_is_served(scales: Path, tmp_path: P
 def test_a_model_without_a_sound_version_is_refused_at_the_start(model: Path) -> None:
     (model / "1" / "programs" / "times").unlink()
     with (
-        pytest.raises(ExportError, match=r"scale: none of its 1 versions can be served:\n.*it is missing"),
+        pytest.raises(
+            ExportError, match=r"scale: no version can be served:\nscale: version 1 is refused: .*it is missing"
+        ),
         served(model),
     ):
         pass

@@ -1,0 +1,185 @@
+"""An HTTP connection of uvicorn with deadlines and bounds on what its client may make it hold.
+
+Why: uvicorn keeps a connection without a request, or with part of one, for ever, and its parser joins a header line
+that comes in many pieces in quadratic time. Invariants:
+
+- a connection waits for the rest of a request, and for its client to read an answer, for a limited time. The time of a
+  request's head is that of the whole head, however slowly its bytes arrive;
+- what a request has besides its body is bounded;
+- events that clients cause are logged at a limited rate, each on one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from dflow.distributed.transport.security.throttle import Throttle, on_one_line
+
+#: In the state of a request's scope: a function that aborts its connection without sending what is buffered.
+ABORT = "dflow.abort"
+#: Time for a refused client to read the answer before its connection is aborted, in s.
+_LINGER_S = 1.0
+
+
+@dataclass(frozen=True)
+class HttpLimits:
+    """Limits of an HTTP server's connections.
+
+    request_s    longest TLS handshake; longest time from a connection, or an answer, to the end of the next head, and
+                 from an answer to the end of its request's body
+    body_s       longest time of a body before its answer
+    answer_s     longest time in which a client reads no byte of an answer
+    head_bytes   most bytes of a request besides its body
+    waiting      most connections that have not sent the head of a first request
+    connections  most others
+    """
+
+    request_s: float = 10.0
+    body_s: float = 60.0
+    answer_s: float = 30.0
+    head_bytes: int = 32 << 10
+    waiting: int = 1024
+    connections: int = 16384
+
+
+class _Throttled(logging.Filter):
+    """Passes some entries in each period, each as one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._throttle = Throttle()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log this entry; the next one tells how many were left out."""
+        more = self._throttle.ask()
+        if more is None:
+            return False
+        record.msg, record.args = on_one_line(record.getMessage()) + more, ()
+        return True
+
+
+#: For events that clients cause.
+LOGGER = logging.getLogger("dflow.http")
+LOGGER.setLevel(logging.WARNING)
+LOGGER.addFilter(_Throttled())
+
+
+class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not follow it
+    """A connection; the caller asks `close_if_slow` from time to time.
+
+    refusal  called at the first request; returns why it is refused, or None
+    on_end   called when the connection has ended
+    """
+
+    app: Any
+    app_state: dict[str, Any]
+    transport: asyncio.Transport
+
+    def __init__(
+        self, limits: HttpLimits, refusal: Callable[[], str | None], on_end: Callable[[], None], **uvicorn: Any
+    ) -> None:
+        super().__init__(**uvicorn)
+        self.logger = LOGGER
+        self._limits, self._refusal, self._on_end = limits, refusal, on_end
+        self._answers: Any = self.app
+        self.app = self._first_request
+        #: Bytes since the last part of a body; those of a piece in which a request begins are not counted.
+        self._head_bytes = 0
+        self._is_refused = False
+        self._was: tuple[Any, ...] = ()
+        self._since_s = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state = self.app_state | {ABORT: transport.abort}
+        self._since_s, self._was = self.loop.time(), self._waits_for()[:-1]
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._on_end()
+
+    async def _first_request(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer the first request, unless it is refused."""
+        if text := self._refusal():
+            headers = {"Connection": "close", "Retry-After": "1"}
+            await JSONResponse({"error": text}, 503, headers)(scope, receive, send)
+        else:
+            self.app = self._answers
+            await self._answers(scope, receive, send)
+
+    def close_if_slow(self) -> None:
+        """Abort the connection if it has waited too long for its client."""
+        *what, limit_s = self._waits_for()
+        if (doing := tuple(what)) != self._was:
+            self._was, self._since_s = doing, self.loop.time()
+        elif limit_s is not None and self.loop.time() - self._since_s >= limit_s:
+            self.transport.abort()
+
+    def _waits_for(self) -> tuple[Any, ...]:
+        """Return the request, what its connection waits for, and the longest time without a change of these in s."""
+        cycle, unread = self.cycle, self.transport.get_write_buffer_size()
+        if cycle is None or cycle.response_complete:
+            return cycle, "request", unread, self._limits.request_s
+        if unread:
+            return cycle, "reading", unread, self._limits.answer_s
+        if cycle.more_body:
+            return cycle, "body", 0, self._limits.body_s
+        return cycle, "answer", 0, None
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > self._limits.head_bytes:
+            self._refuse_head()
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self._limits.head_bytes:
+            self._refuse_head()
+            raise ValueError("the head is too large")  # ends the parser
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no request; called by uvicorn."""
+        self._refuse(400, "expected a request of HTTP/1.1, got other bytes")
+
+    def _refuse_head(self) -> None:
+        most = self._limits.head_bytes
+        self._refuse(431, f"the request's path and headers: expected at most {most} bytes, got more")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Answer a request that cannot be parsed, and end the connection."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.abort()
+            return
+        body = json.dumps({"error": text}).encode()
+        lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json", "Connection: close"
+        head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])
+        self.transport.write(head.encode() + body)
+        # Bytes that still come are ignored: a reset of the connection now could overtake the answer.
+        self.loop.call_later(_LINGER_S, self.transport.abort)

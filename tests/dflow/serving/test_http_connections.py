@@ -1,0 +1,226 @@
+"""Connections that send nothing, too little, too much, or do not read: each ends, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import socket
+import ssl
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dflow
+from dflow.cli.certs import init_authority, issue_to
+from dflow.distributed.transport.addresses import TcpAddress
+from dflow.distributed.transport.security.mutual_tls import MutualTls
+from dflow.serving.http_connection import HttpLimits
+from dflow.serving.model_server import ModelServer
+from dflow.serving.served_version import ServingSettings
+from tests.dflow.serving.inference_client import binary_request, infer, json_request
+from tests.dflow.serving.small_exports import scale, served
+from tests.distributed.waiting import until
+
+pytestmark = pytest.mark.once
+
+ROW = json_request(x=np.ones((1, 2), np.float32))
+DEADLINE_S = 30.0
+#: Limits that the tests reach soon.
+SHORT = HttpLimits(request_s=0.2, body_s=0.2, answer_s=0.2)
+INFER = b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return scale(tmp_path_factory.mktemp("models") / "scale", 2)
+
+
+@pytest.fixture(scope="module")
+def usual(folder: Path) -> Iterator[ModelServer]:
+    with served(folder) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def hasty(folder: Path) -> Iterator[ModelServer]:
+    with served(folder, limits=SHORT) as server:
+        yield server
+
+
+def connect(server: ModelServer) -> socket.socket:
+    where = urlsplit(server.url)
+    return socket.create_connection((str(where.hostname), int(where.port or 0)), timeout=DEADLINE_S)
+
+
+def is_ended(sock: socket.socket) -> bool:
+    """Return whether the server has ended a connection, after reading what it sent."""
+    sock.setblocking(False)
+    try:
+        return not sock.recv(1 << 20)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"",
+        b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: local",
+        INFER + b"Content-Length: 100\r\n\r\n{",
+        INFER + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
+        # Answered at once, without the body.
+        b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
+        INFER + b"Content-Length: 999999999999\r\n\r\n{",
+    ],
+)
+def test_a_connection_that_waits_for_its_client_ends(hasty: ModelServer, begun: bytes) -> None:
+    with connect(hasty) as slow:
+        slow.sendall(begun)
+        until(lambda: is_ended(slow))
+
+
+def test_bytes_that_trickle_prolong_nothing(hasty: ModelServer) -> None:
+    """Neither a head, nor a body before or after its answer."""
+    with ExitStack() as stack:
+        slow = [stack.enter_context(connect(hasty)) for _ in range(3)]
+        slow[0].sendall(b"GET / HTTP/1.1\r\nA: ")
+        slow[1].sendall(INFER + b"Content-Length: 10000\r\n\r\n")
+        slow[2].sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n")
+
+        def have_ended() -> bool:
+            for sock in slow:
+                sock.setblocking(True)
+                with suppress(OSError):
+                    sock.sendall(b"a")
+            return all(map(is_ended, slow))
+
+        until(have_ended)
+
+
+def test_a_client_that_does_not_read_its_answer_is_left(tmp_path: Path) -> None:
+    dflow.export(lambda x: jnp.broadcast_to(x, (4_000_000,)), dflow.spec("", jnp.float32)).save(tmp_path / "wide")
+    body, headers = binary_request(x=np.float32(1))
+    lines = "".join(f"{name}: {value}\r\n" for name, value in {**headers, "Content-Length": len(body)}.items())
+    with served(tmp_path / "wide", limits=SHORT) as server, connect(server) as client:
+        client.sendall(f"POST /v2/models/wide/infer HTTP/1.1\r\nHost: localhost\r\n{lines}\r\n".encode() + body)
+        until(lambda: bool(server._server.server_state.connections))
+        until(lambda: not server._server.server_state.connections)
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /v2 HTTP/1.1\r\nA: ",
+        b"GET /",
+        b"GET /v2 HTTP/1.1\r\n" + b"A: b\r\n" * 8000 + b"\r\n",
+        INFER + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nTrailer: ",
+        INFER + b"Transfer-Encoding: chunked\r\n\r\n1;extension=",
+    ],
+)
+def test_what_is_beside_a_body_is_bounded(usual: ModelServer, begun: bytes) -> None:
+    with connect(usual) as client:
+        client.sendall(begun)
+        received = bytearray()
+
+        def is_refused() -> bool:
+            client.setblocking(True)
+            with suppress(OSError):
+                client.sendall(b"a" * 65536)
+            client.setblocking(False)
+            try:
+                received.extend(client.recv(1 << 20))
+            except BlockingIOError:
+                return False
+            except OSError:
+                return True
+            return True
+
+        until(is_refused)
+        assert received.startswith(b"HTTP/1.1 431 "), received[:300]
+        assert b"path and headers: expected at most 32768 bytes, got more" in received
+    assert infer(usual.url, "scale", ROW)[0] == 200
+
+
+def test_bytes_that_are_no_request_are_answered_in_json_and_logged_rarely(
+    usual: ModelServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(30):
+        with connect(usual) as client:
+            client.sendall(b"\x16\x03\x01 no HTTP\r\n\r\n")
+            answer = client.recv(4096)
+            assert answer.startswith(b"HTTP/1.1 400 ")
+            assert answer.endswith(b'{"error": "expected a request of HTTP/1.1, got other bytes"}')
+    assert 0 < len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 20
+
+
+def test_silent_connections_leave_room_for_others(folder: Path) -> None:
+    limits = HttpLimits(waiting=4, connections=5)
+    with served(folder, limits=limits) as server, ExitStack() as stack:
+        silent = [stack.enter_context(connect(server)) for _ in range(12)]
+        until(lambda: sum(map(is_ended, silent)) == 8)
+        assert infer(server.url, "scale", ROW)[0] == 200
+        # Connections with a request are kept, and those beyond their number are refused.
+        kept = [stack.enter_context(connect(server)) for _ in range(6)]
+        answers = []
+        for sock in kept:
+            sock.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answers.append(sock.recv(4096))
+        assert [answer.startswith(b"HTTP/1.1 200 ") for answer in answers] == [True] * 5 + [False]
+        assert b'{"error":"the server has 5 connections, the most; try again"}' in answers[-1]
+
+
+def test_bodies_that_stall_shut_out_no_others(folder: Path) -> None:
+    with served(folder, ServingSettings(max_queue=2)) as server, ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(connect(server)).sendall(INFER + b"Content-Length: 100\r\n\r\n{")
+        until(lambda: server._api.in_progress == 5)
+        assert infer(server.url, "scale", ROW)[0] == 200
+
+
+@contextmanager
+def few_files(count: int) -> Iterator[None]:
+    """Allow this process `count` more open files than it has."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + count, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_server_raises_its_limit_of_open_files(folder: Path) -> None:
+    with few_files(60):
+        low = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        with served(folder) as server:
+            assert infer(server.url, "scale", ROW)[0] == 200
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+
+
+def test_silent_clients_without_a_certificate_shut_nobody_out(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    init_authority(tmp_path / "ca", days=2)
+    issue_to(tmp_path / "ca", ["server:0", "client:0"], ["127.0.0.1"], days=1)
+    own = next((tmp_path / "ca").glob("server-0*"))
+    context = ssl.create_default_context(cafile=str(own / "ca.pem"))
+    context.load_cert_chain(own / "cert.pem", own / "key.pem")
+    limits = HttpLimits(request_s=0.5, waiting=4)
+    with (
+        ModelServer(
+            folder, TcpAddress("127.0.0.1", 0), ServingSettings(), MutualTls.in_folder(own), poll_s=0, limits=limits
+        ) as server,
+        ExitStack() as stack,
+    ):
+        silent = [stack.enter_context(connect(server)) for _ in range(12)]
+        until(lambda: sum(map(is_ended, silent)) == 8)
+        client = stack.enter_context(context.wrap_socket(connect(server), server_hostname="127.0.0.1"))
+        client.sendall(b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+        until(lambda: all(map(is_ended, silent)))
