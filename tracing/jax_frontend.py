@@ -27,6 +27,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -440,6 +441,13 @@ def register_leaf(cls: type[Any]) -> None:
     jax_dtypes.register_canonicalize_value_handler(cls, converted)
     jax_batching.to_elt_handlers[cls] = mapped
     jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)
+
+
+def unlogged_callback_error(cls: type[BaseException]) -> None:
+    """Keep JAX from logging an error of this class that a callback raises: the caller of the program raises it."""
+    logging.getLogger("jax._src.callback").addFilter(
+        lambda record: not (record.exc_info and isinstance(record.exc_info[1], cls))
+    )
 
 
 def register_refused(cls: type[Any], refuse: Callable[[Any], Any]) -> None:

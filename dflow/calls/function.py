@@ -59,6 +59,7 @@ from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.leaks import watched_for_leaks
 from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.number_range import check_numbers, may_be_wide
+from dflow.tracing.primitives.id_checks import failed_check
 from dflow.tracing.source import caller
 from dflow.tracing.state.variable_trees import handles
 
@@ -126,6 +127,8 @@ class Function(Generic[P, R]):
                 raise
             return self._planned(given, named)
         except Exception as error:
+            if (failed := failed_check(error)) is not None:
+                raise failed from None
             hide_frames(error)
             raise
 

@@ -14,6 +14,7 @@ from dflow.tracing.errors import PlainJitError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.number_range import check_numbers
 from dflow.tracing.path_names import leaf_names
+from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import at, caller
 from dflow.tracing.state.variable_trees import handles
 
@@ -106,6 +107,7 @@ class CompiledFunction(_Stage):
             )
         return self._compiled
 
+    @raises_failed_checks()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
         leaves = self._checked(*handles((args, kwargs)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from dflow.calls.function import jit
 from dflow.tables.growing_table import (
@@ -21,9 +22,10 @@ from dflow.tables.growing_table import (
     rows_of,
     shape_of_ids,
 )
-from dflow.tables.sharded_variable import ShardedVariable, register
+from dflow.tables.sharded_variable import ShardedVariable, checked_numbers, register
 from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
 from dflow.tracing.errors import InputError, VariableError
+from dflow.tracing.ir.wide_sums import sum_dtype
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import as_code
 
@@ -170,11 +172,14 @@ class Embedding(ShardedVariable):
         weights   of the shape of `ids`: factors of the rows; 0 leaves an id out, such as one that fills a short bag
         combine   `sum`, or `mean`: the sum divided by that of the weights, and zero for a bag of the weight 0
         segments  i32[n]: the number of each id's bag, for bags of different sizes; `bags` is the number of bags
-        raises    as a lookup does; InputError for an unknown `combine`, shapes that do not fit, and `segments` without
-                  `bags`
+        raises    as a lookup does, also for a segment that is not from 0 to `bags` - 1; InputError for an unknown
+                  `combine`, shapes that do not fit, and `segments` without `bags`
+
+        A table of few bits, such as bfloat16, is summed in float32, and the sum rounded once.
         """
         shape = shape_of_ids(ids)
-        factors = None if weights is None else jnp.asarray(weights, self.dtype)
+        wide = sum_dtype(self.dtype)
+        factors = None if weights is None else jnp.asarray(weights, wide)
         if not shape:
             raise InputError("ids of a bag: expected a dimension of ids, got a scalar", "look it up: table(id)")
         if combine not in ("sum", "mean"):
@@ -184,23 +189,32 @@ class Embedding(ShardedVariable):
                 f"weights of a bag: expected the shape of the ids, {shape}, got {factors.shape}",
                 "give a weight for each id",
             )
-        if (segments is None) != (bags is None) or (segments is not None and jnp.shape(segments) != shape):
+        if (segments is None) != (bags is None) or (segments is not None and np.shape(segments) != shape):
             raise InputError(
                 f"segments of bags: expected a number for each of the ids {shape}, and bags=, their number; got "
-                f"{None if segments is None else jnp.shape(segments)} and bags={bags}",
+                f"{None if segments is None else np.shape(segments)} and bags={bags}",
                 "give both, or neither for bags of one size",
             )
+
+        if segments is not None and bags is not None:
+            segments = _checked_segments(segments, bags, self.name)
 
         def by_bag(values: Any) -> Any:
             return values.sum(len(shape) - 1) if segments is None else jax.ops.segment_sum(values, segments, bags)
 
-        rows = self(ids)
+        rows = self(ids).astype(wide)
         total: jax.Array = by_bag(rows if factors is None else rows * factors[..., None])
-        if combine == "sum":
-            return total
-        # The weight of a bag may have more bits than bfloat16.
-        weight = by_bag(jnp.ones(shape) if factors is None else factors.astype(jnp.float32))[..., None]
-        return jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight)).astype(self.dtype)
+        if combine == "mean":
+            weight = by_bag(jnp.ones(shape, wide) if factors is None else factors)[..., None]
+            total = jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+        return total.astype(self.dtype)
+
+
+def _checked_segments(segments: Any, bags: int, table: str) -> Any:
+    given = segments if isinstance(segments, jax.Array) else np.asarray(segments)
+    if not jnp.issubdtype(given.dtype, jnp.integer) and given.size:
+        raise InputError(f"segments of bags: expected integers, got {given.dtype}", "give the number of each id's bag")
+    return checked_numbers(given.astype(np.int32) if not given.size else given, bags, table, "segments")
 
 
 def _check_vocabulary(given: Any, track_changes: bool) -> None:

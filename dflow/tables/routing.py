@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tables.shard_layout import ShardLayout
+from dflow.tracing.ir.each_once import representatives
+from dflow.tracing.ir.wide_sums import summed_at
 from dflow.tracing.primitives.first_rows import first_rows
-from dflow.tracing.rows.each_once import representatives
 
 #: With more shards, sorting by shard takes a CPU less time than counting for each shard.
 MOST_COUNTED = 8
@@ -105,7 +106,10 @@ def combined(kind: str, way: Route, rows: Any) -> list[Any]:
     """By shard, the rows of an update: those for one number combined, [room, ...]."""
     neutral, method = _COMBINED[kind]
     rooms = [each.shape[0] for each in way.rows]
-    whole = jnp.full((sum(rooms), *rows.shape[1:]), neutral(rows.dtype), rows.dtype)
-    whole = getattr(whole.at[way.places], method)(rows, mode="drop")
+    if method == "add":
+        whole = summed_at(way.places, rows, sum(rooms))
+    else:
+        whole = jnp.full((sum(rooms), *rows.shape[1:]), neutral(rows.dtype), rows.dtype)
+        whole = getattr(whole.at[way.places], method)(rows, mode="drop")
     cuts = np.cumsum(rooms)[:-1]
     return [first_rows(each, count) for each, count in zip(jnp.split(whole, cuts), way.counts, strict=True)]

@@ -30,7 +30,7 @@ from dflow.tables.id_routing import bucket_of
 from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
 from dflow.tables.wide_ids import mixed
 from dflow.tracing.devices.device import with_state
-from dflow.tracing.rows.each_once import mixed_bits
+from dflow.tracing.ir.each_once import mixed_bits
 from dflow.tracing.state.resources import Variable
 
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.

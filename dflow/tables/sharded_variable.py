@@ -27,10 +27,11 @@ from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.row_marks import LIFE, PERIOD
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.ir.updates import indices_refusal
+from dflow.tracing.ir.wide_sums import is_narrow, sum_dtype
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.first_rows import first_rows
-from dflow.tracing.primitives.id_checks import check_ids, checked_ids
+from dflow.tracing.primitives.id_checks import IDS, check_ids, checked_ids
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.slices import ArrayPart, AxisSlice
@@ -190,11 +191,7 @@ class ShardedVariable(RowUpdates):
 
         Raises InputError for another, which it names, while the step runs; VariableShapeError if they are no integers.
         """
-        array = self._integers("lookup", numbers)
-        if isinstance(array, jax.Array):
-            array = checked_ids(array, size=self.shape[0], table=self.name)
-        else:
-            check_ids(array, self.shape[0], self.name, at(caller()))
+        array = checked_numbers(self._integers("lookup", numbers), self.shape[0], self.name)
         return self._indices("lookup", array)
 
     def changed_rows(self, consumer: str) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
@@ -211,13 +208,20 @@ class ShardedVariable(RowUpdates):
 
     def sum(self, axis: int | None = None) -> jax.Array:
         """The sum, along `axis` or of all elements; only sums of shards travel."""
-        return self._reduced(jnp.sum, jnp.add, axis)
+        total = self._summed(axis, self.dtype)
+        return total.astype(self.dtype) if is_narrow(self.dtype) else total
 
     def mean(self, axis: int | None = None) -> jax.Array:
         """The mean, along `axis` or of all elements; only sums of shards travel."""
-        total = self.sum(axis)
+        dtype = jnp.result_type(self.dtype, float)  # the sum of integers may be beyond theirs
+        total = self._summed(axis, dtype)
         size = self.shape[axis] if axis is not None else math.prod(self.shape)
-        return total / size
+        return (total / size).astype(dtype)
+
+    def _summed(self, axis: int | None, dtype: Any) -> jax.Array:
+        """The sum of the elements as `dtype`, of at least 32 bits."""
+        wide = sum_dtype(dtype)
+        return self._reduced(lambda shard, axis: jnp.sum(shard.astype(wide), axis=axis), jnp.add, axis)
 
     def max(self, axis: int | None = None) -> jax.Array:
         """The largest element, along `axis` or of all; only those of shards travel."""
@@ -234,7 +238,10 @@ class ShardedVariable(RowUpdates):
             raise self._no_product(f"{self.shape} @ {jnp.shape(other)}")
         if self.layout.axis == 0:
             return self.layout.joined(self._on_shards("@", lambda shard, _: shard @ other), 0)
-        return _joined(self._on_shards("@", lambda shard, part: shard @ part._replace(axis=0).of(other)), jnp.add)
+        return _sum_of_products(
+            self._on_shards("@", lambda shard, part: _product(shard, part._replace(axis=0).of(other))),
+            jnp.result_type(self.dtype, other),
+        )
 
     def __rmatmul__(self, other: Any) -> jax.Array:
         """`other @ self`, computed where the shards are."""
@@ -244,7 +251,10 @@ class ShardedVariable(RowUpdates):
         if self.layout.axis == 1:
             return self.layout.joined(self._on_shards("@", lambda shard, _: other @ shard), other.ndim - 1)
         cut = other.ndim - 1
-        return _joined(self._on_shards("@", lambda shard, part: part._replace(axis=cut).of(other) @ shard), jnp.add)
+        return _sum_of_products(
+            self._on_shards("@", lambda shard, part: _product(part._replace(axis=cut).of(other), shard)),
+            jnp.result_type(self.dtype, other),
+        )
 
     def __getitem__(self, index: Any) -> jax.Array:
         if isinstance(index, slice):
@@ -349,6 +359,14 @@ class ShardedVariable(RowUpdates):
         )
 
 
+def checked_numbers(numbers: Any, size: int, table: str, noun: str = IDS) -> Any:
+    """The integers, if each is from 0 to `size` - 1. Raises InputError while the step runs; see `id_checks`."""
+    if isinstance(numbers, jax.Array):
+        return checked_ids(numbers, size=size, table=table, noun=noun)
+    check_ids(numbers, size, table, at(caller()), noun)
+    return numbers
+
+
 def _read(value: Any) -> Any:
     if isinstance(value, RowGradient):
         return value.dense()
@@ -358,6 +376,14 @@ def _read(value: Any) -> Any:
 def _looked_up(shard: Variable, rows: Any, count: Any) -> Any:
     """The rows of a shard at row numbers of a `Route`: values in the first `count`, zero in the others."""
     return first_rows(gather_p.bind(rows, handle=shard.handle, once=True), count)
+
+
+def _product(one: Any, other: Any) -> Any:
+    return jnp.matmul(one, other, preferred_element_type=sum_dtype(jnp.result_type(one, other)))
+
+
+def _sum_of_products(parts: Sequence[Any], dtype: Any) -> jax.Array:
+    return _joined(parts, jnp.add).astype(dtype)
 
 
 def _joined(parts: Sequence[Any], join: Callable[[Any, Any], Any]) -> jax.Array:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from dflow.scopes import colocate_with
 from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tracing.errors import InputError, VariableShapeError
+from dflow.tracing.ir.wide_sums import sum_dtype
 from dflow.tracing.near_names import suggests_keywords
 
 
@@ -36,10 +37,12 @@ def softmax_cross_entropy(
     hidden, labels = _checked(weights, hidden, labels, bias)
     places = weights.layout.places(labels)
     bounds = weights.layout.bounds
-    largest, sums, label_logit = [], [], jnp.zeros(labels.shape, hidden.dtype)
+    dtype = jnp.result_type(hidden, weights.dtype)
+    wide = sum_dtype(dtype)
+    largest, sums, label_logit = [], [], jnp.zeros(labels.shape, wide)
     for number, shard in enumerate(weights.shards):
         with colocate_with(shard):
-            logits = hidden @ shard.read().T
+            logits = jnp.matmul(hidden, shard.read().T, preferred_element_type=wide)
             if bias is not None:
                 logits = logits + bias.shards[number].read()
             peak = jax.lax.stop_gradient(logits.max(-1))
@@ -53,7 +56,7 @@ def softmax_cross_entropy(
     peak = jnp.stack(largest).max(0)
     total = sum(part * jnp.exp(own - peak) for part, own in zip(sums, largest, strict=True))
     is_class = (labels >= 0) & (labels < weights.shape[0])  # an exported function has no check of labels
-    return jnp.where(is_class, jnp.log(total) + peak - label_logit, jnp.nan)
+    return jnp.where(is_class, jnp.log(total) + peak - label_logit, jnp.nan).astype(dtype)
 
 
 @suggests_keywords
@@ -84,7 +87,8 @@ def sampled_softmax_cross_entropy(
     drawn = jnp.clip(drawn.astype(jnp.int32), 0, classes - 1)
     probability = jnp.log1p(1 / (drawn + 1.0)) / jnp.log1p(float(classes))
     ids = jnp.concatenate([labels.reshape(-1), drawn])
-    rows = weights.rows(ids)
+    dtype = jnp.result_type(hidden, weights.dtype)
+    hidden, rows = hidden.astype(sum_dtype(dtype)), weights.rows(ids).astype(sum_dtype(dtype))
     of_labels, of_drawn = rows[: labels.size].reshape(*labels.shape, -1), rows[labels.size :]
     own, others = (hidden * of_labels).sum(-1), hidden @ of_drawn.T
     if bias is not None:
@@ -93,7 +97,7 @@ def sampled_softmax_cross_entropy(
     others = others - jnp.log(samples * probability)
     others = jnp.where(drawn == labels[..., None], -jnp.inf, others)
     loss: jax.Array = jax.nn.logsumexp(jnp.concatenate([own[..., None], others], -1), -1) - own
-    return loss
+    return loss.astype(dtype)
 
 
 def _checked(weights: ShardedVariable, hidden: Any, labels: Any, bias: ShardedVariable | None) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.tracing.errors import InputError
-from dflow.tracing.rows.each_once import mixed_bits
+from dflow.tracing.ir.each_once import mixed_bits
 
 
 @jax.tree_util.register_dataclass

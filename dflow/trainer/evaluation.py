@@ -30,6 +30,9 @@ from dflow.tracing.errors import TrainingError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import accesses, host_resources, make_jaxpr
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.number_range import check_numbers
+from dflow.tracing.path_names import leaf_names
+from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import caller
 from dflow.tracing.state.resources import Variable
 
@@ -49,6 +52,7 @@ class NumberedBatches(Protocol):
 
 
 @suggests_keywords
+@raises_failed_checks()
 def evaluate(
     step: Callable[..., Any],
     batches: Iterable[Any] | NumberedBatches,
@@ -152,6 +156,7 @@ class _Evaluation:
         with ExitStack() as captures:
             for batch in batches:
                 leaves, tree = _flat(batch)
+                check_numbers(leaves, lambda: leaf_names("evaluate: batch", batch))  # noqa: B023
                 program = self._program(leaves, tree)
                 if self._values is None:
                     self.use(program.variables, _captured(program.variables, captures))

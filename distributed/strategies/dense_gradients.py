@@ -22,6 +22,7 @@ from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.strategies.applying import GivenOptimizer, is_own
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.errors import StrategyError
+from dflow.tracing.ir.wide_sums import sum_dtype
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.state.context import default_home, home
@@ -134,7 +135,7 @@ class DenseGradients:
         ]
         if self._mean_program is None:
             self._mean_program = jax_jit(
-                lambda stacked: [jnp.mean(one, 0) for one in stacked],
+                lambda stacked: [jnp.mean(one, 0, sum_dtype(one.dtype)).astype(one.dtype) for one in stacked],
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
             )
         return [mean.addressable_data(0) for mean in self._mean_program(stacked)]

@@ -24,6 +24,7 @@ from dflow.lowering.values.kept_shardings import beside, is_spread, kept_shardin
 from dflow.tracing.ir.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import own_ir_context, passes_handles, uninterrupted, without_callers
+from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.state.variable_trees import handles
 
 
@@ -82,8 +83,9 @@ def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
-        results = call(*args, **kwargs)
-        jax.block_until_ready(handles(results))
+        with raises_failed_checks():
+            results = call(*args, **kwargs)
+            jax.block_until_ready(handles(results))
         return results
 
     return run

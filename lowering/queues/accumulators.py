@@ -1,7 +1,8 @@
 """Accumulators shared by threads: an `AccumulatorMachine` with a callback and a deadline for each take, and the sum.
 
 Dense components are summed on their device, all of a gradient by one program: a call of JAX for each would take longer
-than to add them. Rows are summed by index in host memory, and kept sorted by index. A gradient kept aside is not added
+than to add them. Rows are summed by index in host memory, and kept sorted by index. Sums are of at least float32, and a
+take rounds its result to the component's dtype. A gradient kept aside is not added
 to a sum before its ticket is taken. Each gradient is copied, since its owner may change it, unless the op owns its
 operands (`ResourceOp.owned`).
 """
@@ -35,11 +36,12 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import AccumulatorType, RowsType
+from dflow.tracing.ir.wide_sums import sum_dtype
 
 #: The sum of the gradients since the last take, one tuple per component: an array, or indices and rows.
 Sum = list[tuple[Any, ...]]
 
-_sums = jax.jit(lambda totals, arrays: list(map(jnp.add, totals, arrays)))
+_sums = jax.jit(lambda totals, arrays: list(map(jnp.add, map(_wide, totals), map(_wide, arrays))))
 _means = jax.jit(lambda totals, count: [(total / count).astype(total.dtype) for total in totals])
 
 
@@ -200,12 +202,12 @@ class HeldAccumulator(SharedResource):
                 f"{component}{where}",
                 "give its spec more rows, or make that part of it dense",
             )
-        total = np.zeros((len(distinct), *component.of.shape[1:]), arrays[0][1].dtype)
+        total = np.zeros((len(distinct), *component.of.shape[1:]), sum_dtype(component.of.dtype))
         for own, (_, rows) in zip(np.split(places, np.cumsum([len(at) for at, _ in arrays[:-1]])), arrays, strict=True):
             if np.bincount(own, minlength=1).max() == 1:
                 total[own] += rows  # a tenth of the time of `np.add.at`, which may meet an index twice
             else:
-                np.add.at(total, own, rows)
+                np.add.at(total, own, rows.astype(total.dtype))
         return distinct, total
 
     def set_step(self, op: ResourceOp, operands: Sequence[Any]) -> Sequence[Sent]:
@@ -229,6 +231,8 @@ class HeldAccumulator(SharedResource):
                 values[index] = as_operand(_padded(values[index], component.count))
         if count > 1 and self._settings.reduction is Reduction.MEAN:
             values = _in_one_program(lambda totals: _means(totals, count), values)
+        dtypes = [part.dtype for part in self._type.components]
+        values = [_rounded(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
         results = []
         for component, part, value in zip(self._type.components, total, values, strict=True):
             if isinstance(component, RowsType):
@@ -289,6 +293,14 @@ def _existing(component: RowsType, indices: Any, rows: Any) -> tuple[Any, Any]:
     """Return the indices and rows without those past the end, as gradients of lookups have at places left over."""
     is_row = indices < component.of.shape[0]
     return (indices, rows) if is_row.all() else (indices[is_row], rows[is_row])
+
+
+def _wide(array: Any) -> Any:
+    return array.astype(sum_dtype(array.dtype))
+
+
+def _rounded(value: Any, dtype: Any) -> Any:
+    return value if value.dtype == dtype else value.astype(dtype)
 
 
 def _padded(rows: Any, count: int) -> Any:

@@ -179,7 +179,7 @@ def check(item: CheckIds, slots: list[Any]) -> None:
     """Run the item. Raises InputError."""
     ids = slots[item.take]
     wait_until_computed((ids,))
-    check_ids(ids, item.size, item.table, item.line)
+    check_ids(ids, item.size, item.table, item.line, item.noun)
     slots[item.give] = ids
 
 

@@ -39,6 +39,7 @@ from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import HANDLES, dtype_name
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
+from dflow.tracing.primitives.id_checks import IDS
 from dflow.tracing.source import at
 
 
@@ -157,7 +158,8 @@ class _Maker:
         if node.op is ops.ids_check:
             size, table = node.attributes["size"], node.attributes["table"]
             [take] = self._takes(node.inputs)
-            return CheckIds(size, table, take, self.slot(node.outputs[0]), at(node.loc), after)
+            noun = node.attributes.get("noun", IDS)
+            return CheckIds(size, table, take, self.slot(node.outputs[0]), at(node.loc), after, noun)
         if node in self.snapshots:
             keys = tuple(self.keys[ref] for ref in variables_read(node))
             return Read(keys, tuple(self.slot(value) for value in node.outputs), after)

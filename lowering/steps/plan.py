@@ -9,6 +9,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -50,7 +51,7 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
 class CheckIds(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="check"):
     """Put the row numbers in slot `take` into slot `give`, if each is one of the `size` rows of `table`; else fail.
 
-    `line` is the user's, as the error shows it.
+    `line` is the user's, and `noun` what the numbers are, as the error shows them.
     """
 
     size: int
@@ -59,6 +60,7 @@ class CheckIds(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="check"
     give: int
     line: str = ""
     after: tuple[int, ...] = ()
+    noun: Literal["ids", "segments"] = "ids"
 
 
 class Read(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="read"):

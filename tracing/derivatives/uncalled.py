@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import hides_frames, register_refused
+from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import at, caller
 
 
@@ -23,6 +24,7 @@ class Derivative:
         self._title, self._call = title, call
 
     @hides_frames
+    @raises_failed_checks()
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 

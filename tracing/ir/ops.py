@@ -133,8 +133,11 @@ def net_decode(sent: ArrayType, /, *, codec: str, type: ArrayType) -> tuple[Type
 
 
 @op("ids.check")
-def ids_check(ids: ArrayType, /, *, size: int, table: str) -> tuple[Type, ...]:
-    """The ids; an error if one is not the number of one of the `size` rows of the table of that name."""
+def ids_check(ids: ArrayType, /, *, size: int, table: str, noun: str = "ids") -> tuple[Type, ...]:
+    """The ids; an error if one is not the number of one of the `size` rows of the table of that name.
+
+    `noun` says what they are, for the error.
+    """
     return (ids,)
 
 

@@ -3,7 +3,8 @@
 All code that runs or transforms an update reads this table, except the reference interpreter, which has its own. An
 update of rows has JAX's meaning of `x.at[indices]`: a negative index counts from the end, a row that does not exist is
 not written, and of equal indices every one adds, multiplies or compares, while `scatter_update` keeps any one of their
-rows. A lookup has that of `x[indices]`: an index past either end gives the row at that end, and no gradient.
+rows. Rows of few bits for one index are first summed in float32. A lookup has the meaning of `x[indices]`: an index
+past either end gives the row at that end, and no gradient.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.ir.wide_sums import each_place_once, is_narrow, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,13 @@ def _scatter(method: str, **properties: Any) -> Update:
     def compute(old: Any, indices: Any, rows: Any) -> Any:
         sharding = array_type_of(old).sharding
         options = {} if sharding is None else {"out_sharding": sharding}
-        return getattr(old.at[indices], method)(rows, **options)
+        if method not in ("add", "subtract") or not is_narrow(old.dtype):
+            return getattr(old.at[indices], method)(rows, **options)
+        if sharding is not None:
+            wide = old.astype(sum_dtype(old.dtype))
+            return getattr(wide.at[indices], method)(rows.astype(wide.dtype), **options).astype(old.dtype)
+        places, sums = each_place_once(indices, rows, old.shape[0])
+        return getattr(old.at[places], method)(sums, mode="drop")
 
     return Update(compute, by_rows=True, **properties)
 

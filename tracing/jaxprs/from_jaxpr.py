@@ -45,7 +45,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.jaxprs.captured import closed_over, is_large
 from dflow.tracing.primitives.first_rows import first_rows_p
 from dflow.tracing.primitives.host_primitives import host_p
-from dflow.tracing.primitives.id_checks import check_ids_p
+from dflow.tracing.primitives.id_checks import IDS, check_ids_p
 from dflow.tracing.primitives.kernel_choice import is_kernel
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, split_p, update_p, wire_p
 from dflow.tracing.rows.keep_rows import keep_rows
@@ -211,7 +211,8 @@ class _Builder:
             return outputs
         if primitive is check_ids_p:
             outputs = self._results(names, equation, "ids")
-            return self._node(ops.ids_check, inputs, outputs, dict(params), origin, origin_of(equation).device)
+            attributes = {name: value for name, value in params.items() if name != "line" and value != IDS}
+            return self._node(ops.ids_check, inputs, outputs, attributes, origin, origin_of(equation).device)
         if primitive is host_p:
             attributes = dict(params)
             ref, op = self.refs[attributes.pop("handle").variable], attributes.pop("op")

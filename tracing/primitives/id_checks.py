@@ -1,13 +1,17 @@
 """Checks of row numbers while a program runs: a number that no row has is an error that names it.
 
 The check is an op of the host, before the program that takes the numbers: an error within a compiled program would cost
-a copy of the state that the program changes. Inside a loop that XLA runs it is a callback. An exported program, which
-runs without Python, has no checks.
+a copy of the state that the program changes. Inside a loop that XLA runs it is a callback. XLA reports an error of a
+callback as one of its own, whose text has the number of the check; `raises_failed_checks` raises the check's in its
+place. An exported program, which runs without Python, has no checks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -18,30 +22,59 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.errors import InputError
+from dflow.tracing.jax_frontend import unlogged_callback_error
+from dflow.tracing.source import at, caller
+
+#: The noun for row numbers in messages.
+IDS = "ids"
+#: Remedy by the noun.
+_REMEDIES = {
+    IDS: "map the ids to the rows of the table, for instance by ids % rows, or give the table more rows",
+    "segments": "give bags= the number of bags, and the numbers of the bags from 0",
+}
+#: Most failed checks whose errors are kept until they are raised.
+_MOST_FAILED = 100
 
 
-def checked_ids(ids: Any, *, size: int, table: str) -> jax.Array:
-    """The ids, integers of any shape. Raises InputError, when they are known, if one is not from 0 to `size` - 1."""
-    checked: jax.Array = check_ids_p.bind(ids, size=size, table=table)
+def checked_ids(ids: Any, *, size: int, table: str, noun: str = IDS) -> jax.Array:
+    """The ids, integers of any shape. Raises InputError, when they are known, if one is not from 0 to `size` - 1.
+
+    noun  a key of the remedies: what the numbers are
+    """
+    checked: jax.Array = check_ids_p.bind(ids, size=size, table=table, noun=noun, line=at(caller()))
     return checked
 
 
-def check_ids(ids: Any, size: int, table: str, line: str = "") -> None:
-    """Raise InputError unless all ids are from 0 to `size` - 1; the first that is not is named."""
-    array = np.asarray(ids)
-    if not array.size or (array.min() >= 0 and array.max() < size):
+def check_ids(ids: Any, size: int, table: str, line: str = "", noun: str = IDS) -> None:
+    """Raise InputError unless all ids are from 0 to `size` - 1; the first that is not is named.
+
+    Of an array over several processes, each process checks its own part.
+    """
+    for first, part in _parts(ids):
+        if not part.size or (part.min() >= 0 and part.max() < size):
+            continue
+        outside = (part < 0) | (part >= size)
+        place = tuple(map(int, np.argwhere(outside)[0]))
+        where = tuple(start + index for start, index in zip(first, place, strict=True))
+        more = f", and {outside.sum() - 1} more {noun} outside" if outside.sum() > 1 else ""
+        raise InputError(
+            f"table {table!r}: expected {noun} from 0 to {size - 1}, got {part[place]} at {where}{more}{line}",
+            _REMEDIES[noun],
+        )
+
+
+def _parts(ids: Any) -> Iterator[tuple[Sequence[int], np.ndarray[Any, Any]]]:
+    """Yield the parts of an array that this process has, each with the indices of its first element."""
+    if not isinstance(ids, jax.Array) or ids.is_fully_addressable:
+        array = np.asarray(ids)
+        yield (0,) * array.ndim, array
         return
-    outside = (array < 0) | (array >= size)
-    place = tuple(map(int, np.argwhere(outside)[0]))
-    more = f", and {outside.sum() - 1} more ids outside" if outside.sum() > 1 else ""
-    raise InputError(
-        f"table {table!r}: expected ids from 0 to {size - 1}, got {array[place]} at {place}{more}{line}",
-        "map the ids to the rows of the table, for instance by ids % rows, or give the table more rows",
-    )
+    for shard in {str(shard.index): shard for shard in ids.addressable_shards}.values():
+        yield [part.start or 0 for part in shard.index], np.asarray(shard.data)
 
 
-def _checked_now(ids: Any, *, size: int, table: str) -> Any:
-    check_ids(ids, size, table)
+def _checked_now(ids: Any, *, size: int, table: str, noun: str, line: str) -> Any:
+    check_ids(ids, size, table, line, noun)
     return ids
 
 
@@ -58,16 +91,53 @@ def without_id_checks() -> Iterator[None]:
 _are_checked: ContextVar[bool] = ContextVar("dflow_id_checks", default=True)
 
 
-def _in_xla(ids: Any, *, size: int, table: str) -> Any:
+class _CheckFailed(Exception):
+    """Raised in a callback for a failed check, by its number."""
+
+
+_numbers = itertools.count()
+#: The errors of failed checks in callbacks, by number.
+_failed: OrderedDict[int, InputError] = OrderedDict()
+_NUMBER = re.compile(r"dflow: check (\d+) of row numbers failed")
+
+
+@contextmanager
+def raises_failed_checks() -> Iterator[None]:
+    """Return a context, also a decorator, that raises the error of a check within a program in place of XLA's."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        found = failed_check(error)
+        if found is None:
+            raise
+        raise found from None
+
+
+def failed_check(error: BaseException) -> InputError | None:
+    """Return the error of the check that made a program fail, if one did."""
+    number = _NUMBER.search(str(error))
+    return None if number is None else _failed.get(int(number[1]))
+
+
+def _in_xla(ids: Any, *, size: int, table: str, noun: str, line: str) -> Any:
     if not _are_checked.get():
         return ids
 
     def check(ids: Any) -> Any:
-        check_ids(ids, size, table)
+        try:
+            check_ids(ids, size, table, line, noun)
+        except InputError as error:
+            number = next(_numbers)
+            _failed[number] = error
+            if len(_failed) > _MOST_FAILED:
+                _failed.popitem(last=False)
+            raise _CheckFailed(f"dflow: check {number} of row numbers failed: {error}") from None
         return ids
 
     return jax.pure_callback(check, jax.ShapeDtypeStruct(ids.shape, ids.dtype), ids)
 
+
+unlogged_callback_error(_CheckFailed)
 
 check_ids_p: Any = jex.Primitive("check_ids")
 check_ids_p.def_impl(_checked_now)

@@ -216,10 +216,7 @@ class _Pass:
         if properties.by_rows:
             return None
         if properties.sign and value.is_sparse:
-            # What a narrow dtype loses in a sum depends on the order, which is to be that of the dense gradient.
-            index = value.index if variable.dtype.itemsize >= 4 else value.index.unique
-            rows = value.rows if index is value.index else value.index.summed(value.rows)
-            update, rows = "scatter_add", rows if properties.sign > 0 else -rows
+            update, index, rows = "scatter_add", value.index, value.rows if properties.sign > 0 else -value.rows
         elif properties.keeps_by_zero and value.is_sparse:
             # Each row is updated once, after the sum of all its updates.
             update, index = "scatter_update", value.index.unique

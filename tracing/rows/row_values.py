@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.tracing.ir.each_once import representatives
+from dflow.tracing.ir.wide_sums import summed_at
 from dflow.tracing.jax_frontend import Equation, bind
 from dflow.tracing.primitives.state_primitives import gather_p
-from dflow.tracing.rows.each_once import representatives
 
 T = TypeVar("T")
 
@@ -96,8 +97,9 @@ class Index:
         """The sums, at the places of `unique`, of rows at these places."""
         if self.is_unique:
             return rows
-        sums = jnp.zeros_like(rows).at[self._representatives]
-        return sums.max(rows) if rows.dtype == bool else sums.add(rows)
+        if rows.dtype == bool:
+            return jnp.zeros_like(rows).at[self._representatives].max(rows)
+        return summed_at(self._representatives, rows, self.places.size)
 
     @cached_property
     def memo(self) -> dict[tuple[int, Any, Any], tuple[Rest, Any]]:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
+from dflow.tracing.ir.wide_sums import summed_at
 from dflow.tracing.jax_frontend import Equation, Jaxpr, NoteEffect, inner_parts
 from dflow.tracing.source import Loc, at, caller
 
@@ -69,7 +70,9 @@ def warn_of_dense(table: str, dense: Any, rows: Any, user: str, loc: Loc | None)
 
 
 def _dense(indices: Any, rows: Any, *, shape: tuple[int, ...], table: str, once: bool) -> Any:
-    return jnp.zeros(shape, rows.dtype).at[indices].add(rows, mode="drop")
+    if once:
+        return jnp.zeros(shape, rows.dtype).at[indices].add(rows, mode="drop")
+    return summed_at(indices, rows, shape[0])
 
 
 _compiled = jax.jit(_dense, static_argnames=("shape", "table", "once"))

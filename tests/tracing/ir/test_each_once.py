@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflow.tracing.rows.each_once import representatives
+from dflow.tracing.ir.each_once import representatives
 from tests.effort import examples
 
 

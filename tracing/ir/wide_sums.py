@@ -1,0 +1,53 @@
+"""Sums of numbers of few bits: computed in float32, and rounded once.
+
+A running sum of bfloat16 ones stays at 256, and one of float16 ones at 2,048. So every sum that dflow makes itself is
+computed in `sum_dtype`, and its result is rounded to the dtype of what it is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from dflow.tracing.ir.each_once import representatives
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which numbers of `dtype` are summed: at least float32 for floats, else `dtype`."""
+    return np.dtype(np.float32) if is_narrow(dtype) else dtype
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Whether a dtype is a float of fewer than 32 bits."""
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize < np.dtype(np.float32).itemsize
+
+
+def summed_at(places: Any, rows: Any, size: int) -> Any:
+    """An array of `size` rows: at each place the sum of the rows for it, elsewhere zero.
+
+    places  i32[k]; a row for a place past the end is left out
+    rows    [k, ...]
+    """
+    wide = jnp.zeros((size, *rows.shape[1:]), sum_dtype(rows.dtype))
+    return wide.at[places].add(rows.astype(wide.dtype), mode="drop").astype(rows.dtype)
+
+
+def each_place_once(indices: Any, rows: Any, size: int) -> tuple[Any, Any]:
+    """The places, i32[k], and rows, [k, ...], of an update of `size` rows, with each place once.
+
+    indices  integers of any shape; a negative one counts from the end
+    rows     [*indices.shape, ...]; those for one index are summed
+
+    The places of the positions left over, and of indices without a row, are past the end.
+    """
+    last = np.iinfo(np.int32).max
+    least = 0 if jnp.issubdtype(indices.dtype, jnp.unsignedinteger) else -last
+    is_wide = indices.dtype.itemsize > 4 or indices.dtype == np.uint32
+    flat = (jnp.clip(indices, least, last) if is_wide else indices).reshape(-1).astype(jnp.int32)
+    flat = jnp.where(flat < 0, flat + size, flat)
+    is_row = (flat >= 0) & (flat < size)
+    first = representatives(flat, is_row)
+    sums = summed_at(first, rows.reshape(-1, *rows.shape[indices.ndim :]), flat.size)
+    return jnp.where(is_row & (first == jnp.arange(flat.size)), flat, size), sums
