@@ -23,17 +23,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from dflow import __version__
 from dflow.serving.host_check import LOCAL_NAMES, is_own_host
 from dflow.serving.request_batches import RequestQueue, outputs_of
+from dflow.serving.request_members import (
+    IndexRequest,
+    InferenceRequest,
+    LoadRequest,
+    RefusedRequest,
+    check_parameters,
+    decode_members,
+)
 from dflow.serving.served_model import ServedModel
 from dflow.serving.served_version import ServedVersion, ServingSettings
 from dflow.serving.serving_metrics import UNKNOWN, ServingMetrics
-from dflow.serving.tensors import (
-    BINARY_HEADER,
-    InferenceRequest,
-    RefusedRequest,
-    check_outputs,
-    decode_request,
-    encode_response,
-)
+from dflow.serving.tensors import BINARY_HEADER, check_outputs, decode_request, encode_response
 from dflow.tracing.errors import QueueClosed
 
 LOGGER = logging.getLogger("dflow")
@@ -42,6 +43,8 @@ LOGGER = logging.getLogger("dflow")
 _MOST_BODIES = 4
 #: Bytes of a request or answer that are decoded or encoded on the loop's thread; more would delay other requests.
 _MOST_ON_LOOP = 1 << 20
+#: Most bytes of a request about the repository.
+_MOST_SMALL = 1 << 16
 _AGAIN = {"Retry-After": "1"}
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -124,6 +127,7 @@ class HttpApi:
         )
 
     async def _index(self, request: Request) -> Response:
+        asked = decode_members(await _small_body(request) or b"{}", IndexRequest)
         entries: list[dict[str, str]] = []
         for model in self._models.values():
             ready = {"state": "READY"} | ({"reason": "its folder is gone"} if model.is_gone else {})
@@ -134,11 +138,13 @@ class HttpApi:
                 {"name": model.name, "version": str(number), "state": "UNAVAILABLE", "reason": reason}
                 for number, reason in model.refused.items()
             ]
-        return _json(entries)
+        return _json([entry for entry in entries if entry["state"] == "READY" or not asked.ready])
 
     async def _load(self, request: Request) -> Response:
         """Look for a newer version of a model now; answered when it is served, or refused."""
         _check_no_web_page(request)
+        asked = decode_members(await _small_body(request) or b"{}", LoadRequest)
+        check_parameters("the request", asked.parameters, {})
         name = request.path_params["model"]
         if name not in self._models:
             raise RefusedRequest(404, f"there is no model {name!r}; there is {', '.join(self._models)}")
@@ -176,6 +182,7 @@ class HttpApi:
     async def _inferred(self, http: Request) -> Response:
         self._check_going_on()
         _check_no_web_page(http)
+        _check_no_query(http)
         self._check_room()
         began = time.monotonic()
         try:
@@ -217,8 +224,6 @@ class HttpApi:
     def _timeout_s(self, parameters: Mapping[str, Any]) -> float:
         """Return the time until the computation must begin: the server's, or less by the parameter `timeout` in us."""
         given = parameters.get("timeout", 0)
-        if type(given) is not int or given < 0:
-            raise RefusedRequest(400, f"parameter 'timeout': expected a whole number of microseconds, got {given!r}")
         return min(self._settings.timeout_s, given / 1e6) if given else self._settings.timeout_s
 
     async def _body(self, request: Request) -> bytes:
@@ -298,9 +303,12 @@ def _answering(handler: Handler) -> Handler:
 
     async def answer(request: Request) -> Response:
         try:
+            _check_no_query(request)
             return await handler(request)
         except RefusedRequest as refusal:
             return _refused(refusal)
+        except ClientDisconnect:
+            return _refused(RefusedRequest(400, "the client left"))
         except Exception:
             return _failed(request)
 
@@ -327,6 +335,21 @@ def _check_no_web_page(request: Request) -> None:
     """Raise RefusedRequest for a request by a web page, which a browser on this machine sends to any address."""
     if "Origin" in request.headers:
         raise RefusedRequest(403, f"requests by web pages are refused, and this is by {request.headers['Origin']}")
+
+
+def _check_no_query(request: Request) -> None:
+    if query := request.url.query:
+        raise RefusedRequest(400, f"the query: expected none, got {query[:100]!r}; parameters belong into the JSON")
+
+
+async def _small_body(request: Request) -> bytes:
+    """Return a body of few bytes; its connection has a deadline for it. Raises RefusedRequest for a larger one."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_SMALL:
+            raise RefusedRequest(413, f"the request: expected at most {_MOST_SMALL} bytes, got more")
+    return bytes(body)
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:

@@ -27,8 +27,8 @@ import numpy as np
 
 from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queues import HeldQueue
+from dflow.serving.request_members import RefusedRequest
 from dflow.serving.signature_tensors import SignatureTensors
-from dflow.serving.tensors import RefusedRequest
 from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed, SignatureError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import QueueType

@@ -14,7 +14,8 @@ import numpy as np
 
 from dflow.exporting.export_manifest import FunctionSignature, arguments_of
 from dflow.lowering.programs.portable_tree import Dict, build, flatten, leaves_of, parts_of, parts_of_type
-from dflow.serving.tensors import RefusedRequest, datatype_of
+from dflow.serving.request_members import RefusedRequest
+from dflow.serving.tensors import datatype_of
 from dflow.tracing.errors import ExportError
 from dflow.tracing.ir.types import DTYPES
 

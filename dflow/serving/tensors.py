@@ -18,6 +18,18 @@ import ml_dtypes
 import msgspec
 import numpy as np
 
+from dflow.serving.request_members import (
+    INPUT_CHECKS,
+    OUTPUT_CHECKS,
+    REQUEST_CHECKS,
+    InferenceRequest,
+    RefusedRequest,
+    SentTensor,
+    WantedOutput,
+    check_parameters,
+    decode_members,
+)
+
 #: The protocol's dtypes. Strings (BYTES) are none of dflow's.
 DATATYPES: Mapping[str, np.dtype[Any]] = {
     "BOOL": np.dtype(bool),
@@ -32,45 +44,10 @@ _NAMES = {dtype: name for name, dtype in DATATYPES.items()}
 BINARY_HEADER = "Inference-Header-Content-Length"
 
 
-class RefusedRequest(Exception):
-    """A request that is answered by an HTTP status and a JSON object with the field `error`."""
-
-    def __init__(self, status: int, text: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(text)
-        self.status, self.headers = status, dict(headers or {})
-
-
-class SentTensor(msgspec.Struct):
-    """A tensor as a request has it: `data` is JSON, or empty if the bytes follow."""
-
-    name: str
-    shape: list[int]
-    datatype: str
-    parameters: dict[str, Any] = {}
-    data: msgspec.Raw = msgspec.Raw()
-
-
-class WantedOutput(msgspec.Struct):
-    """An output that a request names."""
-
-    name: str
-    parameters: dict[str, Any] = {}
-
-
-class InferenceRequest(msgspec.Struct):
-    """The JSON of a request."""
-
-    inputs: list[SentTensor]
-    id: str = ""
-    outputs: list[WantedOutput] | None = None
-    parameters: dict[str, Any] = {}
-
-
 #: The first bracket of a list, and the second one of a list of lists.
 _OPENING = re.compile(rb"\s*\[\s*(\[)?")
 #: Bytes of JSON that are decoded, and numbers that are encoded, in one call, which keeps other threads from running.
 _PIECE_BYTES, _PIECE_NUMBERS = 1 << 18, 1 << 16
-_REQUESTS = msgspec.json.Decoder(InferenceRequest)
 
 
 def datatype_of(dtype: Any) -> str | None:
@@ -84,10 +61,10 @@ def decode_request(body: bytes, json_bytes: str | None) -> tuple[InferenceReques
     json_bytes  the value of BINARY_HEADER
     """
     size = len(body) if json_bytes is None else _json_size(json_bytes, len(body))
-    try:
-        request = _REQUESTS.decode(memoryview(body)[:size])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise RefusedRequest(400, f"the request's JSON: {error}") from None
+    request = decode_members(memoryview(body)[:size], InferenceRequest)
+    check_parameters("the request", request.parameters, REQUEST_CHECKS)
+    for wanted in request.outputs or ():
+        check_parameters(f"output {wanted.name!r}", wanted.parameters, OUTPUT_CHECKS)
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     rest = memoryview(body)[size:]
     for tensor in request.inputs:
@@ -118,8 +95,7 @@ def _array_of(tensor: SentTensor, rest: memoryview) -> tuple[np.ndarray[Any, Any
         math.prod(dim for dim in tensor.shape if dim) * dtype.itemsize > sys.maxsize
     ):  # NumPy refuses it, also beside a 0
         raise RefusedRequest(400, f"{subject}: expected a shape of at most {sys.maxsize} bytes, got {tensor.shape}")
-    if refused := sorted(key for key in tensor.parameters if key.startswith("shared_memory")):
-        raise RefusedRequest(400, f"{subject}: {refused[0]} is not offered; send the data in the request")
+    check_parameters(subject, tensor.parameters, INPUT_CHECKS)
     size = tensor.parameters.get("binary_data_size")
     data = bytes(tensor.data)
     if (size is None) == (not data):
@@ -196,7 +172,7 @@ def _from_json(subject: str, data: bytes, dtype: np.dtype[Any], shape: Sequence[
 
 
 def check_outputs(request: InferenceRequest, names: Collection[str]) -> None:
-    """Raise RefusedRequest unless each wanted output is one of `names`, once, in a form that is offered.
+    """Raise RefusedRequest unless each wanted output is one of `names`, once.
 
     Why apart from `encode_response`: a call may write variables, so a request is refused before it.
     """
@@ -207,9 +183,6 @@ def check_outputs(request: InferenceRequest, names: Collection[str]) -> None:
         if one.name in seen:
             raise RefusedRequest(400, f"output {one.name!r}: expected once, got twice")
         seen.add(one.name)
-        for key in ("classification", "shared_memory_region"):
-            if one.parameters.get(key):
-                raise RefusedRequest(400, f"output {one.name!r}: {key} is not offered; leave it out")
 
 
 def encode_response(

@@ -175,8 +175,37 @@ def test_other_requests_are_refused(url: str) -> None:
     status, body, _ = infer(url, "scale", json.dumps(late).encode())
     assert (status, body["error"]) == (
         400,
-        "parameter 'timeout': expected a whole number of microseconds, got 'soon'",
+        "the request: parameter 'timeout': expected a whole number of microseconds, got 'soon'",
     )
+    for path, sent in (("/v2/models/scale/infer", json_request(x=ROW)), ("/v2/models/scale", None), ("/v2", None)):
+        status, body, _ = call(url, f"{path}?timeout=5", sent)
+        text = "the query: expected none, got 'timeout=5'; parameters belong into the JSON"
+        assert (status, body) == (400, {"error": text})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "answer"),
+    [
+        ("index", b"", 200),
+        ("index", b'{"ready": true}', 200),
+        ("index", b'{"redy": true}', "the request: unknown member 'redy'; did you mean ready?"),
+        ("index", b"[]", "the request's JSON: Expected `object`, got `array`"),
+        ("models/scale/load", b"{}", 200),
+        ("models/scale/load", b'{"parameters": {}}', 200),
+        (
+            "models/scale/load",
+            b'{"parameters": {"config": "{}"}}',
+            "the request: unknown parameter 'config'; another configuration of a model is not offered; leave it out",
+        ),
+        ("models/scale/load", b'{"parameters": {"file:1/a": ""}}', "unknown parameter 'file:1/a'; leave it out"),
+        ("index", b" " * 70_000, "the request: expected at most 65536 bytes, got more"),
+    ],
+)
+def test_members_of_repository_requests_are_honoured_or_refused(
+    url: str, path: str, body: bytes, answer: int | str
+) -> None:
+    status, found, _ = call(url, f"/v2/repository/{path}", body)
+    assert status == answer or answer in found["error"]
 
 
 def test_a_host_that_an_attacker_points_here_is_refused(folder: Path) -> None:

@@ -15,8 +15,8 @@ import pytest
 
 import dflow
 from dflow.serving.request_batches import RequestQueue, batch_sizes, outputs_of
+from dflow.serving.request_members import RefusedRequest
 from dflow.serving.signature_tensors import SignatureTensors
-from dflow.serving.tensors import RefusedRequest
 from dflow.tracing.errors import QueueClosed
 from tests.distributed.waiting import until
 

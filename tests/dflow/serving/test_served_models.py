@@ -123,6 +123,7 @@ def test_a_broken_version_is_refused_and_the_old_one_goes_on(model: Path, scales
         entries = call(server.url, "/v2/repository/index", b"")[1]
         assert [(one["version"], one["state"]) for one in entries] == [("1", "READY"), ("2", "UNAVAILABLE")]
         assert entries[1]["reason"] == error
+        assert call(server.url, "/v2/repository/index", b'{"ready": true}')[1] == entries[:1]
         assert b'dflow_serve_refused_versions{model="scale"} 1.0' in call(server.url, "/metrics")[1]
         # The rest of a copy arrives.
         chunk.write_bytes(content)
@@ -326,7 +327,7 @@ def test_a_request_for_wrong_outputs_is_refused_before_its_update(tmp_path: Path
             ([{"name": "result"}] * 2, "output 'result': expected once, got twice"),
             (
                 [{"name": "result", "parameters": {"classification": 3}}],
-                "output 'result': classification is not offered",
+                "output 'result': parameter 'classification': expected 0, got 3; ",
             ),
         ):
             request = json.loads(json_request(x=np.float32(1))) | {"outputs": outputs}

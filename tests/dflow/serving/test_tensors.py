@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflow.serving import tensors
-from dflow.serving.tensors import DATATYPES, InferenceRequest, RefusedRequest, decode_request, encode_response
+from dflow.serving.request_members import InferenceRequest, RefusedRequest
+from dflow.serving.tensors import DATATYPES, decode_request, encode_response
 from tests.dflow.serving.inference_client import binary_request, json_input, json_request, name_of
 from tests.effort import examples
 
@@ -108,7 +109,19 @@ X = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1, 2]}
             {"data": ..., "parameters": {"binary_data_size": 8}},
             r"input 'x': expected 8 bytes of binary data for FP32\[2\], got binary_data_size 8 and 0 bytes",
         ),
-        ({"parameters": {"shared_memory_region": "r"}}, "input 'x': shared_memory_region is not offered"),
+        (
+            {"parameters": {"shared_memory_region": "r"}},
+            "input 'x': unknown parameter 'shared_memory_region'; shared memory is not offered; leave it out",
+        ),
+        ({"parameters": {"binary_data_sise": 8}}, "'binary_data_sise'; did you mean binary_data_size?"),
+        ({"shpe": [2]}, "input 'x': unknown member 'shpe'; did you mean shape?"),
+        ({"zzz": 1}, "input 'x': unknown member 'zzz'; the members are name, shape, datatype, parameters, data"),
+        ({"contents": {}}, "input 'x': unknown member 'contents'; gRPC's form of tensors is not offered"),
+        ({"data": [1, float("nan")]}, "input 'x': NaN or infinity, which JSON cannot hold; send it as bytes"),
+        ({"data": [-float("inf"), 1]}, "input 'x': NaN or infinity"),
+        ({"data": [1, 10**400]}, "input 'x': expected FP32 of shape"),
+        ({"datatype": "INT64", "data": [1, 2**63]}, "input 'x': expected INT64 of shape .*"),
+        ({"datatype": "UINT64", "data": [1, -1]}, "input 'x': expected UINT64 of shape .*"),
     ],
 )
 def test_a_bad_input_is_refused_by_its_name(changes: dict[str, Any], text: str) -> None:
@@ -128,11 +141,56 @@ def test_a_bad_input_is_refused_by_its_name(changes: dict[str, Any], text: str) 
         (b'{"inputs":[]}', "14", "Inference-Header-Content-Length: expected a number up to 13"),
         (b'{"inputs":[]}', "-1", "Inference-Header-Content-Length: expected a number"),
         (json.dumps({"inputs": [X, X]}).encode(), None, "input 'x': expected once, got twice"),
+        *(
+            (json.dumps({"inputs": [X]} | members).encode(), None, text)
+            for members, text in (
+                ({"sequence_id": 3}, "the request: unknown member 'sequence_id'; sequences are not offered"),
+                ({"parameters": {"sequence_id": 3}}, "the request: unknown parameter 'sequence_id'; sequences are not"),
+                ({"parameters": {"priority": 1}}, "unknown parameter 'priority'; priorities are not offered"),
+                ({"parameters": {"timout": 1}}, "the request: unknown parameter 'timout'; did you mean timeout?"),
+                ({"parameters": {"timeout": True}}, "'timeout': expected a whole number of microseconds, got True"),
+                (
+                    {"parameters": {"binary_data_output": "no"}},
+                    "'binary_data_output': expected true or false, got 'no'",
+                ),
+                ({"output": []}, "the request: unknown member 'output'; did you mean outputs?"),
+                ({"instances": []}, "unknown member 'instances'; the members are inputs, id, outputs, parameters"),
+                ({"outputs": [{"nmae": "y"}]}, r"outputs\[0\]: unknown member 'nmae'; did you mean name"),
+                (
+                    {"outputs": [{"name": "y", "data": 1}]},
+                    "output 'y': unknown member 'data'; the members are name, par",
+                ),
+                (
+                    {"outputs": [{"name": "y", "parameters": {"binary": True}}]},
+                    "output 'y': unknown parameter 'binary'; did you mean binary_data?",
+                ),
+                (
+                    {"outputs": [{"name": "y", "parameters": {"binary_data": 1}}]},
+                    "output 'y': parameter 'binary_data': expected true or false, got 1",
+                ),
+                (
+                    {"outputs": [{"name": "y", "parameters": {"classification": 3}}]},
+                    "'classification': expected 0, got 3; the classification extension is not offered",
+                ),
+            )
+        ),
     ],
 )
 def test_a_bad_request_is_refused(body: bytes, size: str | None, text: str) -> None:
     with pytest.raises(RefusedRequest, match=text):
         decode_request(body, size)
+
+
+def test_members_are_checked_in_the_binary_form_too() -> None:
+    body, headers = binary_request(x=np.ones(2, np.float32))
+    size = int(headers["Inference-Header-Content-Length"])
+    for old, new, text in (
+        (b'"shape"', b'"shapes"', "input 'x': unknown member 'shapes'; did you mean shape?"),
+        (b'"binary_data_output"', b'"sequence_id"', "the request: unknown parameter 'sequence_id'"),
+    ):
+        head = body[:size].replace(old, new)
+        with pytest.raises(RefusedRequest, match=text):
+            decode_request(head + body[size:], str(len(head)))
 
 
 @pytest.mark.parametrize("shape", [(11,), (5, 2), (4, 3, 2), (3, 0), (0,)])
