@@ -15,6 +15,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from dflow.lowering.files.array_files import divided, write_parts
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.saved_arrays import SavedArrays
+from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.passes.choose import BUDGET_S
 from dflow.lowering.pipeline import ALONE, pipeline
@@ -178,7 +179,8 @@ class LocalHome:
             first, parts = held[0], [values[variable.key] for variable in held]
             if len(parts) == 1 or first.part is None:
                 return parts[0]
-            return divided(replace(first.type.strong, shape=first.part.whole), [*map(indices_of, held)], parts)
+            whole = replace(first.type.strong, shape=first.part.whole)
+            return divided(whole, [*map(indices_of, held)], [*map(whole_here, parts)])
 
         def write(folder: Place, places: Mapping[str, str]) -> None:
             write_parts(folder, {name: array(held) for name, held in variables.items()}, places)

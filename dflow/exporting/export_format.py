@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import msgspec
 from dflow import __version__
 from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
-from dflow.lowering.files.array_files import fill_folder, read_arrays
+from dflow.lowering.files.array_files import fill_folder, make_places, read_arrays, write_manifest, write_parts
 from dflow.lowering.files.atomic_directory import present, whole_folder
 from dflow.lowering.files.regular_file import LinkError, read_regular, reading_remedy, refuse_links, remedy_of
 from dflow.tracing.errors import CheckpointError, ExportError
+from dflow.tracing.ir.types import ArrayType
 
 #: The newest format version that this dflow reads, and writes if variables divide an array; older ones read version 1.
 FORMAT = 2
@@ -46,27 +48,40 @@ class _Form(msgspec.Struct, frozen=True):
     dflow: str = "unknown"
 
 
-def write(
-    path: Path,
-    manifest: ExportManifest,
-    programs: Mapping[str, bytes],
-    variables: Mapping[str, Any],
-    constants: Mapping[str, Any],
-    *,
-    overwrite: bool,
-) -> None:
-    """Write an export to `path`, which keeps its earlier content until the new one is complete.
+def opened(path: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
+    """Return the context of a folder to write an export into, which replaces `path` at its end.
 
     Raises CheckpointExists if `path` exists and must not be replaced.
     """
-    with whole_folder(path, marker=MANIFEST, overwrite=overwrite) as folder:
-        (folder / PROGRAMS).mkdir()
-        for name, content in programs.items():
-            (folder / PROGRAMS / name).write_bytes(content)
-        for name, arrays in ((VARIABLES, variables), (CONSTANTS, constants)):
-            (folder / name).mkdir()
-            fill_folder(folder / name, arrays)
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+    return whole_folder(path, marker=MANIFEST, overwrite=overwrite)
+
+
+def begin(folder: Path, programs: Mapping[str, bytes], variables: Iterable[str]) -> dict[str, str]:
+    """Write the programs of an export; return the places of its variables, for `write_variables`."""
+    (folder / PROGRAMS).mkdir()
+    for name, content in programs.items():
+        (folder / PROGRAMS / name).write_bytes(content)
+    (folder / VARIABLES).mkdir()
+    return make_places(folder / VARIABLES, variables)
+
+
+def write_variables(folder: Path, variables: Mapping[str, Any], places: Mapping[str, str]) -> None:
+    """Write this process's part of the variables of an export, as `write_parts` does."""
+    write_parts(folder / VARIABLES, variables, places)
+
+
+def finish(
+    folder: Path,
+    manifest: ExportManifest,
+    variables: Mapping[str, ArrayType],
+    places: Mapping[str, str],
+    constants: Mapping[str, Any],
+) -> None:
+    """Write the rest of an export, after all its variables, whose types are given."""
+    write_manifest(folder / VARIABLES, variables, places, {})
+    (folder / CONSTANTS).mkdir()
+    fill_folder(folder / CONSTANTS, constants)
+    (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def read_manifest(path: Path) -> ExportManifest:

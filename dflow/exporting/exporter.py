@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import msgspec
 
 from dflow import __version__
-from dflow.exporting.export_format import FORMAT, write
+from dflow.exporting.export_format import FORMAT
 from dflow.exporting.export_manifest import (
     ExportManifest,
     FunctionSignature,
@@ -24,6 +24,7 @@ from dflow.exporting.export_manifest import (
     listing,
     signature_refusal,
 )
+from dflow.exporting.export_saving import ExportContent
 from dflow.exporting.export_trace import Options, TracedExport, make
 from dflow.exporting.small_weights import (
     FORMS,
@@ -34,16 +35,13 @@ from dflow.exporting.small_weights import (
     size_of,
     with_small_weights,
 )
-from dflow.lowering.files.array_files import divided
 from dflow.lowering.files.places import place_of
 from dflow.lowering.programs.export import exported
 from dflow.lowering.programs.portable_tree import leaves_of
-from dflow.state_backends import by_backend
 from dflow.tracing.devices.platforms import LOWERED_PLATFORMS
 from dflow.tracing.errors import ExportError
-from dflow.tracing.ir.types import ArrayType, array_type_of
+from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import is_tracing
-from dflow.tracing.moments import reach
 from dflow.tracing.near_names import keywords_of, refuse_keywords
 from dflow.tracing.rows.slices import ArrayPart, have_each_once
 from dflow.tracing.source import at
@@ -73,22 +71,20 @@ class SavableFunctions:
     def save(self, path: Any, *, overwrite: bool = False) -> Path:
         """Write a directory for `dflow.load`, with the current values of the variables; return its path.
 
-        The directory appears complete or not at all. Raises CheckpointExists if `path` exists; but with
+        The directory appears complete or not at all. Variables of `AllReduce` are saved as by `dflow.save`: by all
+        workers, or by worker 0 alone if each has whole values. Raises CheckpointExists if `path` exists; but with
         `overwrite=True`, an existing export is replaced. Raises ExportError for a URL of an object store.
         """
         place = place_of(os.fsdecode(path))
         if not isinstance(place, Path):
             raise ExportError(f"save: expected a local path, got {place}", "save it here, and copy the directory")
-        values: dict[str, Any] = {}
-        for backend, here in by_backend(self.variables).items():
-            values.update(zip(here, backend.snapshot([*here.values()]), strict=True))
-        for array, parts in self._manifest.parts().items():
-            held = [values.pop(name) for name in parts]
-            type = ArrayType(held[0].dtype, tuple(next(iter(parts.values())).shape))
-            values[array] = divided(type, [part.indices for part in parts.values()], held)
-        reach("export")
-        write(place, self._manifest, self._contents, values, self._constants, overwrite=overwrite)
+        content = ExportContent(self._manifest, self._contents, self.variables, self._constants)
+        content.save(place, overwrite=overwrite, origins=self._origins())
         return place
+
+    def _origins(self) -> Iterable[Variable]:
+        """Return the variables that others stand for."""
+        return ()
 
     def mlir_module(self, signature: str | None = None) -> str:
         """Return the StableHLO text of a function; its name is needed if there are several.
@@ -162,6 +158,9 @@ class Exported(SavableFunctions):
         errors = differences(outputs, results_of(before, args, kwargs), results_of(after, args, kwargs))
         was = {held: None for one in self._before.values() for held in one.variables.values()}
         return WeightReport(self._form, size_of(was), size_of(self.variables.values()), errors)
+
+    def _origins(self) -> Iterable[Variable]:
+        return (held for one in (self._before or {}).values() for held in one.variables.values())
 
     def mlir_module(self, signature: str | None = None, *, platform: str | None = None) -> str:
         """Return the StableHLO text of a function, for all its platforms or for one of them.

@@ -19,12 +19,14 @@ from dflow.calls.function import jit
 from dflow.exporting.export_check import python_signature
 from dflow.exporting.export_manifest import FunctionSignature, arguments_of
 from dflow.exporting.export_trace import Options, TracedExport, make
+from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.local import LocalHome
 from dflow.lowering.programs.portable_tree import Held, Tree, build, flatten, parts_of, plain
 from dflow.tracing.errors import ExportError
 from dflow.tracing.state.container import outside_containers
 from dflow.tracing.state.context import home
 from dflow.tracing.state.resources import Variable
+from dflow.training.group_saving import is_divided
 
 #: The largest int8: the image of a channel's largest weight.
 _LARGEST = 127
@@ -96,7 +98,13 @@ def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> Smal
         taken.add(name)
         return Variable(value, name=name, trainable=False)
 
-    dtype, value = variable.dtype, np.asarray(variable.read())
+    if is_divided(variable):
+        raise ExportError(
+            f"weights={form!r}: variable {variable.name!r}: expected its whole value in this process, got parts on "
+            f"several processes",
+            "save a checkpoint, restore it in one process, and export there",
+        )
+    dtype, value = variable.dtype, np.asarray(whole_here(variable.read()))
     if not np.isfinite(value.astype(np.float32)).all():
         raise ExportError(
             f"weights={form!r}: variable {variable.name!r} has a NaN or an infinity", "export it as it is"

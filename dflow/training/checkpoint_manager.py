@@ -27,7 +27,7 @@ from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError,
 from dflow.tracing.near_names import suggests_keywords
 from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
-from dflow.training.group_saving import agreed_failure, agreed_steps, group_of
+from dflow.training.group_saving import agreed_failure, agreed_steps, check_seen, group_of
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_schedule import RunRecord, SaveSchedule
 from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore_named
@@ -277,8 +277,8 @@ class CheckpointManager:
         ran_s = self._ran_s + began_s - self._started_s
         metadata = metadata_of(time.time(), self._checked_metrics(metrics), ran_s, extra or {})
         with ExitStack() as stack:
-            channel = f"the saves in {self._folder.path}"
-            write = stack.enter_context(captured(self._named, channel=channel, timeout_s=self.timeout_s))
+            channel, what = f"the saves in {self._folder.path}", f"the save of {self._folder.place(number)}"
+            write = stack.enter_context(captured(self._named, what, channel=channel, timeout_s=self.timeout_s))
             if self._progress is not None:
                 self._progress.set(number + 1)
             self._last, self._saved_s = number, began_s
@@ -295,6 +295,8 @@ class CheckpointManager:
             write(self._opened(step), metadata)
         self._complete = step
         if not self._is_saver:
+            if not any(one >= step for one in self._folder.steps()):  # a later save may have deleted it
+                check_seen(self._folder.place(step))
             return
         for one in self._retention.deleted(self._folder.checkpoints()):
             self._folder.remove(one.step)

@@ -1,33 +1,53 @@
-"""Checkpoints of variables that are spread over the processes of a group: each process writes its own parts.
+"""Checkpoints of variables that are spread over the processes of a group.
 
-The process of rank 0 makes the folder, and puts it in place when all have written their parts. Every process has to
-save at the same point of its program. A restore needs no other process: each reads its own parts.
+If each process has the whole of every variable, the process of rank 0 writes the checkpoint without a wait for others,
+which may do the same save or not: those that do wait until it is complete. Else each process writes its own parts: the
+process of rank 0 makes the folder, and puts it in place when all have written theirs. Then every process has to save at
+the same point of its program. Each process reads its own parts of a checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar, cast
 
 from jax.sharding import Sharding
 
 from dflow.distributed.collectives.process_group import ProcessGroup, current_group
+from dflow.distributed.strategies.compared_variables import compare_variables
+from dflow.distributed.wire.messages.process_groups import MAIN
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.places import place_of
-from dflow.tracing.errors import CheckpointError
+from dflow.lowering.files.whole_arrays import is_whole_in_each
+from dflow.lowering.local import LocalHome
+from dflow.tracing.errors import CheckpointError, CheckpointExists
 from dflow.tracing.state.resources import Variable
 
-#: Writes this process's arrays into a folder, at the places given by name.
+#: Longest wait of `dflow.save` for the other processes to begin it too, in s.
+MEET_S = 120.0
 _SHARED = "give a folder that all workers see, as on a shared file system"
+#: Saves by the function that it is given, or waits until another process has done so.
+Save = Callable[[Callable[[], None]], None]
+#: Writes this process's arrays into a folder, at the places given by name.
 WriteParts = Callable[[Place, Mapping[str, str]], None]
+
+Restored = TypeVar("Restored")
 
 
 def is_of_group(variable: Variable) -> bool:
     """Whether other processes have parts or copies of the variable's value."""
     sharding = variable.sharding
     return isinstance(sharding, Sharding) and not sharding.is_fully_addressable
+
+
+def is_divided(variable: Variable) -> bool:
+    """Whether processes of the group have only parts of the variable's value."""
+    sharding = variable.sharding
+    return isinstance(sharding, Sharding) and not is_whole_in_each(sharding, variable.shape)
 
 
 def group_of(variables: Iterable[Variable]) -> ProcessGroup | None:
@@ -47,17 +67,55 @@ def group_of(variables: Iterable[Variable]) -> ProcessGroup | None:
 
 def refuse_parts(variables: Iterable[Variable]) -> None:
     """Raise CheckpointError for a variable in parts on several processes: a file of one process has whole arrays."""
-    for variable in variables:
-        sharding = variable.sharding
-        if isinstance(sharding, Sharding) and not (sharding.is_fully_addressable or sharding.is_fully_replicated):
-            raise CheckpointError(
-                f"variable {variable.name!r}: expected its whole value in this process, got parts on several processes",
-                "save to a folder, whose parts each process writes",
-            )
+    for variable in filter(is_divided, variables):
+        raise CheckpointError(
+            f"variable {variable.name!r}: expected its whole value in this process, got parts on several processes",
+            "save to a folder, whose parts each process writes",
+        )
+
+
+@contextmanager
+def saved_once(group: ProcessGroup | None, what: str, timeout_s: float | None = None) -> Iterator[Save]:
+    """Return the context of a save of whole values, which gives a function that saves by the function it is given.
+
+    On rank 0, and without a group, it is called, without a wait for others. Elsewhere it is not: they wait until rank
+    0 has done so.
+    The function and the exit may be on another thread.
+
+    what       description of the save, the same on all processes
+    timeout_s  longest wait for rank 0
+    raises     CheckpointError on the others when it fails; StrategyError when rank 0 goes on without it
+    """
+    if group is None:
+        yield lambda save: save()
+        return
+    work = group.leader_work(what)
+
+    def awaited(save: Callable[[], None]) -> None:
+        ended = group.await_leader(work, timeout_s)
+        _refuse_failed(group, ended.kind, ended.error)
+
+    if group.rank > 0:
+        yield awaited
+        return
+    with group.leading(work):
+        yield lambda save: save()
+
+
+def channel_of(what: str) -> str:
+    """Return the channel of this thread for a save."""
+    return MAIN if threading.current_thread() is threading.main_thread() else what
+
+
+def check_seen(place: Place) -> None:
+    """Raise CheckpointError if a file or folder that rank 0 has written is not here."""
+    if isinstance(place, Path) and not place.exists():
+        raise CheckpointError(f"{place}: expected what worker:0 has written, got nothing in this process", _SHARED)
 
 
 def save_together(
     group: ProcessGroup,
+    what: str,
     channel: str,
     opened: AbstractContextManager[Place],
     make_places: Callable[[Place], Mapping[str, str]],
@@ -67,6 +125,7 @@ def save_together(
 ) -> None:
     """Write a checkpoint with the other processes of the group. Returns, on all, when it is complete.
 
+    what         description of the save, the same on all processes
     channel      as for `ProcessGroup.exchange`
     opened       gives the empty folder, which is in place after it; used, as `make_places` and `finish`, on rank 0 only
     make_places  returns the places of all arrays in the folder
@@ -74,10 +133,11 @@ def save_together(
     timeout_s    longest wait for the other processes
     raises       CheckpointError on all processes when one of them fails
     """
-    point = f"a save in {channel!r}"
 
-    def tell(what: str, word: str = "") -> list[str]:
-        return [*group.exchange(f"{point}, {what}", word, channel=channel, timeout_s=timeout_s)]
+    def tell(event: str, word: str = "") -> list[str]:
+        point = f"{what} of variables in parts, which all workers write together ({event})"
+        wait_s = MEET_S if timeout_s is None and event == "folder made" else timeout_s
+        return [*group.exchange(point, word, channel=channel, timeout_s=wait_s)]
 
     def write(folder: Place, places: Mapping[str, str]) -> None:
         if isinstance(folder, Path) and not folder.is_dir():
@@ -90,7 +150,7 @@ def save_together(
 
     if group.rank > 0:
         word = json.loads(tell("folder made")[0])
-        _check(group, [word.get("error", "")])
+        _refuse_failed(group, word.get("kind", ""), word.get("error", ""))
         written(place_of(word["folder"]), word["places"])
         _check(group, tell("complete")[:1])
         return
@@ -107,7 +167,7 @@ def save_together(
 
     error = _error_of(save)
     if error is not None and not told:
-        tell("folder made", json.dumps({"error": _text(error)}))
+        tell("folder made", json.dumps({"kind": type(error).__name__, "error": _text(error)}))
     elif len(told) == 2:
         tell("complete", "" if error is None else _text(error))
     if error is not None:
@@ -126,11 +186,41 @@ def _text(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
+def _refuse_failed(group: ProcessGroup, kind: str, error: str) -> None:
+    """Raise the error of rank 0, whose class is called `kind`, if there is one."""
+    if error:
+        raised = CheckpointExists if kind == CheckpointExists.__name__ else CheckpointError
+        raise raised(f"{group.names[0]}: {error}", "remove the cause, and save again")
+
+
 def _check(group: ProcessGroup, errors: list[str]) -> None:
     """Raise CheckpointError with the errors of the processes, by rank."""
     found = [f"{name}: {error}" for name, error in zip(group.names, errors, strict=False) if error]
     if found:
-        raise CheckpointError("; ".join(found), "remove the cause, and save again")
+        raise CheckpointError("; ".join(found), "remove the cause, and try again")
+
+
+def restored_together(
+    group: ProcessGroup, place: Place, variables: Sequence[Variable], restore: Callable[[], Restored]
+) -> Restored:
+    """Return what `restore` gives, which restores variables of the group from a checkpoint on each process.
+
+    raises  CheckpointError on all when it fails on one; StrategyError if the values differ, or other processes do
+            something else
+    """
+    channel, found = channel_of(what := f"dflow.restore({str(place)!r})"), list[Restored]()
+    error = _error_of(lambda: found.append(restore()))
+    texts = group.exchange(what, "" if error is None else _text(error), channel=channel)
+    if error is not None:
+        raise error
+    _check(group, [*texts])
+    ours = [*filter(is_of_group, variables)]
+    # All of them live in this process.
+    home = cast(LocalHome, ours[0].home)
+    remedy = "restore from the same checkpoint on all workers"
+    compare_variables(group, home.store, ours, what, channel=channel, remedy=remedy)
+    [report] = found
+    return report
 
 
 def agreed_steps(group: ProcessGroup, folder: Place, steps: Sequence[int]) -> list[int]:

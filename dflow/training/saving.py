@@ -28,6 +28,7 @@ from dflow.lowering.files.owned_folder import whole_place
 from dflow.lowering.files.places import place_of
 from dflow.lowering.files.safetensors_file import SUFFIX, write_safetensors
 from dflow.lowering.files.saved_arrays import SavedArrays, open_arrays
+from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.state_backend import SavedVariables, StateBackend, indices_of
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError
@@ -43,7 +44,16 @@ from dflow.tracing.state.container import resources_in
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable, is_variable
 from dflow.training.generator import Generator
-from dflow.training.group_saving import group_of, is_of_group, refuse_parts, save_together
+from dflow.training.group_saving import (
+    channel_of,
+    check_seen,
+    group_of,
+    is_divided,
+    refuse_parts,
+    restored_together,
+    save_together,
+    saved_once,
+)
 from dflow.training.optimizer import Optimizer
 from dflow.training.restore_report import DIFFERENCES, RestoreReport
 
@@ -86,7 +96,9 @@ def save(
     An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
     in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
 
-    Variables of `AllReduce` are saved by all workers together: each calls `save`, and writes its own parts.
+    Of variables of `AllReduce`, worker 0 writes those that each worker has whole, on its own or while the others wait
+    in the same call. With parts on several workers, as by `fully_sharded=True`, all workers call `save`, and each
+    writes its parts.
 
     Other threads and workers may keep training: the checkpoint is the state between two of their steps (on a cluster,
     between steps of strategies; see docs/saving.md). Each array is stored in
@@ -100,17 +112,23 @@ def save(
     place = given_place(path, "save")
     _check_metadata(place, metadata)
     named = named_variables(variables, names, "save")
+    what = f"dflow.save({str(place)!r})"
     if isinstance(place, Path) and place.name.endswith(SUFFIX):
         refuse_parts(_variables_of(named))
-        group = group_of(_variables_of(named))
-        if group is None or group.rank == 0:
+
+        def write_file() -> None:
             write_safetensors(place, _values(named), _generators(named), texts=metadata, overwrite=overwrite)
-        return
-    is_tree = place.name.endswith(ORBAX_SUFFIX)
-    if is_tree:
-        check_types({name: entry.type for name, entry in named.items()})
-    with captured(named, is_tree=is_tree) as write:
-        write(whole_place(place, overwrite=overwrite), {})
+
+        with saved_once(group_of(_variables_of(named)), what) as save_by:
+            save_by(write_file)
+    else:
+        is_tree = place.name.endswith(ORBAX_SUFFIX)
+        if is_tree:
+            check_types({name: entry.type for name, entry in named.items()})
+        with captured(named, what, is_tree=is_tree) as write:
+            write(whole_place(place, overwrite=overwrite), {})
+    if group_of(_variables_of(named)) is not None:
+        check_seen(place)
 
 
 @suggests_keywords
@@ -131,7 +149,7 @@ def restore(
 
     Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
     leaves every variable as it was; only TaskLost, on a cluster, may leave those of other tasks restored. Generators
-    continue from their saved state.
+    continue from their saved state. Variables of `AllReduce` are restored by all workers, and compared.
 
     Raises NoCheckpoint if `path` has none. Raises CheckpointError inside traced code, with a table for differences that
     are not allowed, or if the checkpoint keeps being replaced during the read; DamagedCheckpoint for a damaged
@@ -142,7 +160,12 @@ def restore(
         raise CheckpointError(f"restore was given ignore={ignore!r}", f"give it some of {list(DIFFERENCES)}")
     place = given_place(path, "restore")
     named = named_variables(variables, names, "restore")
-    return restore_named(place, named, ignore if strict else DIFFERENCES)
+
+    def work() -> RestoreReport:
+        return restore_named(place, named, ignore if strict else DIFFERENCES)
+
+    group = group_of(_variables_of(named))
+    return work() if group is None else restored_together(group, place, [*_variables_of(named)], work)
 
 
 def restore_named(
@@ -191,21 +214,25 @@ class NamedArray:
 @contextmanager
 def captured(
     named: Mapping[str, NamedArray],
+    what: str,
     *,
     is_tree: bool = False,
-    channel: str = "program",
+    channel: str | None = None,
     timeout_s: float | None = None,
 ) -> Iterator[WriteCheckpoint]:
     """Take the values at one moment; the context gives a function that writes them and the manifest into a folder.
 
     Steps may run meanwhile. The function and the exit may be on another thread; it also takes further metadata.
-    `is_tree` is as for `make_places`. `channel` and `timeout_s` are as for `save_together`.
+    `what` describes the save, and `is_tree` is as for `make_places`. `timeout_s` is the longest wait for other
+    processes of a group, and `channel` as for `save_together`, by default that of the thread.
     """
     types = {name: entry.type.strong for name, entry in named.items()}
     group = group_of(_variables_of(named))
-    # What this process has alone, or tasks have, is as rank 0 has it.
-    mine = named if group is None or group.rank == 0 else _of_group(named)
+    is_together = any(map(is_divided, _variables_of(named)))
+    # Rank 0 writes whole arrays, what it has alone, and what tasks have.
+    mine = named if group is None or group.rank == 0 else _divided(named)
     with ExitStack() as stack:
+        save_by = stack.enter_context(saved_once(None if is_together else group, what, timeout_s))
         parts = [stack.enter_context(backend.capturing(here)) for backend, here in _by_backend(mine).items()]
 
         def make(folder: Place) -> dict[str, str]:
@@ -221,19 +248,22 @@ def captured(
             def finish(folder: Place, places: Mapping[str, str]) -> None:
                 write_manifest(folder, types, places, {**_generators(named), **metadata})
 
-            if group is not None:
-                save_together(group, channel, opened, make, write_all, finish, timeout_s)
-                return
-            with opened as folder:
-                places = make(folder)
-                write_all(folder, places)
-                finish(folder, places)
+            def write_alone() -> None:
+                with opened as folder:
+                    places = make(folder)
+                    write_all(folder, places)
+                    finish(folder, places)
+
+            if group is not None and is_together:
+                save_together(group, what, channel or channel_of(what), opened, make, write_all, finish, timeout_s)
+            else:
+                save_by(write_alone)
 
         yield write
 
 
-def _of_group(named: Mapping[str, NamedArray]) -> dict[str, NamedArray]:
-    return {name: entry for name, entry in named.items() if any(map(is_of_group, entry.variables))}
+def _divided(named: Mapping[str, NamedArray]) -> dict[str, NamedArray]:
+    return {name: entry for name, entry in named.items() if any(map(is_divided, entry.variables))}
 
 
 def _variables_of(named: Mapping[str, NamedArray]) -> Iterator[Variable]:
@@ -247,7 +277,8 @@ def _values(named: Mapping[str, NamedArray]) -> dict[str, Any]:
         values = iter(backend.snapshot([one for held in here.values() for one in held]))
         for name, held in here.items():
             parts = list(itertools.islice(values, len(held)))
-            found[name] = parts[0] if len(parts) == 1 else _joined(named[name].type, held, parts)
+            wholes = [*map(whole_here, parts)]
+            found[name] = wholes[0] if len(wholes) == 1 else _joined(named[name].type, held, wholes)
     return found
 
 
@@ -322,9 +353,9 @@ def _in_order(name: str, entry: NamedArray) -> NamedArray:
             f"{', '.join(one.name for one in variables)}",
             "give the sharded variable itself, or all of its shards",
         )
-    if len(variables) > 1 and (spread := [*filter(is_of_group, variables)]):
+    if len(variables) > 1 and (spread := [*filter(is_divided, variables)]):
         raise CheckpointError(
-            f"array {name!r}: expected shards on tasks, or in one process, got {spread[0].name!r} on several processes",
+            f"array {name!r}: expected shards that each process has whole, got parts of {spread[0].name!r}",
             "make it a dflow.Variable, which the mesh divides",
         )
     return replace(entry, variables=tuple(variables))

@@ -19,12 +19,22 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from dflow.distributed.client.coordinator_client import BARRIER_GRACE_S, CoordinatorClient
 from dflow.distributed.coordinator.membership import NORMAL_ENDS
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.wire.messages.process_groups import Exchange, GroupFormed
+from dflow.distributed.wire.messages.process_groups import (
+    END,
+    MAIN,
+    AwaitLeaderWork,
+    Exchange,
+    GroupFormed,
+    LeaderWork,
+    LeaderWorkEnded,
+    LeaderWorks,
+)
 from dflow.distributed.wire.messages.roster import Roster
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, TaskLost
@@ -65,6 +75,8 @@ class ProcessGroup:
         #: A number that no other group of the cluster has: a life is a member of one.
         self.number = max(formed.lives)
         self._numbers: Counter[str] = Counter()
+        #: Number of works of rank 0 since the last exchange of the main thread, by name.
+        self._works: Counter[LeaderWork] = Counter()
         self._is_closed = False
         #: Set when the group is over by a fault, and the description of that.
         self._is_lost, self._lost = threading.Event(), ""
@@ -80,21 +92,57 @@ class ProcessGroup:
         return tuple(map(short_task_name, self.members))
 
     def exchange(
-        self, name: str, word: str = "", *, channel: str = "program", timeout_s: float | None = None
+        self, name: str, word: str = "", *, channel: str = MAIN, timeout_s: float | None = None
     ) -> tuple[str, ...]:
         """Give a word at a point of the program; return the words of all members, by rank, when all have come there.
 
         name     of the point, for errors; the same on all members
-        channel  each thread that exchanges words uses its own
+        channel  each thread that exchanges words uses its own, and none but the main thread `MAIN`
         timeout_s  longest wait, by default that of the group
         raises   TaskLost when a member has left; StrategyError when one is at another point of the program;
                  DeadlineExceeded with the members that have not come
         """
+        if channel == MAIN:
+            self._works.clear()
         self._numbers[channel] += 1
         task, number = self._coordinator.task, self._numbers[channel]
         wait_s = self._timeout_s if timeout_s is None else timeout_s
         message = Exchange(task, channel, number, name, word, wait_s)
         return self._coordinator.ask(message, wait_s + BARRIER_GRACE_S).words
+
+    def leader_work(self, name: str) -> LeaderWork:
+        """Return a new work of the member of rank 0, the same on all members that come to this point of the program.
+
+        name  of the work, for errors
+        """
+        first = LeaderWork(name, self._numbers[MAIN], 0)
+        self._works[first] += 1
+        return LeaderWork(name, first.point, self._works[first])
+
+    @contextlib.contextmanager
+    def leading(self, work: LeaderWork) -> Iterator[None]:
+        """Return the context in which the member of rank 0 does a work, without a wait for other members."""
+        self._tell_work(work)
+        try:
+            yield
+        except BaseException as error:
+            kind = type(error).__name__
+            self._tell_work(work, has_ended=True, kind=kind, error=str(error) or kind)
+            raise
+        self._tell_work(work, has_ended=True)
+
+    def _tell_work(self, work: LeaderWork, **how: Any) -> None:
+        self._coordinator.ask(LeaderWorks(self._coordinator.task, work, **how))
+
+    def await_leader(self, work: LeaderWork, timeout_s: float | None = None) -> LeaderWorkEnded:
+        """Wait until the member of rank 0 has done a work, or has failed to.
+
+        timeout_s  longest wait, by default that of the group
+        raises     StrategyError when the member of rank 0 has gone on without the work; DeadlineExceeded; TaskLost
+        """
+        wait_s = self._timeout_s if timeout_s is None else timeout_s
+        request = AwaitLeaderWork(self._coordinator.task, work, wait_s)
+        return self._coordinator.ask(request, wait_s + BARRIER_GRACE_S)
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
@@ -116,7 +164,7 @@ class ProcessGroup:
         """Wait until all members are done; later ends of other members do not end this process."""
         if self._is_closed:
             return
-        self.exchange("the end of the program", timeout_s=END_S)
+        self.exchange(END, timeout_s=END_S)
         self._is_closed = True
         _current.clear()
         atexit.unregister(self._end_of_program)

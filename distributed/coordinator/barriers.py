@@ -133,6 +133,11 @@ class Barriers:
         barrier.waiting[task] = _BarrierArrival(ask, life, request, until_s)
         return replies + self._pass_if_complete(barrier)
 
+    def waiting_at(self, task: str) -> tuple[str, frozenset[str]] | None:
+        """Return the barrier at which a task waits, and the tasks that are missing there; None if it waits at none."""
+        found = next((barrier for barrier in self._barriers.values() if task in barrier.waiting), None)
+        return None if found is None else (found.name, frozenset(found.missing()))
+
     def leave(self, task: str, why: str) -> list[SendReply]:
         """Remove a task that left the cluster; `why` is a sentence for the errors."""
         return [reply for barrier in self._barriers.values() for reply in self._leave(barrier, task, why)]

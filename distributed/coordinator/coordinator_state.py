@@ -57,7 +57,7 @@ from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, StepsHeld, StepsResumed
 from dflow.distributed.wire.messages.placement import Placed, PlacedAll, PlaceVariable, PlaceVariables, Unplace
-from dflow.distributed.wire.messages.process_groups import Exchange, JoinGroup
+from dflow.distributed.wire.messages.process_groups import AwaitLeaderWork, Exchange, JoinGroup, LeaderWorks
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Leave
 from dflow.distributed.wire.messages.rounds import ClaimSteps, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.snapshots import (
@@ -154,7 +154,8 @@ class CoordinatorState:
             records, self._membership, self._directory, self._ledger, self._pauses, settings.snapshot_every_s
         )
         self._barriers = Barriers(self._present, self._describe, records)
-        self._groups = ProcessGroups(partial(self._membership.coming, within_s=RETURN_S), self._describe)
+        coming = partial(self._membership.coming, within_s=RETURN_S)
+        self._groups = ProcessGroups(coming, self._describe, self._barriers.waiting_at)
         self._news = ClusterNews(self._membership)
         self._results = {name: result.value for name, result in records.load(_RESULT, _Result)}
         self._dumped_at_s: float | None = None
@@ -335,6 +336,14 @@ class CoordinatorState:
     @REQUESTS.handles(Exchange)
     def _exchange(self, request: Exchange, event: Asked) -> list[Command]:
         return [*self._groups.exchange(event.at_s, event.ask, self._membership.life(request.task), request)]
+
+    @REQUESTS.handles(AwaitLeaderWork)
+    def _await_leader_work(self, request: AwaitLeaderWork, event: Asked) -> list[Command]:
+        return [*self._groups.await_work(event.at_s, event.ask, self._membership.life(request.task), request)]
+
+    @REQUESTS.handles(LeaderWorks)
+    def _note_leader_work(self, told: LeaderWorks, event: Asked) -> list[Command]:
+        return [*self._groups.note_work(self._membership.life(told.task), told), SendReply(event.ask, Ok())]
 
     @REQUESTS.handles(PlaceVariable)
     def _place(self, request: PlaceVariable, event: Asked) -> Placed | Failure:

@@ -13,17 +13,28 @@ Invariants:
 - a request is answered exactly once: with the words of all, or with an error that names the tasks that are missing,
   have left, or have come to another point of the program;
 - no member passes an exchange before all have come there, and no exchange is passed after a member has left;
+- an exchange whose missing members wait for those that have come, at a barrier or at the end of the program, fails;
 - a group does not outlive its coordinator's process, and its members are notified.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dflow.distributed.coordinator.coordinator_events import Log, SendReply
+from dflow.distributed.coordinator.leader_work import LeaderWorkBook
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.process_groups import Exchange, Exchanged, GroupFormed, JoinGroup
+from dflow.distributed.wire.messages.process_groups import (
+    END,
+    MAIN,
+    AwaitLeaderWork,
+    Exchange,
+    Exchanged,
+    GroupFormed,
+    JoinGroup,
+    LeaderWorks,
+)
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 
 #: Longest wait of a new group for the next life of a task after a fault, in s.
@@ -35,6 +46,8 @@ LONG_EXCHANGE_S = 10.0
 Expected = Callable[[str, float], tuple[str, ...]]
 #: Description of a task at a time, for an error.
 Describe = Callable[[str, float], str]
+#: The barrier at which a task waits, and the tasks that are missing there; None if it waits at none.
+AtBarrier = Callable[[str], tuple[str, frozenset[str]] | None]
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,15 @@ class _Group:
     lost: str = ""
     channels: dict[str, _Channel] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        #: The works that the member of rank 0 does for all.
+        self.works = LeaderWorkBook(next(iter(self.members)))
+
+    @property
+    def described_end(self) -> str:
+        """Description of the end of the group."""
+        return f"the group of {', '.join(map(short_task_name, self.members))} is over: {self.lost}"
+
     @property
     def formed(self) -> GroupFormed:
         """The answer to every member."""
@@ -84,8 +106,8 @@ class _Group:
 class ProcessGroups:
     """The groups of one cluster."""
 
-    def __init__(self, expected: Expected, describe: Describe) -> None:
-        self._expected, self._describe = expected, describe
+    def __init__(self, expected: Expected, describe: Describe, at_barrier: AtBarrier = lambda task: None) -> None:
+        self._expected, self._describe, self._at_barrier = expected, describe, at_barrier
         #: By job, the tasks that wait for a group.
         self._waiting: dict[str, dict[str, _Applicant]] = {}
         #: By life of a member.
@@ -102,10 +124,30 @@ class ProcessGroups:
 
     def exchange(self, at_s: float, ask: int, life: int, request: Exchange) -> list[SendReply]:
         """Take the word of a live task; answer all members when it was the last one."""
+        group = self._going_on(life, request.task)
+        if isinstance(group, Failure):
+            return [SendReply(ask, group)]
+        passed = group.works.come(request.task, request.number) if request.channel == MAIN else []
+        return passed + self._exchange(at_s, ask, group, request)
+
+    def await_work(self, at_s: float, ask: int, life: int, request: AwaitLeaderWork) -> list[SendReply]:
+        """Answer a live task when the member of rank 0 of its group has ended a work."""
+        group = self._going_on(life, request.task)
+        return [SendReply(ask, group)] if isinstance(group, Failure) else group.works.wait(at_s, ask, request)
+
+    def note_work(self, life: int, told: LeaderWorks) -> list[SendReply]:
+        """Note that a member of rank 0 has begun or ended a work for its group."""
+        return self._groups[life].works.note(told) if life in self._groups else []
+
+    def _going_on(self, life: int, task: str) -> _Group | Failure:
+        """Return the group of a life, or the answer if it is over."""
         group = self._groups.get(life)
-        if group is None or group.lost:
-            why = group.lost if group is not None else "the coordinator was started again, and knows it no longer"
-            return [SendReply(ask, Failure("TaskLost", f"the group of {short_task_name(request.task)} is over: {why}"))]
+        if group is not None and not group.lost:
+            return group
+        why = group.lost if group is not None else "the coordinator was started again, and knows it no longer"
+        return Failure("TaskLost", f"the group of {short_task_name(task)} is over: {why}")
+
+    def _exchange(self, at_s: float, ask: int, group: _Group, request: Exchange) -> list[SendReply]:
         channel = group.channels.setdefault(request.channel, _Channel())
         if request.number == channel.number:  # the answer was lost with a connection
             return [SendReply(ask, Exchanged(channel.words))]
@@ -133,10 +175,8 @@ class ProcessGroups:
         del self._groups[life]
         for channel in group.channels.values():
             channel.given.pop(task, None)
-            replies += _refuse(
-                channel, "TaskLost", f"the group of {', '.join(map(short_task_name, group.members))} is over: {why}"
-            )
-        return replies
+            replies += _refuse(channel, "TaskLost", group.described_end)
+        return replies + group.works.lose(group.described_end)
 
     def tick(self, at_s: float) -> list[SendReply | Log]:
         """Form the groups that wait for no task any longer, and end the waits that are past their deadlines."""
@@ -155,12 +195,15 @@ class ProcessGroups:
         for group in {id(group): group for group in self._groups.values()}.values():
             for channel in group.channels.values():
                 commands += self._expire(group, channel, at_s)
+            commands += group.works.expire(at_s)
         return commands
 
     def _expire(self, group: _Group, channel: _Channel, at_s: float) -> list[SendReply | Log]:
         if not channel.given or (at_s - channel.began_s < LONG_EXCHANGE_S and not _is_late(channel, at_s)):
             return []
         name = next(iter(channel.given.values())).request.name
+        if elsewhere := self._elsewhere(group, channel):
+            return [*_refuse(channel, "StrategyError", _apart(channel, elsewhere))]
         missing = self._named(set(group.members) - set(channel.given), at_s)
         here = ", ".join(map(short_task_name, channel.given))
         text = f"{here} waited {at_s - channel.began_s:.1f} s at {name} for {missing}"
@@ -168,6 +211,20 @@ class ProcessGroups:
             return [*_refuse(channel, "DeadlineExceeded", text)]
         was_announced, channel.is_announced = channel.is_announced, True
         return [] if was_announced else [Log(text)]
+
+    def _elsewhere(self, group: _Group, channel: _Channel) -> dict[str, str]:
+        """Return where each missing member waits, if none of them can come; else nothing."""
+        main = group.channels.get(MAIN, _Channel())
+        found: dict[str, str] = {}
+        for task in set(group.members) - set(channel.given):
+            barrier = self._at_barrier(task) if channel is main else None
+            if task in main.given and main.given[task].request.name == END:
+                found[task] = END
+            elif barrier is not None and not barrier[1].isdisjoint(channel.given):
+                found[task] = f"barrier {barrier[0]!r}"
+            else:
+                return {}
+        return found
 
     def _form(self, job: str, at_s: float) -> list[SendReply]:
         """Form the group of a job if all its tasks wait for it."""
@@ -188,12 +245,13 @@ def _is_late(channel: _Channel, at_s: float) -> bool:
     return any(at_s >= given.until_s for given in channel.given.values())
 
 
-def _apart(channel: _Channel) -> str:
-    """Describe members that have come to different points of the program."""
-    places = ", ".join(f"{short_task_name(task)} at {given.request.name}" for task, given in channel.given.items())
+def _apart(channel: _Channel, elsewhere: Mapping[str, str] = {}) -> str:
+    """Describe members that have come to different points of the program; `elsewhere` are those of other waits."""
+    here = {task: given.request.name for task, given in channel.given.items()} | dict(elsewhere)
+    places = ", ".join(f"{short_task_name(task)} at {name}" for task, name in here.items())
     return (
         f"the processes of a group are at different points of the program: {places}\n"
-        "  let every process run the same loops, with the same numbers of steps"
+        "  let every worker make the same calls in the same order, and run loops of the same number of steps"
     )
 
 

@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.wire.messages.process_groups import MAIN
 from dflow.lowering.state.store import Store
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.state.resources import Variable
@@ -37,8 +38,22 @@ class _Seen(NamedTuple):
     checksum: int
 
 
-def compare_variables(group: ProcessGroup, store: Store, made: Sequence[Variable]) -> None:
-    """Raise StrategyError in all processes unless they have made the same variables, with the same first values.
+_SAME_SEED = "make them in the same order, with the same names, and give random numbers the same seed"
+
+
+def compare_variables(
+    group: ProcessGroup,
+    store: Store,
+    made: Sequence[Variable],
+    point: str = "the end of strategy.variables()",
+    *,
+    channel: str = MAIN,
+    remedy: str = _SAME_SEED,
+) -> None:
+    """Raise StrategyError in all processes unless they have made the same variables, with the same values.
+
+    point    description of the point of the program, for errors; the remedy belongs to it
+    channel  as for `ProcessGroup.exchange`
 
     Values are compared between processes that have the same parts of all variables, up to `COMPARED_BYTES` of each.
     """
@@ -49,24 +64,24 @@ def compare_variables(group: ProcessGroup, store: Store, made: Sequence[Variable
         lambda one: one.part,
         lambda one: one.checksum,
     )
-    point = "the end of strategy.variables()"
     word = json.dumps([hashlib.sha256(json.dumps([*map(fact, seen)]).encode()).hexdigest() for fact in facts])
-    words = [json.loads(one) for one in group.exchange(point, word)]
+    words = [json.loads(one) for one in group.exchange(point, word, channel=channel)]
     by_part = {part: {checksum for _, other, checksum in words if other == part} for _, part, _ in words}
     if len({same for same, _, _ in words}) > 1 or any(len(checksums) > 1 for checksums in by_part.values()):
-        texts = group.exchange(f"{point}, which differ", json.dumps(seen))
-        _refuse(dict(zip(group.names, msgspec.convert(list(map(json.loads, texts)), list[list[_Seen]]), strict=True)))
+        texts = group.exchange(f"{point}, which differ", json.dumps(seen), channel=channel)
+        by_name = dict(zip(group.names, msgspec.convert([*map(json.loads, texts)], list[list[_Seen]]), strict=True))
+        _refuse(by_name, point, remedy)
 
 
-def _refuse(seen: Mapping[str, Sequence[_Seen]]) -> None:
+def _refuse(seen: Mapping[str, Sequence[_Seen]], point: str, remedy: str) -> None:
     """Raise StrategyError for the first variable that differs between the processes."""
     rows = [dict(zip(seen, row, strict=True)) for row in itertools.zip_longest(*seen.values())]
     number = next(number for number, row in enumerate(rows) if _is_unequal([*row.values()]))
     described = [f"{name}: {_described(one) if one else 'none'}" for name, one in rows[number].items()]
     raise StrategyError(
-        f"strategy.variables(): expected the same variables with the same first values on all workers, got as variable "
-        f"{number}: {'; '.join(described)}",
-        "make them in the same order, with the same names, and give random numbers the same seed",
+        f"{point}: expected the same variables with the same values on all workers, got as variable {number}: "
+        f"{'; '.join(described)}",
+        remedy,
     )
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import SingleDeviceSharding
 
 from dflow.lowering.files.array_manifest import MANIFEST, ArrayEntry, ArrayManifest, manifest_text, read_manifest
 from dflow.lowering.files.atomic_directory import is_of_an_attempt, present
@@ -33,6 +32,7 @@ from dflow.lowering.files.divided_array import Bounds, DividedArray
 from dflow.lowering.files.object_path import LONGEST_S, ObjectPath, Place, first_line, no_answer, says_nothing
 from dflow.lowering.files.orbax_layout import METADATA, RESERVED, orbax_metadata, tree_places
 from dflow.lowering.files.regular_file import reading_remedy, refuse_links, remedy_of
+from dflow.lowering.files.whole_arrays import bounds_of, each_once, is_whole_here, placed, spread
 from dflow.lowering.files.zarr import check_array, create_array, open_array, stored_dtype, stored_type
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, NoCheckpoint, ParseError
 from dflow.tracing.ir.types import ArrayType, array_type_of, key_implementation, parse_type
@@ -77,7 +77,8 @@ def make_places(folder: Place, names: Iterable[str], *, is_tree: bool = False) -
 def write_parts(folder: Place, arrays: Mapping[str, Any], places: Mapping[str, str]) -> dict[str, ArrayType]:
     """Write some of the arrays of a prepared folder and return their types.
 
-    Several processes may do this concurrently, for different arrays and for their chunks of a `DividedArray`. Raises
+    Several processes may do this concurrently: each writes its chunks of a `DividedArray`, and its parts of an array
+    that no process has whole; other arrays are given to one process, which writes them whole. Raises
     CheckpointError when an array has a type that cannot be written, or the disk refuses it.
     """
     parts = {
@@ -176,7 +177,7 @@ class ArrayFiles(ArrayManifest):
             if sharding is None or jnp.issubdtype(self.types[name].dtype, jax.dtypes.extended):
                 return store.read()
             indices = sharding.addressable_devices_indices_map(self.types[name].shape).values()
-            pieces = {_bounds(index): store[index] for index in indices}
+            pieces = {bounds_of(index): store[index] for index in indices}
             return {bounds: piece.read() for bounds, piece in pieces.items()}
 
     def _checked(self, name: str, opening: Any) -> Any:
@@ -189,10 +190,10 @@ class ArrayFiles(ArrayManifest):
         with self._unless_damaged(name):
             if not isinstance(started, dict):
                 value = _restored(type, started.result(timeout=_longest_s(self.path)))
-                return value if sharding is None else jax.device_put(jnp.copy(value), sharding)
+                return value if sharding is None else placed(jnp.copy(value), sharding)
             longest_s = _longest_s(self.path)
             pieces = {bounds: _restored(type, part.result(timeout=longest_s)) for bounds, part in started.items()}
-        return spread(type.shape, sharding, lambda index: pieces[_bounds(index)])
+        return spread(type.shape, sharding, lambda index: pieces[bounds_of(index)])
 
     @contextmanager
     def _unless_damaged(self, name: str) -> Iterator[None]:
@@ -239,27 +240,6 @@ def _in_flight(started: Iterable[tuple[int, Transfer]]) -> Iterator[Transfer]:
             yield waiting.popleft()[1]
     while waiting:
         yield waiting.popleft()[1]
-
-
-def own_copy(value: Any, sharding: Any = None) -> jax.Array:
-    """Return a JAX array that shares no memory with `value`, with a sharding if given."""
-    # `device_put` aliases aligned memory, even with may_alias=False.
-    return jnp.array(value, copy=True, device=sharding)
-
-
-def spread(shape: tuple[int, ...], sharding: Any, piece_at: Callable[[Any], Any]) -> jax.Array:
-    """Return a JAX array of this sharding, of copies of the pieces at the indices of this process's devices."""
-    places = sharding.addressable_devices_indices_map(shape)
-    # Copies: a program may overwrite a JAX array's buffer, and a piece may serve several devices.
-    parts = [
-        own_copy(piece_at(index), SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
-        for device, index in places.items()
-    ]
-    return jax.make_array_from_single_device_arrays(shape, sharding, parts)
-
-
-def _bounds(index: tuple[slice, ...] | None) -> tuple[Any, ...]:
-    return tuple((part.start, part.stop) for part in index or ())
 
 
 def _longest_s(place: Place) -> float | None:
@@ -314,8 +294,8 @@ class _Stored:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other processes have pieces of the array, or copies of it."""
-        return isinstance(self.value, jax.Array) and not self.value.is_fully_addressable
+        """Whether other processes write pieces of the array, since this one does not have the whole."""
+        return not is_whole_here(self.value)
 
     @property
     def is_all_elsewhere(self) -> bool:
@@ -323,10 +303,12 @@ class _Stored:
         return self.is_shared and all(shard.replica_id for shard in self.value.addressable_shards)
 
     def pieces(self) -> Iterator[tuple[Any, npt.NDArray[Any]]]:
-        """Yield the parts that the devices of this process hold, each once, with the stored dtype and their indices."""
+        """Yield the parts that this process writes, each once, with the stored dtype and their indices."""
         parts = [(..., self.value)]
         if isinstance(self.value, jax.Array):
-            parts = [(shard.index, shard.data) for shard in self.value.addressable_shards if shard.replica_id == 0]
+            shards = self.value.addressable_shards
+            mine = [one for one in shards if one.replica_id == 0] if self.is_shared else each_once(shards)
+            parts = [(shard.index, shard.data) for shard in mine]
         for index, part in parts:
             yield index, stored_data(part)
 

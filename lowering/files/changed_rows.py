@@ -27,11 +27,11 @@ from dflow.lowering.files.array_files import (
     ArrayFiles,
     make_places,
     read_arrays,
-    spread,
     write_manifest,
     write_parts,
 )
 from dflow.lowering.files.object_path import Place
+from dflow.lowering.files.whole_arrays import spread
 from dflow.lowering.files.zarr import check_array, open_array, stored_type
 from dflow.tracing.errors import DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType, array_type_of

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from dflow.lowering.files.array_manifest import MANIFEST, is_inside
 from dflow.lowering.files.orbax_layout import METADATA
 from dflow.lowering.files.regular_file import refuse_links_within, remedy_of
+from dflow.lowering.files.whole_arrays import placed
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.path_names import path_name
@@ -59,7 +60,7 @@ class OrbaxCheckpoint:
         """
         for name, value in self._read([*shardings]).items():
             sharding = shardings[name]
-            yield name, value if sharding is None else jax.device_put(jnp.array(value), sharding)
+            yield name, value if sharding is None else placed(jnp.array(value), sharding)
 
     def is_replaced(self) -> bool:
         """Return whether another checkpoint, or none, is at the path by now."""

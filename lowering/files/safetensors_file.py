@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
 
 from dflow.lowering.files.atomic_directory import refused_by_the_disk
 from dflow.lowering.files.regular_file import LinkError, regular_size
+from dflow.lowering.files.whole_arrays import placed
 from dflow.tracing.errors import CheckpointError, CheckpointExists, DamagedCheckpoint, NoCheckpoint
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.rows.slices import AxisSlice
@@ -72,7 +72,7 @@ class SafetensorsFile:
                 if file.readinto(data.data) != data.size:
                     raise damaged(self.path, f"array {name!r} is cut off")
                 value = data.view(type.dtype).reshape(type.shape)
-                yield name, value if sharding is None else jax.device_put(jnp.array(value), sharding)
+                yield name, value if sharding is None else placed(jnp.array(value), sharding)
 
     def parts(self, wanted: Sequence[tuple[str, AxisSlice]]) -> Iterator[Any]:
         """Yield parts of arrays in order, as NumPy arrays; no more is read than their pages. Raises as `each` does."""

@@ -20,8 +20,8 @@ import numpy.typing as npt
 from jax import jit as jax_jit
 from jax.sharding import Sharding
 
-from dflow.lowering.files.array_files import own_copy
 from dflow.lowering.files.saved_arrays import SavedArrays, read_parts
+from dflow.lowering.files.whole_arrays import own_copy, placed
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.pending_operations import HeldResource
 from dflow.lowering.state.applied_steps import AppliedSteps
@@ -219,7 +219,7 @@ class Store:
         found = {keys[name]: own_copy(value) if shardings[keys[name]] is None else value for name, value in read}
         for key, value in zip(parts, read_parts(files, [*parts.values()]), strict=True):
             place, own = shardings[key], own_copy(value)
-            found[key] = own if place is None else jax.device_put(own, place)
+            found[key] = own if place is None else placed(own, place)
         return found
 
     def write(self, key: str, value: Any) -> None:
@@ -228,7 +228,7 @@ class Store:
         _check_type(key, held.type, value)
         own, before = device_copy(value), self.table.buffer(key)
         if before.committed:
-            own = jax.device_put(own, before.sharding)
+            own = placed(own, before.sharding)
         else:
             refuse_divided(key, own)
         self.replace({key: own})
@@ -249,7 +249,7 @@ class Store:
                 refuse_divided(key, operand)
         moved = [beside(operand, value) for operand in operands]
         if place is not None and not KINDS[kind].by_rows:
-            moved = [jax.device_put(operand, place) for operand in operands]
+            moved = [placed(operand, place) for operand in operands]
         marks = [key + SUFFIX] if key + SUFFIX in self.table.entries else []
         self.call(_in_place(kind, place, bool(marks)), [key, *marks], [], moved)
 
@@ -311,7 +311,7 @@ class Store:
 def _new_marks(type: ArrayType, place: Sharding | None) -> jax.Array:
     """Return marks of changed rows in a new life, with this sharding."""
     marks = jnp.array(fresh_marks(type))
-    return marks if place is None else jax.device_put(marks, place)
+    return marks if place is None else placed(marks, place)
 
 
 def _check_again(key: str, held: HeldValue, type: ArrayType) -> None:

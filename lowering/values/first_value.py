@@ -15,6 +15,7 @@ import numpy as np
 from jax import jit as jax_jit
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
+from dflow.lowering.files.whole_arrays import placed
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
@@ -114,5 +115,5 @@ def _made_at(place: Sharding, make: Callable[[], Any]) -> jax.Array:
         with _within_mesh(place):
             made = jax_jit(lambda: jnp.asarray(unshared(make())), out_shardings=place)()
     except (DflowError, jax.errors.JAXTypeError):  # `make` reads variables, or cannot be traced
-        made = jax.device_put(jnp.array(unshared(make()), copy=True), place)
+        made = placed(jnp.array(unshared(make()), copy=True), place)
     return made

@@ -13,6 +13,7 @@ import jax
 from jax import jit as jax_jit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from dflow.lowering.files.whole_arrays import placed
 from dflow.lowering.values.variable_key import shown
 from dflow.tracing.errors import VariableShapeError
 from dflow.tracing.ir.explicit_sharding import is_explicit, is_split
@@ -67,5 +68,5 @@ def beside(operand: Any, value: jax.Array) -> Any:
     if operand.sharding.device_set == value.sharding.device_set:
         return operand
     if isinstance(value.sharding, NamedSharding):
-        return jax.device_put(operand, NamedSharding(value.sharding.mesh, PartitionSpec()))
-    return jax.device_put(operand, value.sharding)
+        return placed(operand, NamedSharding(value.sharding.mesh, PartitionSpec()))
+    return placed(operand, value.sharding)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
+from dflow.distributed.wire.messages.connection import Ok
 from dflow.distributed.wire.messages.message import Message, Request
+
+#: The channel of the main thread of the program.
+MAIN = "program"
+#: The name of its last exchange.
+END = "the end of the program"
 
 
 class GroupFormed(Message, frozen=True):
@@ -46,4 +54,49 @@ class Exchange(Request[Exchanged], frozen=True):
     number: int
     name: str
     word: str
+    timeout_s: float
+
+
+class LeaderWork(msgspec.Struct, frozen=True):
+    """A piece of work that the member of rank 0 does for the whole group, such as a file that it writes.
+
+    `name`   of the work, for errors; the same on every member
+    `point`  number of exchanges of the program's main thread before it
+    `count`  number of works of this name since that exchange, counted from 1
+    """
+
+    name: str
+    point: int
+    count: int
+
+
+class LeaderWorks(Request[Ok], frozen=True):
+    """The member of rank 0 has begun a work, or has ended it.
+
+    Then `error` says why it failed, and `kind` is the name of the error's class; empty if it did not fail.
+    """
+
+    speaker = "task"
+
+    task: str
+    work: LeaderWork
+    has_ended: bool = False
+    kind: str = ""
+    error: str = ""
+
+
+class LeaderWorkEnded(Message, frozen=True):
+    """A work of the member of rank 0 has ended; `kind` and `error` are as in `LeaderWorks`."""
+
+    kind: str
+    error: str
+
+
+class AwaitLeaderWork(Request[LeaderWorkEnded], frozen=True):
+    """Wait for the end of a work of the member of rank 0, at most `timeout_s`."""
+
+    speaker = "task"
+
+    task: str
+    work: LeaderWork
     timeout_s: float

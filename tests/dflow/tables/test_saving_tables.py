@@ -291,8 +291,8 @@ def test_some_shards_are_no_array(tmp_path: Path) -> None:
 
 def test_shards_on_several_processes_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = dflow.ShardedVariable(jnp.ones(SHAPE), shards=2, name="spread")
-    monkeypatch.setattr(saving, "is_of_group", lambda variable: variable.name == "spread/1")
-    with pytest.raises(dflow.CheckpointError, match=r"array 'spread': .* got 'spread/1' on several processes"):
+    monkeypatch.setattr(saving, "is_divided", lambda variable: variable.name == "spread/1")
+    with pytest.raises(dflow.CheckpointError, match=r"array 'spread': .* got parts of 'spread/1'"):
         dflow.save(tmp_path / "c", table)
 
 

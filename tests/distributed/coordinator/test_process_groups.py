@@ -9,7 +9,18 @@ from hypothesis import strategies as st
 from dflow.distributed.coordinator.coordinator_events import Log, SendReply
 from dflow.distributed.coordinator.process_groups import LONG_EXCHANGE_S, ProcessGroups
 from dflow.distributed.wire.messages.connection import Failure
-from dflow.distributed.wire.messages.process_groups import Exchange, Exchanged, GroupFormed, JoinGroup
+from dflow.distributed.wire.messages.process_groups import (
+    END,
+    MAIN,
+    AwaitLeaderWork,
+    Exchange,
+    Exchanged,
+    GroupFormed,
+    JoinGroup,
+    LeaderWork,
+    LeaderWorkEnded,
+    LeaderWorks,
+)
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
@@ -22,7 +33,11 @@ class Room:
         self.lives = {task: number for number, task in enumerate(tasks)}
         #: The tasks to wait for when a group forms.
         self.coming = set(tasks)
-        self.groups = ProcessGroups(lambda job, at_s: tuple(self.coming), lambda task, at_s: f"<{task[-1]}>")
+        #: The barrier at which each task waits, and the tasks that are missing there.
+        self.waiting: dict[str, tuple[str, frozenset[str]]] = {}
+        self.groups = ProcessGroups(
+            lambda job, at_s: tuple(self.coming), lambda task, at_s: f"<{task[-1]}>", self.waiting.get
+        )
 
     def join(self, ask: int, task: str, at_s: float = 0.0) -> list[SendReply]:
         return self.groups.join(at_s, ask, self.lives[task], JoinGroup(task, 60.0))
@@ -155,3 +170,64 @@ def test_no_request_is_answered_twice_and_no_word_is_mixed(events: list[tuple[st
                 number = numbers[asked[reply.ask]]
                 assert reply.message.words == tuple(f"{member} {number}" for member in (A, B, C))
                 numbers[asked[reply.ask]] += 1
+
+
+WORK = LeaderWork("the save", 2, 1)
+
+
+def told(room: Room, has_ended: bool, error: str = "") -> list[SendReply]:
+    return room.groups.note_work(room.lives[A], LeaderWorks(A, WORK, has_ended, "Bad" if error else "", error))
+
+
+def await_work(room: Room, ask: int, task: str, work: LeaderWork = WORK) -> list[SendReply]:
+    return room.groups.await_work(0.0, ask, room.lives[task], AwaitLeaderWork(task, work, 100.0))
+
+
+@pytest.mark.parametrize("error", ["", "the disk is full"])
+def test_members_that_ask_wait_for_a_work_of_the_first_one(error: str) -> None:
+    room = Room(A, B, C).formed()
+    assert await_work(room, 1, B) == []
+    assert told(room, has_ended=False) == []
+    # It goes on while another thread of it works.
+    room.give(2, A, "", number=3, channel=MAIN)
+    ended = LeaderWorkEnded("Bad" if error else "", error)
+    assert told(room, has_ended=True, error=error) == [SendReply(1, ended)]
+    assert await_work(room, 3, C) == [SendReply(3, ended)]
+
+
+def test_a_work_that_the_first_member_passes_by_is_refused_immediately() -> None:
+    room = Room(A, B, C).formed()
+    assert await_work(room, 1, B) == []
+    fact = "StrategyError: worker:1 waits for the save by worker:0, which has gone on without it\n  call it on all"
+    (text,) = texts(room.give(2, A, "", number=3, channel=MAIN))
+    assert text.startswith(fact)
+    assert texts(await_work(room, 3, C))[0].startswith(fact.replace("worker:1", "worker:2"))
+    assert await_work(room, 4, B, LeaderWork("the save", 3, 1)) == []
+
+
+def test_a_wait_for_a_work_ends_at_its_deadline_and_with_the_group() -> None:
+    room = Room(A, B).formed()
+    await_work(room, 1, B)
+    assert texts(room.groups.tick(100.0)) == [
+        (
+            "DeadlineExceeded: worker:1 waits for the save by worker:0, and it has not ended\n"
+            "  call it on all workers, or on worker:0 alone"
+        )
+    ]
+    await_work(room, 2, B)
+    assert texts(room.groups.leave(5.0, A, room.lives[A], "killed"))[0].startswith("TaskLost: the group of")
+
+
+@pytest.mark.parametrize("where", ["barrier", "end"])
+def test_an_exchange_whose_missing_members_wait_for_it_is_refused(where: str) -> None:
+    room = Room(A, B).formed()
+    if where == "barrier":
+        room.waiting[B] = "start", frozenset({A})
+        room.give(1, A, "", name="a save", channel=MAIN)
+    else:
+        room.give(1, B, "", name=END, channel=MAIN)
+        room.give(2, A, "", name="a save", channel="other")
+    assert texts(room.groups.tick(LONG_EXCHANGE_S - 1)) == []
+    (text,) = texts(room.groups.tick(LONG_EXCHANGE_S))
+    place = "barrier 'start'" if where == "barrier" else END
+    assert f"different points of the program: worker:0 at a save, worker:1 at {place}\n" in text

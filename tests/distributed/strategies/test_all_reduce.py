@@ -54,6 +54,16 @@ for name, options, spec in (
     print(name, "has part", program.strategy.part, program.w.read().sharding.spec, program.b.read().sharding.spec)
     print(name, "gave", program.train())
     dflow.save(name, program.state)
+    attempt(f"{name}_again", lambda: dflow.save(name, program.state))
+    predict = dflow.jit(lambda x: x @ program.w + program.b)
+    dflow.export(predict, jax.ShapeDtypeStruct((2, 4), np.float32)).save(f"{name}-export")
+    if spec is None and not options:
+        dflow.save(f"{name}.safetensors", [program.w, program.b])
+        print(name, "restored", dflow.restore(f"{name}.safetensors", [program.w, program.b]).restored)
+        attempt("behind", lambda: index and dflow.save("behind", program.w))
+    if index == 0 and "fully_sharded" not in options:
+        dflow.save(f"{name}-alone", program.state)
+        dflow.export(predict, jax.ShapeDtypeStruct((2, 4), np.float32)).save(f"{name}-export-alone")
 
 print("hybrid gave", TableProgram(cluster, dflow.distributed.Hybrid(cluster)).train())
 program = Program(AllReduce(cluster), "refusals")
@@ -114,6 +124,24 @@ def equals_alone(name: str, steps: int, saved: Path) -> list[float]:
     return losses
 
 
+def are_equal_when_saved_alone(name: str, folder: Path) -> None:
+    """Compare the exports, and the files of worker 0 alone, with the checkpoint of all workers."""
+    x, names = np.ones((2, 4), np.float32), {f"{name}/w": (4, 8), f"{name}/b": (8,)}
+    saved = [folder / name, *folder.glob(f"{name}-alone"), *folder.glob(f"{name}.safetensors")]
+    exported = [*folder.glob(f"{name}-export*")]
+    can_alone = name in ("replicated", "parallel")
+    assert len(saved) == 1 + can_alone + (name == "replicated"), saved
+    assert len(exported) == 1 + can_alone, exported
+    found = []
+    for path in saved:
+        w, b = held = [dflow.Variable(np.zeros(shape, np.float32), name=name) for name, shape in names.items()]
+        assert len(dflow.restore(path, held, ignore=["unexpected"]).restored) == 2
+        found.append(x @ w.read() + b.read())
+    found += [dflow.load(path, prefix=f"{path.name}/")(x) for path in exported]
+    for one in found[1:]:
+        np.testing.assert_allclose(found[0], one, rtol=1e-5)
+
+
 def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PAIR)
     words = ("-m", "dflow", "launch", "--all-tables", "--ps", "1", "--workers", "2", "train.py")
@@ -130,8 +158,13 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
     assert one["across", "has"] == "part (0, 1) P('model', 'data') P('data',)"
     for name in ("replicated", "sharded", "parallel", "across"):
         losses = equals_alone(name, 4, tmp_path / name)
+        are_equal_when_saved_alone(name, tmp_path)
         np.testing.assert_allclose(json.loads(one[name, "gave"]), losses, rtol=1e-5)
         assert found[1][name, "gave"] == one[name, "gave"]
+        assert all("CheckpointExists" in told[f"{name}_again", "raised"] for told in found)
+    assert "('replicated/w', 'replicated/b')" in one["replicated", "restored"]
+    behind = "worker:1 waits for dflow.save('behind') by worker:0, which has gone on without it / "
+    assert f"{behind}  call it on all workers, or on worker:0 alone" in found[1]["behind", "raised"]
     standalone = dflow.connect()
     sums = TableProgram(standalone, dflow.distributed.Hybrid(standalone)).train()
     np.testing.assert_allclose(json.loads(one["hybrid", "gave"]), sums, rtol=1e-5)

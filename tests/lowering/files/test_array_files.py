@@ -27,6 +27,7 @@ from dflow.lowering.files.array_files import (
     write_manifest,
     write_parts,
 )
+from dflow.lowering.files.whole_arrays import own_copy
 from dflow.tracing.errors import CheckpointError, CheckpointExists, NoCheckpoint
 from tests.effort import examples
 from tests.lowering.files.written_arrays import write_arrays
@@ -72,7 +73,7 @@ def test_a_copy_shares_no_memory_however_that_is_aligned(placed: bool) -> None:
     start = -raw.ctypes.data % 64
     aligned = raw[start : start + 4096].view(np.float32)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if placed else None
-    copy = array_files.own_copy(aligned, sharding).block_until_ready()
+    copy = own_copy(aligned, sharding).block_until_ready()
     aligned[:] = 1
     assert not np.asarray(copy).any()
 
