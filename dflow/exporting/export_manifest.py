@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, text
+from dflow.lowering.programs.portable_tree import Dict, Tree, Tuple, leaves_of, text
 from dflow.tracing.rows.slices import AxisSlice
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
@@ -93,6 +93,14 @@ class ExportManifest(msgspec.Struct, frozen=True):
             if entry.part is not None:
                 found[entry.part.array][name] = entry.part
         return found
+
+
+def wide_arrays(manifest: ExportManifest) -> dict[str, str]:
+    """Return the types of the variables and arguments that JAX holds in its 64-bit mode alone, by name."""
+    types = {f"variable {name!r}": entry.type for name, entry in manifest.variables.items()}
+    for signature in manifest.signatures.values():
+        types |= {name: type for p in signature.parameters for name, type in leaves_of(p.tree, p.name)}
+    return {name: type for name, type in types.items() if type.partition("[")[0] in ("f64", "i64", "u64", "c128")}
 
 
 def arguments_of(parameters: Sequence[Parameter]) -> Tree:

@@ -34,6 +34,7 @@ from dflow.exporting.export_manifest import (
     and_list,
     arguments_of,
     signature_text,
+    wide_arrays,
 )
 from dflow.exporting.exporter import SavableFunctions
 from dflow.lowering.files.atomic_directory import present
@@ -134,15 +135,11 @@ def _check_precision(place: Path, manifest: ExportManifest) -> None:
     """Raise ExportError if the export has 64-bit arrays, which JAX would silently make 32-bit ones here."""
     if jax.dtypes.canonicalize_dtype(np.float64) == np.float64:
         return
-    types = {f"variable {name!r}": entry.type for name, entry in manifest.variables.items()}
-    for signature in manifest.signatures.values():
-        types |= {name: type for p in signature.parameters for name, type in leaves_of(p.tree, p.name)}
-    for name, type in types.items():
-        if type.partition("[")[0] in ("f64", "i64", "u64", "c128"):
-            raise ExportError(
-                f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}",
-                "call jax.config.update('jax_enable_x64', True) first",
-            )
+    for name, type in wide_arrays(manifest).items():
+        raise ExportError(
+            f"{place} was exported in 64-bit precision, and this process has it off: {name} is {type}",
+            "call jax.config.update('jax_enable_x64', True) first",
+        )
 
 
 def _program(

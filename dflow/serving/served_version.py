@@ -8,11 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.exporting.export_format import read_manifest
+from dflow.exporting.export_manifest import wide_arrays
 from dflow.exporting.loader import load
 from dflow.serving.request_batches import BatchObserver, RequestQueue, batch_sizes
 from dflow.serving.row_check import ROWS, dependence_of_rows
@@ -63,7 +67,10 @@ class ServedVersion:
     """
 
     def __init__(self, model: str, number: int, path: Path, settings: ServingSettings, observer: BatchObserver) -> None:
-        self.number, self._loaded = number, load(path)
+        # Precision is of a thread: models of both kinds are served beside each other.
+        self._precision = partial(jax.enable_x64, True) if wide_arrays(read_manifest(path)) else nullcontext
+        with self._precision():
+            self.number, self._loaded = number, load(path)
         self.refused: dict[str, str] = {}
         self.notes: list[str] = []
         self._count_lock, self._updates, self._saved_updates = threading.Lock(), 0, 0
@@ -101,7 +108,8 @@ class ServedVersion:
     def save(self, path: Path) -> None:
         """Write the functions with the present values of the variables; calls go on. Raises as `Loaded.save`."""
         counted = self._updates
-        self._loaded.save(path)
+        with self._precision():
+            self._loaded.save(path)
         self._saved_updates = counted
 
     def close(self, timeout_s: float | None = None) -> bool:
@@ -124,7 +132,7 @@ class ServedVersion:
             return None
         full = model if len(self._loaded.signatures) == 1 else f"{model}.{name}"
         try:
-            return SignatureTensors(full, self._loaded.signature_of(name))
+            return SignatureTensors(full, self._loaded.signature_of(name), self._precision)
         except ExportError as error:
             self.refused[name] = str(error).splitlines()[0]
             return None
@@ -160,9 +168,10 @@ class ServedVersion:
     @contextmanager
     def _unchanged(self, names: list[str]) -> Iterator[None]:
         """Return the variables to their values at the end."""
-        before = {name: jnp.copy(self._loaded.variables[name].read()) for name in names}
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                self._loaded.variables[name].assign(value)
+        with self._precision():
+            before = {name: jnp.copy(self._loaded.variables[name].read()) for name in names}
+            try:
+                yield
+            finally:
+                for name, value in before.items():
+                    self._loaded.variables[name].assign(value)

@@ -6,7 +6,8 @@ of a function that returns a dict are named by its keys, those of others `result
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,13 +49,19 @@ class TensorSpec:
 class SignatureTensors:
     """Inputs and outputs of a function.
 
-    batch   the letter of the leading dimension that all inputs and outputs share; None if there is none, or if another
-            dimension is of no fixed size, so that rows of several requests have no one shape
-    raises  ExportError for a tensor of a dtype that the protocol lacks
+    precision  makes the context of a call
+    batch      the letter of the leading dimension that all inputs and outputs share; None if there is none, or if
+               another dimension is of no fixed size, so that rows of several requests have no one shape
+    raises     ExportError for a tensor of a dtype that the protocol lacks
     """
 
-    def __init__(self, name: str, signature: FunctionSignature) -> None:
-        self.name, self._signature = name, signature
+    def __init__(
+        self,
+        name: str,
+        signature: FunctionSignature,
+        precision: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.name, self._signature, self._precision = name, signature, precision
         self._arguments = arguments_of(signature.parameters)
         inputs = [leaf for one in signature.parameters for leaf in leaves_of(one.tree, one.name)]
         by_name = {one.name: leaves_of(one.tree, one.name) for one in signature.parameters}
@@ -95,8 +102,9 @@ class SignatureTensors:
     def call(self, fn: Any, arrays: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
         """Call the function with these inputs, and return its outputs, in order, as NumPy arrays."""
         args, named = build(self._arguments, iter([arrays[name] for name in self._order]))
-        result = fn(*args, **named)
-        return [np.asarray(leaf) for leaf in flatten(self._signature.result, result, "result")]
+        with self._precision():
+            result = fn(*args, **named)
+            return [np.asarray(leaf) for leaf in flatten(self._signature.result, result, "result")]
 
     def example(self, fill: Any, sizes: Mapping[str, int]) -> dict[str, Any]:
         """Return inputs of these sizes; `fill(dtype, shape)` makes each. Letters without a size have 1."""

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -270,6 +271,37 @@ def test_a_dtype_that_the_protocol_lacks_is_refused(tmp_path: Path) -> None:
 def test_settings_below_their_least_values_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         ServingSettings(**options)
+
+
+def test_exports_in_64_bit_precision_are_served_beside_others(scales: Path, tmp_path: Path) -> None:
+    with jax.enable_x64(True):
+        total, w = dflow.Variable(jnp.zeros((), jnp.int64), name="total"), dflow.Variable(jnp.ones(2), name="w")
+
+        def add(ids: Any, x: Any) -> Any:
+            total.assign_add(ids.sum())
+            return {"ids": ids + 1, "x": x / w / 3, "total": total.read()}
+
+        spec = dflow.spec("b", jnp.int64), dflow.spec("b, 2", jnp.float64)
+        functions = {"add": (add, *spec), "third": (lambda x: x / w / 3, spec[1])}
+        dflow.export(functions).save(tmp_path / "wide" / "1")
+    shutil.copytree(scales / "1", tmp_path / "plain")
+    settings = ServingSettings(learn=True, max_batch=2)
+    with served(tmp_path, settings) as server:
+        for binary in (False, True):
+            inputs = {"ids": np.array([2**53, 2**53 + 1]), "x": np.ones((2, 2))}
+            body, headers = binary_request(**inputs) if binary else (json_request(**inputs), {})
+            assert infer(server.url, "wide.add", body, **headers)[0] == 200
+        _, answer, _ = infer(server.url, "wide.add", json_request(ids=np.array([2**62]), x=np.ones((1, 2))))
+        found = {one["name"]: (one["datatype"], one["data"]) for one in answer["outputs"]}
+        assert found["ids"] == ("INT64", [2**62 + 1])
+        assert found["x"] == ("FP64", [1 / 3] * 2)
+        assert found["total"] == ("INT64", [2 * (2**54 + 1) + 2**62])
+        third = infer(server.url, "wide.third", json_request(x=np.ones((1, 2))))[1]["outputs"][0]
+        assert (third["datatype"], third["data"]) == ("FP64", [1 / 3] * 2)
+        assert answered(server.url, "plain") == ("1", 1.0)
+        server.models["wide"].save()
+    with jax.enable_x64(True):
+        assert int(dflow.load(tmp_path / "wide" / "2").variables["total"].read()) == 2 * (2**54 + 1) + 2**62
 
 
 def test_functions_that_write_are_refused_without_learn(tmp_path: Path) -> None:
