@@ -21,6 +21,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from dflow import __version__
+from dflow.serving.content_encoding import LEAST_COMPRESSED, compressed, decompressed, encoding_of, takes_gzip
 from dflow.serving.host_check import LOCAL_NAMES, is_own_host
 from dflow.serving.request_batches import RequestQueue, outputs_of
 from dflow.serving.request_members import (
@@ -187,7 +188,11 @@ class HttpApi:
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._settings.timeout_s):
+                encoding = encoding_of(http.headers.get("Content-Encoding"))
                 body = await self._body(http)
+                if encoding is not None:
+                    body = await asyncio.to_thread(decompressed, body, self._settings.max_bytes)
+                    self._count(len(body))
         except TimeoutError:
             raise RefusedRequest(408, f"the request did not arrive within {self._settings.timeout_s:g} s") from None
         self._check_room()  # again: others may have arrived meanwhile
@@ -203,7 +208,11 @@ class HttpApi:
         parts, json_bytes = await _run(size, encode_response, head, named, request)
         headers = {BINARY_HEADER: str(json_bytes)} if json_bytes is not None else {}
         kind = "application/json" if json_bytes is None else "application/octet-stream"
-        return Response(b"".join(parts), headers=headers, media_type=kind)
+        body = b"".join(parts)
+        if len(body) >= LEAST_COMPRESSED and takes_gzip(http.headers.get("Accept-Encoding")):
+            body = await asyncio.to_thread(compressed, body)
+            headers |= {"Content-Encoding": "gzip"}
+        return Response(body, headers=headers | {"Vary": "Accept-Encoding"}, media_type=kind)
 
     async def _outputs(
         self, http: Request, request: InferenceRequest, arrays: Mapping[str, Any], timeout_s: float
@@ -214,6 +223,8 @@ class HttpApi:
             number = version.number
             queue.tensors.check(arrays)
             check_outputs(request, [spec.name for spec in queue.tensors.outputs])
+            if (none := queue.tensors.of_no_rows(arrays)) is not None:
+                return none, (queue, number)
             try:
                 return await outputs_of(queue, arrays, timeout_s), (queue, number)
             except QueueClosed:
@@ -227,10 +238,8 @@ class HttpApi:
         return min(self._settings.timeout_s, given / 1e6) if given else self._settings.timeout_s
 
     async def _body(self, request: Request) -> bytes:
-        """Return the body. Raises RefusedRequest if it is compressed, or as soon as it is too large."""
-        if (encoding := request.headers.get("Content-Encoding", "identity")) != "identity":
-            raise RefusedRequest(415, f"Content-Encoding: expected identity, got {encoding}")
-        most, parts, size, task = self._settings.max_bytes, [], 0, asyncio.current_task()
+        """Return the body. Raises RefusedRequest as soon as it is too large."""
+        most, parts, size = self._settings.max_bytes, [], 0
         declared = request.headers.get("Content-Length", "0")
         size_refusal = RefusedRequest(413, f"the request: expected at most {most} bytes, as --max-bytes says")
         if declared.isdigit() and int(declared) > most:
@@ -239,12 +248,16 @@ class HttpApi:
             size += len(part)
             if size > most:
                 raise size_refusal
-            self._bytes[task] = size
-            if sum(self._bytes.values()) > _MOST_BODIES * most:
-                text = f"the server has {_MOST_BODIES * most} bytes of requests in progress, the most"
-                raise RefusedRequest(503, text, _AGAIN)
+            self._count(size)
             parts.append(part)
         return b"".join(parts)
+
+    def _count(self, size: int) -> None:
+        """Count the bytes of this task's request. Raises RefusedRequest if all requests have too many."""
+        self._bytes[asyncio.current_task()] = size
+        most = _MOST_BODIES * self._settings.max_bytes
+        if sum(self._bytes.values()) > most:
+            raise RefusedRequest(503, f"the server has {most} bytes of requests in progress, the most", _AGAIN)
 
     def _check_room(self) -> None:
         if len(self._arrived) >= self._settings.max_queue:

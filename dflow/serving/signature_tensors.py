@@ -38,12 +38,14 @@ class TensorSpec:
     def refusal(self, array: np.ndarray[Any, Any]) -> str | None:
         """Return why an array is not of this type, or None."""
         fits = len(array.shape) == len(self.dims) and all(
-            size == dim if isinstance(dim, int) else size > 0 for dim, size in zip(self.dims, array.shape, strict=True)
+            size == dim for dim, size in zip(self.dims, array.shape, strict=True) if isinstance(dim, int)
         )
         if fits and array.dtype == self.dtype:
             return None
-        due = f"{datatype_of(self.dtype)}[{','.join(map(str, self.dims))}]"
-        return f"input {self.name!r}: expected {due}, got {datatype_of(array.dtype)}{list(array.shape)}"
+        return f"input {self.name!r}: expected {self}, got {datatype_of(array.dtype)}{list(array.shape)}"
+
+    def __str__(self) -> str:
+        return f"{datatype_of(self.dtype)}[{','.join(map(str, self.dims))}]"
 
 
 class SignatureTensors:
@@ -72,6 +74,8 @@ class SignatureTensors:
         self.inputs = [_spec(name, path, type) for path, type in inputs]
         self.outputs = [_spec(name, path, type) for path, type in _outputs(signature)]
         self.batch = self._batch_letter()
+        #: Then the outputs have no rows either, and no other effect.
+        self._takes_no_rows = self.batch is not None and not signature.writes
 
     def _batch_letter(self) -> str | None:
         every = [*self.inputs, *self.outputs]
@@ -98,6 +102,16 @@ class SignatureTensors:
                     raise RefusedRequest(
                         400, f"input {spec.name!r}: expected {known[1]} for {dim}, as {known[0]!r} has, got {size}"
                     )
+                if size == 0 and isinstance(dim, str) and not self._takes_no_rows:
+                    raise RefusedRequest(
+                        400, f"input {spec.name!r}: expected a size from 1 for {dim} of {spec}, got 0; skip the request"
+                    )
+
+    def of_no_rows(self, arrays: Mapping[str, np.ndarray[Any, Any]]) -> list[np.ndarray[Any, Any]] | None:
+        """Return the outputs for checked inputs without rows, which a program does not take; None for others."""
+        if not self._takes_no_rows or next(iter(arrays.values())).shape[0]:
+            return None
+        return [np.zeros((0, *spec.dims[1:]), spec.dtype) for spec in self.outputs]
 
     def call(self, fn: Any, arrays: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
         """Call the function with these inputs, and return its outputs, in order, as NumPy arrays."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import socket
 import ssl
 import threading
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.serving import http_api
+from dflow.serving.content_encoding import takes_gzip
 from dflow.serving.model_server import ModelServer
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import ConfigError, SecurityError
@@ -130,7 +133,12 @@ def test_the_id_and_the_wanted_outputs_are_those_of_the_request(url: str) -> Non
     [
         ("scale", {"x": ROW.astype(np.int32)}, 400, "input 'x': expected FP32[b,2], got INT32[1, 2]"),
         ("scale", {"x": ROW[0]}, 400, "input 'x': expected FP32[b,2], got FP32[2]"),
-        ("scale", {"x": ROW[:0]}, 400, "input 'x': expected FP32[b,2], got FP32[0, 2]"),
+        (
+            "pair.joined",
+            {"x": ROW[:0], "y": np.ones((2, 1), np.float32)},
+            400,
+            "input 'x': expected a size from 1 for b of FP32[b,2], got 0",
+        ),
         ("scale", {"y": ROW}, 400, "scale: expected the inputs x, got y"),
         ("scale", {}, 400, "scale: expected the inputs x, got none"),
         ("scale", {"x": np.ones((5, 2), np.float32)}, 400, "scale: expected at most 4 rows, got 5"),
@@ -165,9 +173,9 @@ def test_other_requests_are_refused(url: str) -> None:
     )
     assert call(url, "/v3")[:2] == (404, {"error": "there is no GET /v3; see /v2"})
     assert infer(url, "scale", b"x" * 10_001)[0] == 413
-    assert infer(url, "scale", b"x", **{"Content-Encoding": "gzip"})[:2] == (
+    assert infer(url, "scale", b"x", **{"Content-Encoding": "br"})[:2] == (
         415,
-        {"error": "Content-Encoding: expected identity, got gzip"},
+        {"error": "Content-Encoding: expected gzip, deflate or identity, got 'br'"},
     )
     status, body, _ = infer(url, "scale", json_request(x=ROW), Origin="http://page")
     assert (status, body["error"]) == (403, "requests by web pages are refused, and this is by http://page")
@@ -208,6 +216,58 @@ def test_members_of_repository_requests_are_honoured_or_refused(
     assert status == answer or answer in found["error"]
 
 
+@pytest.mark.parametrize("is_binary", [False, True])
+@pytest.mark.parametrize(("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+def test_compressed_requests_are_taken_and_answers_are_compressed_on_demand(
+    url: str, encoding: str, compress: Any, is_binary: bool
+) -> None:
+    rows = np.arange(800, dtype=np.float32).reshape(2, 400)
+    inputs = {"x": np.ones((1, 2), np.float32), "y": rows}
+    body, headers = binary_request(**inputs) if is_binary else (json_request(**inputs), {})
+    plain, _, found = infer(url, "pair.joined", body, **headers)
+    assert (plain, "content-encoding" in found, found["vary"]) == (200, False, "Accept-Encoding")
+    headers |= {"Content-Encoding": encoding, "Accept-Encoding": "deflate, gzip;q=0.5"}
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request("POST", "/v2/models/pair.joined/infer", compress(body), headers)
+    with connection.getresponse() as answer:
+        assert (answer.status, answer.headers["Content-Encoding"]) == (200, "gzip")
+        content = gzip.decompress(answer.read())
+        size = int(answer.headers.get("Inference-Header-Content-Length", len(content)))
+    connection.close()
+    head, rest = json.loads(content[:size]), content[size:]
+    data = np.frombuffer(rest, np.float32) if is_binary else np.array(head["outputs"][0]["data"])
+    np.testing.assert_array_equal(data, rows.sum(0))
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (gzip.compress(b" " * 10_001), 413, "the request: expected at most 10000 bytes decompressed, as --max-bytes"),
+        (gzip.compress(b" " * 9_000) * 2, 413, "the request: expected at most 10000 bytes decompressed"),
+        (gzip.compress(b" " * 50_000_000), 413, "the request: expected at most 10000 bytes, as --max-bytes says"),
+        (gzip.compress(json_request(x=ROW))[:-9], 400, "the request's compressed body: expected its end, got less"),
+        (gzip.compress(json_request(x=ROW)) + b"more", 400, "the request's compressed body: Error -3"),
+        (json_request(x=ROW), 400, "the request's compressed body: Error -3"),
+        (gzip.compress(b"{") + gzip.compress(json_request(x=ROW)[1:]), 200, ""),
+        (b"", 400, "the request's JSON: Input data was truncated"),
+    ],
+)
+def test_compressed_requests_are_bounded_and_checked(url: str, body: bytes, status: int, text: str) -> None:
+    found, answer, _ = infer(url, "scale", body, **{"Content-Encoding": "gzip"})
+    assert (found, answer.get("error", "")[: len(text)]) == (status, text)
+
+
+@pytest.mark.parametrize(
+    ("header", "takes"),
+    [
+        *((header, False) for header in (None, "", "identity", "br, gzip;q=0", "*;q=0", "gzip;q=x")),
+        *((header, True) for header in ("gzip", "GZIP", "*", "deflate, gzip; q=0.1", "x-gzip")),
+    ],
+)
+def test_which_clients_take_gzip(header: str | None, takes: bool) -> None:
+    assert takes_gzip(header) == takes
+
+
 def test_a_host_that_an_attacker_points_here_is_refused(folder: Path) -> None:
     with served(folder / "scale", host_names=["Proxy.example"]) as server:
         for host in ("localhost:80", "127.0.0.1", "[::1]:9", "proxy.example"):
@@ -228,6 +288,16 @@ def test_a_function_whose_shapes_differ_otherwise_takes_any_of_them(url: str) ->
         inputs = {"x": np.ones((rows, 2), np.float32), "y": np.ones((2, columns), np.float32)}
         status, body, _ = infer(url, "pair.joined", json_request(**inputs))
         assert (status, body["outputs"][0]["data"]) == (200, [2.0] * rows * columns)
+
+
+@pytest.mark.parametrize("is_binary", [False, True])
+def test_a_batch_without_rows_has_outputs_without_rows(url: str, is_binary: bool) -> None:
+    body, headers = binary_request(x=ROW[:0]) if is_binary else (json_request(x=ROW[:0]), {})
+    status, answer, found = infer(url, "scale", body, **headers)
+    answer = json.loads(answer[: int(found["inference-header-content-length"])]) if is_binary else answer
+    output = answer["outputs"][0]
+    assert (status, output["name"], output["datatype"], output["shape"]) == (200, "result", "FP32", [0, 2])
+    assert (output["parameters"]["binary_data_size"] if is_binary else output["data"]) == (0 if is_binary else [])
 
 
 def test_metrics_count_requests_batches_and_errors(folder: Path) -> None:

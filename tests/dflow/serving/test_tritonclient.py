@@ -74,6 +74,11 @@ def test_health_metadata_errors_and_a_new_version(client: Any, folder: Path) -> 
     x = triton.InferInput("x", [1, 2], "FP32")
     x.set_data_from_numpy(np.ones((1, 2), np.float32))
     assert client.infer("scale", [x], timeout=5_000_000).as_numpy("result").tolist() == [[2, 2]]
+    for algorithm in ("gzip", "deflate"):
+        packed = client.infer(
+            "scale", [x], request_compression_algorithm=algorithm, response_compression_algorithm=algorithm
+        )
+        assert packed.as_numpy("result").tolist() == [[2, 2]]
     wrong = triton.InferInput("x", [1, 3], "FP32")
     wrong.set_data_from_numpy(np.ones((1, 3), np.float32))
     with pytest.raises(triton.InferenceServerException, match=r"input 'x': expected FP32\[b,2\], got FP32\[1, 3\]"):
