@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -48,6 +49,7 @@ from dflow.tracing.jax_frontend import (
     source_of,
     touches_state,
 )
+from dflow.tracing.jaxprs.attributes import normal
 from dflow.tracing.jaxprs.captured import closed_over, is_large
 from dflow.tracing.jaxprs.from_jaxpr import holds_device
 from dflow.tracing.jaxprs.leaks import note_trace, watched_for_leaks
@@ -199,7 +201,9 @@ class Planner:
             stage = constrained(self.fn, self.options).trace(*args, **kwargs)
         names = argument_names(self.fn, args, kwargs, self.shared.static.test_of(args))
         leaves = jax.tree_util.tree_leaves((args, kwargs))
-        return traced_from(stage, names, self.options.get("compiler_options"), leaves)
+        traced = traced_from(stage, names, self.options.get("compiler_options"), leaves)
+        _, _, static = self.shared.static.split(args, kwargs)
+        return replace(traced, static=_described_static(static)) if static else traced
 
     def _first_call(self, args: Any, kwargs: Any, leaves: list[Any]) -> CallPlan | None:
         """Trace for arguments of new types, and decide how their calls run: the plan, or None if JAX runs them."""
@@ -252,6 +256,11 @@ class Planner:
         if is_watched:
             return plan(watched(program(lower), lambda args, kwargs, _: run(args, kwargs)), lower)
         return plan(lambda args, kwargs, _: run(args, kwargs), lower, single)
+
+
+def _described_static(static: Any) -> str:
+    """Return a text for static arguments that is the same in every process."""
+    return "".join(f" {key}={normal(value)}" for key, value, _ in static)
 
 
 def _watched_program(

@@ -33,6 +33,7 @@ from dflow.tracing.state.variable_trees import structure_text
 from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.training.optimizer_name import derived_name
+from dflow.training.optimizer_settings import settings_of
 from dflow.training.sharded_updates import warn_of_shards
 from dflow.training.slot_initials import initials_of
 
@@ -154,6 +155,12 @@ class Optimizer:
         """
         gradients, extra = given
         self._update(self._flat(gradients), extra)
+
+    @functools.cached_property
+    def settings(self) -> tuple[str, ...]:
+        """A text for each setting, such as `scale_by_adam.b1: 0.9`, to compare those of several processes."""
+        own = f"wire: {self._codec!r}", f"lazy_rows: {self._lazy_rows}"
+        return (*own, *settings_of(self._transformation))
 
     def initial_rows(self, variable: Variable, rows: Any) -> list[tuple[Variable, Any]]:
         """Return the slots that have rows of a variable, each with its initial rows for those of the variable.

@@ -37,11 +37,18 @@ _REMEDY = "run the same step on all workers, and pass what differs between them 
 _SHORT = 12
 
 
+#: Returns further items to compare of a program, before its own.
+MoreItems = Callable[[WatchedProgram], list[ListedItem]]
+
+
+@dataclass
 class _Step:
     """A step of a loop whose workers have met; `is_covered` until it has called its own program."""
 
-    def __init__(self, point: str, refuse: Callable[[WatchedProgram], None], *, is_covered: bool) -> None:
-        self.point, self.refuse, self.is_covered = point, refuse, is_covered
+    point: str
+    refuse: Callable[[WatchedProgram], None]
+    more: MoreItems
+    is_covered: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +72,20 @@ class AgreedPrograms:
         self._step: ContextVar[_Step | None] = ContextVar("dflow_agreed_step", default=None)
 
     @contextmanager
-    def step(self, point: str, refuse: Callable[[WatchedProgram], None], *, is_one_call: bool) -> Iterator[None]:
+    def step(
+        self,
+        point: str,
+        refuse: Callable[[WatchedProgram], None],
+        *,
+        is_one_call: bool,
+        more: MoreItems = lambda program: [],
+    ) -> Iterator[None]:
         """Return the context of a step, at a point that the members have come to.
 
         refuse       raises for a program that no step of this kind may call
         is_one_call  whether the step is one call of a function of `dflow.jit`
         """
-        token = self._step.set(_Step(point, refuse, is_covered=is_one_call))
+        token = self._step.set(_Step(point, refuse, more, is_one_call))
         try:
             yield
         finally:
@@ -82,7 +96,7 @@ class AgreedPrograms:
         step = self._step.get()
         if step is None:
             if self._writes_shared(program) or (_reads_shared(program) and program.is_collective(args, kwargs, leaves)):
-                self._meet(program, f"a call of {program.name!r}")
+                self.compare(f"a call of {program.name!r}", self._listing(program).items)
             return
         is_agreed = self._listing(program).digest in self._agreed
         if step.is_covered and is_agreed:
@@ -90,7 +104,8 @@ class AgreedPrograms:
             return
         own = [] if is_agreed else [one for one in program.variables if not is_shared(one.sharding)]
         values = [array_item("variable of this process", one.name, one.read()) for one in own]
-        self._meet(program, f"a call of {program.name!r} in {step.point}", values)
+        more = [] if is_agreed else step.more(program)
+        self.compare(f"a call of {program.name!r} in {step.point}", [*more, *self._listing(program).items, *values])
         step.refuse(program)
         self._agreed.add(self._listing(program).digest)
         self._compared.update(one.key for one in own)
@@ -119,9 +134,6 @@ class AgreedPrograms:
         raise StrategyError(
             f"{point}: expected the same {kind} on all workers, got{described}", _REMEDIES.get(kind, _REMEDY)
         )
-
-    def _meet(self, program: WatchedProgram, point: str, values: Sequence[ListedItem] = ()) -> None:
-        self.compare(point, [*self._listing(program).items, *values])
 
     def _listing(self, program: WatchedProgram) -> _Listed:
         if program not in self._listed:

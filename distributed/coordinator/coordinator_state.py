@@ -47,10 +47,12 @@ from dflow.distributed.coordinator.snapshots.recovery import Recovery
 from dflow.distributed.coordinator.snapshots.resumption import newest_snapshot, resumed
 from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.coordinator.state_marks import StateMarks
+from dflow.distributed.coordinator.step_comparisons import StepComparisons
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.compared_steps import CompareStep
 from dflow.distributed.wire.messages.connection import Failure, Ok
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
@@ -146,6 +148,7 @@ class CoordinatorState:
         )
         self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
+        self._comparisons = StepComparisons()
         self._elections = Elections(records)
         self._traffic, self._costs = TrafficTotals(), CostTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
@@ -491,6 +494,7 @@ class CoordinatorState:
             self._traffic.leave(one.life)
             self._watch.leave(one.life)
             self._elections.leave(one.life, one.reason)
+            self._comparisons.leave(one.task, one.reason)
             commands += self._pauses.leave(one.task, self._membership.connections())
             commands += self._recovery.left(one.task)
             why = f"{short_task_name(one.task)} has left: {one.reason}"
@@ -504,3 +508,6 @@ REQUESTS.handles(GetStatus)(lambda state, request, event: state.status(event.at_
 REQUESTS.handles(GetEvents)(lambda state, request, event: state._news.since(request))
 REQUESTS.handles(AwaitRecovery)(lambda state, request, event: state._recovery.await_recovery(event.ask, request))
 REQUESTS.handles(AnnounceLeave)(lambda state, request, event: state._recovery.announce_leave(request.task, event.ask))
+REQUESTS.handles(CompareStep)(
+    lambda state, request, event: [*state._comparisons.compare(event.ask, request, state._membership.live_peers())]
+)

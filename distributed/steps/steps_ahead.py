@@ -27,6 +27,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NoReturn
+from weakref import WeakSet, ref
 
 import jax
 import numpy as np
@@ -71,12 +72,18 @@ class RegisteredStep:
     released_at_call  the tasks to release when a step that began ahead is called; None if it cannot begin ahead
     feeds             returns the feeds of this task's part, given the leaves of the arguments
     why_not_own       why this task's own part cannot begin ahead; empty if it can
+    name              of the function
+    signature         types of its arguments, as a text
+    written           weak references to the variables that it writes
     """
 
     handles: Mapping[str, int]
     released_at_call: tuple[str, ...] | None
     feeds: Callable[[Sequence[Any]], Sequence[Any]] = list
     why_not_own: str = ""
+    name: str = ""
+    signature: str = ""
+    written: Sequence[ref[Any]] = ()
 
 
 class StepsAhead:
@@ -86,6 +93,7 @@ class StepsAhead:
     prefetch    number of the loop's newest updates that the values of a step may lack
     on_refusal  called with the reason, at most once, if steps of the loop cannot begin ahead
     on_unused   called with the reason, at most once, if the next batch was given to no effect
+    on_new      called with each step that the loop calls, before its first call; may raise
     """
 
     def __init__(
@@ -96,10 +104,13 @@ class StepsAhead:
         *,
         on_refusal: Callable[[str], None] = lambda why: None,
         on_unused: Callable[[str], None] = lambda why: None,
+        on_new: Callable[[RegisteredStep], None] = lambda called: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._starter, self._run, self._prefetch, self._clock = starter, run, prefetch, clock
         self._refusals, self._unused = [on_refusal], [on_unused]
+        #: The steps that the loop has called.
+        self._on_new, self._known = on_new, WeakSet[RegisteredStep]()
         #: The batches of the iteration and of the next one, if both are known.
         self._batches: tuple[Any, Any] | None = None
         # A signal handler may change state on a thread that holds the lock, which is never held while sending.
@@ -175,6 +186,9 @@ class StepsAhead:
 
         leaves  the leaves of the arguments
         """
+        if called is not self._last and called not in self._known:
+            self._on_new(called)
+            self._known.add(called)
         self._calls += 1
         is_same, self._last = called is self._last, called
         why_not = self._why_not

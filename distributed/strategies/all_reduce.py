@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
-from dflow.distributed.strategies.own_resources import refuse_own_resources
 from dflow.distributed.strategies.step_report import first_not_finite, losses_of, real_scalars
 from dflow.distributed.strategies.strategy import (
     REPORT_S,
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     # The command line imports this module, and has no time to import JAX.
     from jax.sharding import Mesh
 
+    from dflow.distributed.collectives.agreed_programs import AgreedPrograms
     from dflow.distributed.strategies.process_mesh import ProcessMesh
     from dflow.lowering.state.store import Store
 
@@ -176,9 +175,8 @@ class AllReduce(Strategy):
         if self._cluster.programs is None:
             yield
             return
-        is_one_call = hasattr(run.step, "trace")
-        programs = self._cluster.programs.step(_point(run, number), refuse_own_resources, is_one_call=is_one_call)
-        with self._on.shared_step(), programs:
+        point, is_one_call = _point(run, number), hasattr(run.step, "trace")
+        with self._on.shared_step(self._cluster.programs, point, is_one_call=is_one_call):
             yield
 
     def _computing(self) -> AbstractContextManager[None]:

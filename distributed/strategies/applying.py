@@ -7,7 +7,7 @@ is traced again, with nothing changed in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,6 +33,11 @@ class GivenOptimizer(Protocol):
     @property
     def variables(self) -> Any:
         """The pytree of variables that it updates."""
+        ...
+
+    @property
+    def settings(self) -> Sequence[str]:
+        """Its numbers and other settings, one text for each, which are the same in every process with the same ones."""
         ...
 
     def apply_mean(self, gradients: Any) -> None:
@@ -67,6 +72,21 @@ def applying(applier: Applier) -> Iterator[None]:
             yield
     finally:
         _current.reset(token)
+
+
+#: The optimizers of this process that have applied gradients, or are in a trace.
+_applied: WeakSet[GivenOptimizer] = WeakSet()
+
+
+def applied_to(variables: Iterable[Any]) -> list[GivenOptimizer]:
+    """Return the optimizers that have been applied, by name, whose variables are all among these."""
+    known = {*map(id, variables)}
+    found = [one for one in list(_applied) if all(id(variable) in known for variable in _variables_of(one))]
+    return sorted(found, key=lambda one: one.name)
+
+
+def _variables_of(optimizer: GivenOptimizer) -> list[Any]:
+    return jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
 
 
 #: Optimizers of variables that each process has for itself, whose updates were traced outside of shared steps.
@@ -110,9 +130,10 @@ def shared_step(variables: SharedVariables = SharedVariables()) -> Iterator[None
 
 def refuse_own_variables(optimizer: GivenOptimizer) -> None:
     """In a `shared_step`, raise VariableError if a variable of the optimizer lives in this process only."""
+    _applied.add(optimizer)
     shared = _shared.get()
     own = is_own if shared is None else shared.is_own
-    leaves = jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable) if shared or is_tracing() else []
+    leaves = _variables_of(optimizer) if shared or is_tracing() else []
     variable = next(filter(own, leaves), None)
     if variable is not None and shared is None:
         _traced_outside.add(optimizer)

@@ -86,8 +86,8 @@ class Async(Strategy):
         self._lookahead = lookahead
 
     def results(self, run: StrategyRun) -> Iterator[Any]:
-        bound = self._max_staleness, self._job
-        with self._cluster.shared_steps(run.name, self._prefetch, *bound) as shared_step:
+        bound, is_one_call = (self._max_staleness, self._job), hasattr(run.step, "trace")
+        with self._cluster.shared_steps(run.name, self._prefetch, *bound, is_one_call=is_one_call) as shared_step:
             yield from self._claimed(run, shared_step)
 
     def _claimed(self, run: StrategyRun, shared_step: SharedStep) -> Iterator[Any]:

@@ -17,17 +17,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
+from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.collectives.process_group import ProcessGroup
 from dflow.distributed.steps.steps_ahead import refusing_steps
-from dflow.distributed.strategies.applying import SharedVariables, shared_step
+from dflow.distributed.strategies.applying import SharedVariables, applied_to, shared_step
+from dflow.distributed.strategies.compared_steps import settings_of
 from dflow.distributed.strategies.compared_variables import compare_variables
+from dflow.distributed.strategies.own_resources import refuse_own_resources
 from dflow.lowering.state.store import Store
+from dflow.lowering.steps.program_watch import WatchedProgram
 from dflow.tracing.errors import DeviceError, StrategyError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.number_range import check_numbers
 from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.context import spreading
 from dflow.tracing.state.resources import Variable, is_variable
+from dflow.tracing.syntax.listing import ListedItem
 
 
 class ProcessMesh:
@@ -69,15 +74,20 @@ class ProcessMesh:
         return {process: tuple(sorted(places)) for process, places in found.items()}
 
     @contextmanager
-    def shared_step(self) -> Iterator[None]:
+    def shared_step(self, programs: AgreedPrograms, point: str, *, is_one_call: bool) -> Iterator[None]:
         """Return the context of a step, whose optimizers may only have variables on this mesh.
+
+        programs     compares the programs of the step with those of the other processes
+        point        name of the step, which all processes have come to
+        is_one_call  whether it is one call of a function of `dflow.jit`
 
         A step with variables on other tasks is refused: each process would run all of it, and apply each update again.
         """
         variables = SharedVariables(lambda one: not self._has(one), "make it within strategy.variables()")
         why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
         remedy = "train by Hybrid, which has tables on tasks, or by Sync"
-        with shared_step(variables), refusing_steps(why, remedy):
+        agreed = programs.step(point, refuse_own_resources, is_one_call=is_one_call, more=_settings)
+        with shared_step(variables), refusing_steps(why, remedy), agreed:
             yield
 
     def _has(self, variable: Any) -> bool:
@@ -195,6 +205,10 @@ class ProcessMesh:
             return jax.make_array_from_process_local_data(sharding, np.asarray(leaf), shape)
 
         return jax.tree_util.tree_map(divided, batch, is_leaf=is_variable)
+
+
+def _settings(program: WatchedProgram) -> list[ListedItem]:
+    return settings_of(applied_to(program.variables))
 
 
 def _sizes(axes: Mapping[str, int], devices: int) -> tuple[int, ...]:

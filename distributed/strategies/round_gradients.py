@@ -60,6 +60,11 @@ class OptimizersTogether:
         """The variables of each."""
         return tuple(optimizer.variables for optimizer in self.optimizers)
 
+    @property
+    def settings(self) -> Sequence[str]:
+        """Those of each."""
+        return [f"{one.name}: {setting}" for one in self.optimizers for setting in one.settings]
+
     def apply_mean(self, gradients: Any) -> None:
         """Update the variables of each by the mean of several workers' gradients."""
         for optimizer, part in zip(self.optimizers, gradients, strict=True):

@@ -7,6 +7,7 @@ accumulators, tagged by the round.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,11 +19,12 @@ import jax.numpy as jnp
 from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
+from dflow.distributed.strategies.compared_steps import compare_step, settings_of
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.long_wait import waited_for
-from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, leaves_of, together
+from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, each_of, leaves_of, together
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
-from dflow.distributed.task.cluster_steps import ClusterSteps
+from dflow.distributed.task.cluster_steps import ClusterSteps, written_on_tasks
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.wire.codec import encode_arrays
 from dflow.distributed.wire.messages.placement import PlaceVariable
@@ -42,6 +44,7 @@ from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.rows.keep_rows import noted_rows
 from dflow.tracing.rows.row_gradient import RowGradient, is_row_gradient
 from dflow.tracing.rows.rows_to_dense import note_gradients, times_noted
+from dflow.tracing.state.resources import is_variable
 from dflow.tracing.syntax.listing import listing
 
 #: Makes the names of appliers unique, so that a trace under one is never reused for another, even of an equal run name.
@@ -56,6 +59,10 @@ class RoundTasks(StrategyCluster, Protocol):
     steps: ClusterSteps
     #: Compares the programs of processes that compute together; None if they do not.
     programs: AgreedPrograms | None
+
+    def refuse_unequal(self, run: str) -> None:
+        """Raise StrategyError if the workers of the run are known to have different steps."""
+        ...
 
 
 class RoundPart:
@@ -77,8 +84,8 @@ class RoundPart:
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
-        optimizer, spec, beside, stage = _looked_at(step, arguments_of(batch), self._dense)
-        self._compare(f"the first step of run {self._run!r}", lambda: _traced(stage))
+        optimizer, spec, beside, traced = _looked_at(step, arguments_of(batch), self._dense)
+        self._compare_step([*each_of(optimizer), *(one for one, _ in beside)], traced())
         if self._dense is not None:
             self._dense.use(beside)
         with shared_step():
@@ -111,7 +118,8 @@ class RoundPart:
         accumulator = gradients.accumulator
         taken_types = tuple(array.struct for array in accumulator.type.arrays)
         traced = trace(lambda *taken: gradients.update(optimizer, taken), taken_types, {})
-        self._compare(f"the update of run {self._run!r}", lambda: traced)
+        if self._programs is not None:
+            self._programs.compare(f"the update of run {self._run!r}", listing(traced))
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
@@ -119,13 +127,23 @@ class RoundPart:
         message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), infos[:count], infos[count:])
         self._cluster.requests.ask(self._host, message, payload)
 
-    def _compare(self, point: str, traced: Callable[[], Traced]) -> None:
-        """Raise StrategyError in all workers of one group unless they have traced the same."""
-        if self._dense is not None and self._cluster.programs is not None:
-            self._cluster.programs.compare(point, listing(traced()))
+    def _compare_step(self, optimizers: Sequence[GivenOptimizer], traced: Traced) -> None:
+        """Raise StrategyError unless the run's other workers have traced the same, as far as it has to be equal."""
+        if self._programs is not None:
+            items = [*settings_of(optimizers), *listing(traced)]
+            self._programs.compare(f"the first step of run {self._run!r}", items)
+            return
+        trained = jax.tree_util.tree_leaves([one.variables for one in optimizers], is_leaf=is_variable)
+        compare_step(self._cluster.coordinator, self._run, "", [*written_on_tasks(traced), *trained], optimizers)
+
+    @property
+    def _programs(self) -> AgreedPrograms | None:
+        """Compares the programs of workers that compute together; None if they only share the variables of tasks."""
+        return self._cluster.programs if self._dense is not None else None
 
     def run_step(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
         """As `Gradients.call`, while no state of tasks is captured or restored."""
+        self._cluster.refuse_unequal(self._run)
         with self._cluster.steps.server.gate.step(self._cluster.steps.timeout_s):
             return gradients.call(step, batch, number)
 
@@ -133,6 +151,7 @@ class RoundPart:
         """Wait for the opening after number `done`; log a warning while workers are missing."""
 
         def asked(wait_s: float) -> RoundOpen:
+            self._cluster.refuse_unequal(self._run)
             message = NextRound(self._run, self._cluster.task, done, self._accumulator, wait_s)
             return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
 
@@ -153,8 +172,8 @@ class RoundPart:
             self._cluster.requests.ask(self._host, message)
 
 
-#: The optimizers as one, the types of their gradients, the optimizers of `DenseGradients`, and the trace by JAX.
-_Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]], Any]
+#: The optimizers as one, the types of their gradients, the optimizers of `DenseGradients`, and the trace.
+_Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]], Callable[[], Traced]]
 
 
 class _Found:
@@ -197,7 +216,7 @@ class _Found:
         ]
         own = together([one for one, is_dense in zip(optimizers, to_dense, strict=True) if not is_dense])
         beside = [one for one, is_dense in zip(self._seen, to_dense, strict=True) if is_dense]
-        return own, specs[0] if len(specs) == 1 else tuple(specs), beside, stage
+        return own, specs[0] if len(specs) == 1 else tuple(specs), beside, functools.cache(lambda: _traced(stage))
 
 
 #: By step and types of its arguments: its optimizers and the types of its gradients, cached as they need a trace.

@@ -44,7 +44,13 @@ class StrategyCluster(RecoveringState, Protocol):
     coordinator: CoordinatorClient
 
     def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+        self,
+        run: str,
+        prefetch: int,
+        max_staleness: int | None = None,
+        job: str = "ps",
+        *,
+        is_one_call: bool = False,
     ) -> AbstractContextManager[SharedStep]:
         """Return the context of a loop over steps of `run`, which other workers run too.
 
@@ -56,6 +62,10 @@ class StrategyCluster(RecoveringState, Protocol):
         max_staleness  number of updates by other steps that the values used in a step may lack; None for any number. A
                        step's context then waits until the step may begin, and raises DeadlineExceeded
         job            the job of the task that counts the steps for that
+        is_one_call    whether each step is one call of a function of `dflow.jit`, so that all workers call the same
+
+        What the steps write is compared with what those of the other workers write; a context raises StrategyError if
+        it differs.
         """
         ...
 

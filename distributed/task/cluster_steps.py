@@ -44,7 +44,7 @@ from dflow.lowering.steps.step_events import STEP_BEGAN, STEP_ENDED
 from dflow.lowering.values.devices import devices_in_order
 from dflow.lowering.values.host_values import as_argument
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.devices.device_name import task_of
+from dflow.tracing.devices.device_name import is_on_task, task_of
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import (
     DeadlineExceeded,
@@ -54,9 +54,10 @@ from dflow.tracing.errors import (
     TransportClosed,
     VariableError,
 )
-from dflow.tracing.jaxprs.trace import Traced
+from dflow.tracing.jaxprs.trace import Traced, written_keys
 from dflow.tracing.moments import reach
 from dflow.tracing.source import at, caller
+from dflow.tracing.state.resources import Variable, is_variable
 
 Result = TypeVar("Result")
 
@@ -84,10 +85,15 @@ class ClusterSteps:
 
     @contextlib.contextmanager
     def ahead(
-        self, run: str, prefetch: int, on_refusal: Callable[[str], None], on_unused: Callable[[str], None]
+        self,
+        run: str,
+        prefetch: int,
+        on_refusal: Callable[[str], None],
+        on_unused: Callable[[str], None],
+        on_new: Callable[[RegisteredStep], None] = lambda called: None,
     ) -> Iterator[StepsAhead]:
         """Return the context of a training loop whose steps begin ahead; see `StepsAhead`."""
-        loop = StepsAhead(self.server.starter, run, prefetch, on_refusal=on_refusal, on_unused=on_unused)
+        loop = StepsAhead(self.server.starter, run, prefetch, on_refusal=on_refusal, on_unused=on_unused, on_new=on_new)
         self._loops.append(loop)
         try:
             yield loop
@@ -186,7 +192,9 @@ class ClusterSteps:
 
         plans = {task: part.plan for task, part in step.plans.items()}
         released, mine = released_at_call(plans, self._task), self.server.plans.get(handles[self._task])
-        registered, epoch = RegisteredStep(handles, released, feeds, why_not_own(mine, step.traced.donated)), self.epoch
+        traced, why_not = step.traced, why_not_own(mine, step.traced.donated)
+        described = traced.name, traced.signature, tuple(map(weakref.ref, written_on_tasks(traced)))
+        registered, epoch = RegisteredStep(handles, released, feeds, why_not, *described), self.epoch
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             nonlocal registered, epoch
@@ -368,6 +376,12 @@ class LoweredPart:
         for stage in self.stages:
             total.update(stage.cost_analysis() or {})
         return total
+
+
+def written_on_tasks(traced: Traced) -> list[Variable]:
+    """Return the variables on tasks of the cluster that a function writes."""
+    keys = written_keys(traced)
+    return [one for one in traced.variables if is_variable(one) and one.key in keys and is_on_task(one.device)]
 
 
 def _no_options(name: str) -> DflowError:

@@ -28,6 +28,7 @@ from dflow.distributed.observe.tracer import Observed, Tracer
 from dflow.distributed.process.run_folder import run_folder
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.applying import shared_step
+from dflow.distributed.strategies.compared_steps import compare_call
 from dflow.distributed.strategies.dense_gradients import DenseGradients
 from dflow.distributed.strategies.process_mesh import ProcessMesh
 from dflow.distributed.strategies.round_part import RoundPart
@@ -40,6 +41,7 @@ from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, TcpAddress, parse_endpoints
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.wire.messages.compared_steps import RunRefused
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.process_groups import JoinGroup
 from dflow.distributed.wire.messages.roster import EdgeTraffic
@@ -53,7 +55,7 @@ from dflow.lowering.state.store import Store
 from dflow.lowering.steps.program_watch import set_program_watch
 from dflow.lowering.steps.recorder import Recorder
 from dflow.tracing.devices.task_name import short_task_name, split_task_name, task_name
-from dflow.tracing.errors import DflowError, TrainingError
+from dflow.tracing.errors import DflowError, StrategyError, TrainingError
 from dflow.tracing.near_names import suggests_fields, suggests_keywords
 from dflow.tracing.source import caller
 from dflow.tracing.state.context import home
@@ -126,6 +128,8 @@ class Cluster:
         #: Made at the first use; all strategies of the cluster share the compiled steps that write them.
         self._dense: DenseGradients | None = None
         self._endpoints: list[MetricsEndpoint] = []
+        #: By run, what differs between its workers.
+        self._refusals: dict[str, str] = {}
         #: The names of this process's evaluations.
         self._evaluated: set[str] = set()
         self.coordinator = CoordinatorClient(
@@ -140,6 +144,7 @@ class Cluster:
         )
         self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)
+        self.coordinator.session.call_on(RunRefused, lambda notice: self._refusals.update({notice.run: notice.text}))
         self.coordinator.session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch, notice.undone))
         try:
             self._await_other_jobs(settings.join_timeout_s)
@@ -206,9 +211,20 @@ class Cluster:
         """Return the state backend of variables on the tasks of `job`."""
         return ClusterHome(self.requests, self.steps, job)
 
+    def refuse_unequal(self, run: str) -> None:
+        """Raise StrategyError if the workers of the run are known to have different steps."""
+        if text := self._refusals.get(run):
+            raise StrategyError(text)
+
     @contextmanager
     def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+        self,
+        run: str,
+        prefetch: int,
+        max_staleness: int | None = None,
+        job: str = "ps",
+        *,
+        is_one_call: bool = False,
     ) -> Iterator[SharedStep]:
         """Return the context of a loop over steps of `run`, which other workers, if there can be any, run too.
 
@@ -224,10 +240,12 @@ class Cluster:
                 LOGGER.warning("prefetch=%d has no effect: %s", prefetch, why)
 
         on_unused = partial(LOGGER.warning, "lookahead=True has no effect: %s")
-        with self.steps.ahead(run, prefetch, on_refusal, on_unused) as loop:
+        on_new = partial(compare_call, self.coordinator, run, is_one_call=is_one_call)
+        with self.steps.ahead(run, prefetch, on_refusal, on_unused, on_new) as loop:
 
             @contextmanager
             def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
+                self.refuse_unequal(run)
                 with self.server.gate.step(self.steps.timeout_s), shared_step(), loop.iteration(steps, batches):
                     yield
 

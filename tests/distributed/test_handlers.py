@@ -8,6 +8,7 @@ from dflow.distributed.coordinator import coordinator_state
 from dflow.distributed.task import task_server
 from dflow.distributed.wire.codec import MESSAGES
 from dflow.distributed.wire.handler_table import HandlerTable
+from dflow.distributed.wire.messages.compared_steps import RunRefused
 from dflow.distributed.wire.messages.message import Message, Notice, Request
 from dflow.distributed.wire.messages.pauses import HoldSteps
 from dflow.distributed.wire.messages.roster import Announcement, Roster, RosterChange
@@ -16,7 +17,16 @@ from dflow.distributed.wire.messages.status import GetStatus
 from dflow.tracing.errors import InternalError
 
 #: Handled by the coordinator's client.
-OF_CLIENTS = {Announcement, CaptureState, HoldSteps, LoadState, RosterChange, SnapshotCommitted, StateRestored}
+OF_CLIENTS = {
+    Announcement,
+    CaptureState,
+    HoldSteps,
+    LoadState,
+    RosterChange,
+    RunRefused,
+    SnapshotCommitted,
+    StateRestored,
+}
 
 
 def of(kind: type[Message]) -> set[type[Message]]:

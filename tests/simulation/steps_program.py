@@ -67,7 +67,7 @@ class TrainingWorker:
         self._member = member
 
     def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps", *, is_one_call: bool = False
     ) -> AbstractContextManager[SharedStep]:
         """Return a context that gives the context of each step."""
         return nullcontext(lambda steps, batches: nullcontext())
@@ -161,7 +161,7 @@ class StepsWorker(TrainingWorker):
 
     @contextmanager
     def shared_steps(
-        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps"
+        self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps", *, is_one_call: bool = False
     ) -> Iterator[SharedStep]:
         """Return the context of a loop whose steps begin ahead."""
         self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)

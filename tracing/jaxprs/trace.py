@@ -44,6 +44,14 @@ class Traced:
     compiler_options: dict[str, Any] | None = None
     #: The meshes with explicit axes that the arguments and constants are spread over, by their abstract forms.
     meshes: Mapping[AbstractMesh, Mesh] = field(default_factory=dict)
+    #: The static arguments, as a text; empty if there are none.
+    static: str = ""
+
+    @property
+    def signature(self) -> str:
+        """The types of the arguments, and the static ones, as a text."""
+        first = len(self.variables) + len(self.constants)
+        return f"({', '.join(str(value.type) for value in self.graph.inputs[first:])}){self.static}"
 
 
 def trace(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Traced:

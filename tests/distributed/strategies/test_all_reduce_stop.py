@@ -125,6 +125,7 @@ def cluster() -> Any:
     alone: Any = dflow.connect()
     return SimpleNamespace(
         group=Group(),
+        programs=None,
         is_standalone=False,
         store=alone.store,
         process_mesh=alone.process_mesh,

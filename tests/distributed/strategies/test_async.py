@@ -42,7 +42,7 @@ class Scripted:
         #: The notices, and the ends of steps, in order.
         self.notices: list[Notice | str] = []
 
-    def shared_steps(self, run: str, prefetch: int, *bound: Any) -> Any:
+    def shared_steps(self, run: str, prefetch: int, *bound: Any, **options: Any) -> Any:
         """Refuse nothing, and begin no step ahead."""
         return nullcontext(lambda steps, batches: self._step())
 
@@ -86,7 +86,7 @@ class Worker:
         """Ask the coordinator."""
         self.coordinator.ask(AwaitRecovery(self.task))
 
-    def shared_steps(self, run: str, prefetch: int, *bound: Any) -> Any:
+    def shared_steps(self, run: str, prefetch: int, *bound: Any, **options: Any) -> Any:
         """Refuse nothing, and begin no step ahead."""
         return nullcontext(lambda steps, batches: nullcontext())
 
