@@ -44,6 +44,14 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"unrecognized argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
         return found, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Refuse a command or value that is none of its choices, with the one that was meant; called by argparse."""
+        if action.choices is None or value in action.choices:
+            return
+        near = difflib.get_close_matches(str(value), list(map(str, action.choices)), n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"choose from {', '.join(map(str, action.choices))}"
+        raise argparse.ArgumentError(action, f"invalid choice {str(value)!r}; {remedy}")
+
 
 def add_commands(parser: argparse.ArgumentParser, dest: str, commands: Iterable[Command]) -> None:
     """Add the commands to the parser. Parsing sets `dest` to the command's name, and `run` to its action."""

@@ -23,6 +23,7 @@ from dflow import __version__
 from dflow.exporting.export_check import check_manifest
 from dflow.exporting.export_manifest import ExportManifest, FunctionSignature
 from dflow.lowering.files.array_files import fill_folder, make_places, read_arrays, write_manifest, write_parts
+from dflow.lowering.files.array_manifest import MANIFEST as ARRAYS_MANIFEST
 from dflow.lowering.files.atomic_directory import present, whole_folder
 from dflow.lowering.files.regular_file import LinkError, read_regular, reading_remedy, refuse_links, remedy_of
 from dflow.tracing.errors import CheckpointError, ExportError
@@ -36,6 +37,8 @@ PROGRAMS = "programs"
 VARIABLES = "variables"
 CONSTANTS = "constants"
 
+#: Entries of a folder that an error names.
+_SHOWN = 3
 #: Most bytes of a manifest.
 _MOST_BYTES = 64 << 20
 _REMEDY = "copy the directory again, or export again"
@@ -92,11 +95,7 @@ def read_manifest(path: Path) -> ExportManifest:
     except (FileNotFoundError, NotADirectoryError):
         if not path.is_dir():
             raise ExportError(f"there is no directory {path}", "dflow.export(fn, ...).save(path) makes one") from None
-        there = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
-        raise ExportError(
-            f"{path} holds no export: it has no {MANIFEST}, but {there}",
-            "give the directory that dflow.export(...).save wrote",
-        ) from None
+        raise _no_export(path) from None
     except OSError as error:
         raise _unreadable(path / MANIFEST, error) from error
     try:
@@ -111,6 +110,26 @@ def read_manifest(path: Path) -> ExportManifest:
         f"{path} is of format {form.format}, written by dflow {form.dflow}; this is dflow {__version__}, which reads "
         f"formats up to {FORMAT}",
         f"install dflow {form.dflow} or newer",
+    )
+
+
+def _no_export(path: Path) -> ExportError:
+    """Return the error for a folder that holds no export, with those that are in it."""
+    names = sorted(entry.name for entry in path.iterdir())
+    found = [name for name in names if (path / name / MANIFEST).is_file()]
+    if found:
+        shown = ", ".join(str(path / name) for name in found[-_SHOWN:])
+        return ExportError(
+            f"{path} holds no export itself, but {len(found)} in it", f"give one of them, such as {shown}"
+        )
+    if ARRAYS_MANIFEST in names:
+        return ExportError(f"{path} is a checkpoint, and no export", "dflow.restore reads it")
+    there = ", ".join(names[:_SHOWN]) or "nothing"
+    if len(names) > _SHOWN:
+        there += f" and {len(names) - _SHOWN} more"
+    return ExportError(
+        f"{path} holds no export: it has no {MANIFEST}, but {there}",
+        "give the directory that dflow.export(...).save wrote",
     )
 
 
