@@ -443,6 +443,11 @@ def register_leaf(cls: type[Any]) -> None:
     jax_tree_util.dispatch_registry.register_node(cls, dispatched, undispatched)
 
 
+def array_attributes() -> list[str]:
+    """The public attributes that an array of JAX has outside of traces; the class `jax.Array` declares fewer."""
+    return [name for name in dir(ArrayImpl) if not name.startswith("_")]
+
+
 def unlogged_callback_error(cls: type[BaseException]) -> None:
     """Keep JAX from logging an error of this class that a callback raises: the caller of the program raises it."""
     logging.getLogger("jax._src.callback").addFilter(

@@ -36,7 +36,7 @@ from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
 from dflow.tracing.derivatives.discharge import Border, State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device
-from dflow.tracing.errors import PlainJitError
+from dflow.tracing.errors import PlainJitError, VariableError
 from dflow.tracing.jax_frontend import (
     NARROW_ARGUMENTS,
     HandleNeeded,
@@ -61,6 +61,7 @@ from dflow.tracing.jaxprs.trace import argument_names
 from dflow.tracing.number_range import check_numbers, may_be_wide
 from dflow.tracing.primitives.id_checks import failed_check
 from dflow.tracing.source import caller
+from dflow.tracing.state.resources import is_variable
 from dflow.tracing.state.variable_trees import handles
 
 P = ParamSpec("P")
@@ -101,8 +102,7 @@ class Function(Generic[P, R]):
         try:
             for value in (*args, *kwargs.values()) if kwargs else args:
                 if type(value) not in NARROW_ARGUMENTS:
-                    if may_be_wide(args, kwargs):
-                        self._check_numbers(args, kwargs)
+                    self._check_arguments(args, kwargs)
                     break
             if not runs_plainly():
                 return self._called_otherwise(args, kwargs)
@@ -201,11 +201,22 @@ class Function(Generic[P, R]):
         log = TraceLog(getattr(self, "__name__", type(fn).__name__), code, caller())
         return SharedTraces(static_arguments(self._jitted), log)
 
-    def _check_numbers(self, args: Any, kwargs: Any) -> None:
-        """Raise InputError for integers of NumPy that JAX would change, and warn for such floats."""
+    def _check_arguments(self, args: Any, kwargs: Any) -> None:
+        """Raise InputError for integers of NumPy that JAX would change, and warn for such floats.
+
+        Raises VariableError for a static variable: JAX compares static arguments by `==`, which is by value.
+        """
         static = self._planner.shared.static
-        traced = static.split(args, kwargs)[:2]
-        check_numbers(jax.tree_util.tree_leaves(traced), lambda: _titles(self.fn, args, kwargs, static.test_of(args)))
+        if static.positions or static.names:
+            given = [*(args[place] for place in static.among(args)), *(kwargs.get(name) for name in static.names)]
+            if (variable := next(filter(is_variable, given), None)) is not None:
+                raise VariableError(
+                    f"variable {variable.name!r} is passed as a static argument of {self._planner.shared.log.name}",
+                    "leave it out of static_argnums and static_argnames: a variable that is passed stays a variable",
+                )
+        if may_be_wide(args, kwargs):
+            names = functools.partial(_titles, self.fn, args, kwargs, static.test_of(args))
+            check_numbers(jax.tree_util.tree_leaves(static.split(args, kwargs)[:2]), names)
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():

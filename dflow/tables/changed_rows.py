@@ -12,7 +12,6 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.source import as_code
 from dflow.tracing.state.container import outside_containers
 from dflow.tracing.state.resources import Variable
+from dflow.tracing.weak_by_identity import WeakDict
 
 #: Most bytes of rows that are yielded at a time.
 PIECE_BYTES = 64 << 20
@@ -50,7 +50,7 @@ class _Questions:
 
 
 #: By the marks of a table's first shard.
-_questions: WeakKeyDictionary[Variable, _Questions] = WeakKeyDictionary()
+_questions: WeakDict[Variable, _Questions] = WeakDict()
 
 
 def track_changed_rows(shard: Variable) -> None:

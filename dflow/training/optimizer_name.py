@@ -8,15 +8,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import VariableError
 from dflow.tracing.state.container import uncontained
 from dflow.tracing.state.resources import Variable
+from dflow.tracing.weak_by_identity import WeakDict
 
 #: By the first variable: the number of optimizers that have each derived name.
-_derived: WeakKeyDictionary[Variable, Counter[str]] = WeakKeyDictionary()
+_derived: WeakDict[Variable, Counter[str]] = WeakDict()
 
 
 def derived_name(variables: Sequence[Variable]) -> str:

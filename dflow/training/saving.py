@@ -328,9 +328,10 @@ def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, Name
         [variable] = entry.variables
         name = called.setdefault(variable, _array_name(entry.name, names))
         held = named.get(name)
-        if held is None or (entry.impl and variable in held.variables):
+        is_held = held is not None and any(one is variable for one in held.variables)
+        if held is None or (entry.impl and is_held):
             named[name] = entry
-        elif variable not in held.variables:
+        elif not is_held:
             other = held.variables[0]
             if variable.part is None or other.part is None or entry.type != held.type:
                 raise CheckpointError(

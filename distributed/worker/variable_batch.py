@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +45,7 @@ from dflow.tracing.moments import reach
 from dflow.tracing.source import at
 from dflow.tracing.state.initial_value import TypedInitial
 from dflow.tracing.state.resources import Variable
+from dflow.tracing.weak_by_identity import WeakDict
 
 #: Most variables, and most bytes of values, that one message creates.
 MOST_VARIABLES = 256
@@ -191,7 +191,7 @@ class VariableBatch:
         self.create([variable])
 
 
-_batches: WeakKeyDictionary[Variable, VariableBatch] = WeakKeyDictionary()
+_batches: WeakDict[Variable, VariableBatch] = WeakDict()
 _current: ContextVar[VariableBatch | None] = ContextVar("dflow_variable_batch", default=None)
 
 

@@ -254,7 +254,8 @@ class _Body:
         self._jaxpr, self._consts = closed_parts(closed)
         reads, _ = accesses(self._jaxpr.effects)
         self._tables = state.lookups.tables
-        self._fixed = {v: state[v] for v in reads if v not in written and v not in self._tables}
+        passed = {*written, *self._tables}
+        self._fixed = {v: state[v] for v in reads if v not in passed}
         self._written = written
         self._within = state.within
 
@@ -452,8 +453,8 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
 def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None:
     """Raise DflowError if a derivative rule reads or writes a variable that its function does not."""
     reads, writes = accesses(jaxpr.effects)
-    strange = [variable.name for variable in reads if variable not in touched]
-    strange += [variable.name for variable in writes if variable not in written and variable.name not in strange]
+    strange = [variable.name for variable in reads if variable not in {*touched}]
+    strange += [variable.name for variable in writes if variable not in {*written} and variable.name not in strange]
     if strange:
         raise DflowError(
             f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so",

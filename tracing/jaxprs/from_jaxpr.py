@@ -284,7 +284,7 @@ class _Builder:
         border = _border(equation)
         writes, added = border.writes, border.added
         carried = [variable for variable in border.touched if variable not in added]
-        marks = [variable.marks for variable in writes if variable in carried and variable.marks is not None]
+        marks = [variable.marks for variable in writes if variable not in added and variable.marks is not None]
         carried += marks
 
         def pure(values: list[Any], *operands: Any) -> tuple[list[Any], list[Any]]:

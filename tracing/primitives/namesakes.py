@@ -12,9 +12,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 from dflow.tracing.source import Loc, at, warn_at
+from dflow.tracing.weak_by_identity import WeakDict, WeakSet
 
 
 class DuplicateNameWarning(UserWarning):
@@ -26,7 +27,7 @@ _groups: WeakValueDictionary[tuple[str, str, Any], WeakSet[Any]] = WeakValueDict
 #: Resources that were warned of.
 _warned: WeakSet[Any] = WeakSet()
 #: The compiled steps that use a resource.
-_steps: WeakKeyDictionary[Any, WeakSet[StepResources]] = WeakKeyDictionary()
+_steps: WeakDict[Any, WeakSet[StepResources]] = WeakDict()
 #: Entered again where the collector runs a user's `__del__` inside.
 _lock = threading.RLock()
 

@@ -285,7 +285,7 @@ class Lookups(ABC):
     """Serves the lookups in `tables`, in the order of the program."""
 
     def __init__(self, tables: Collection[Any]) -> None:
-        self.tables = tables
+        self.tables = frozenset(tables)
 
     def rows(self, variable: Any, indices: Any, once: bool) -> Any:
         """The rows of a variable at indices, which may be negative (from the end) or out of bounds.

@@ -46,12 +46,19 @@ class Fill:
         return self.is_known and bool(np.asarray(self.value) == number)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stored:
     """A variable's value at the point of the program after `writes`: the number of foreign writes and of own ones."""
 
     variable: Any
     writes: tuple[int, int]
+
+    def __eq__(self, other: object) -> bool:
+        # Not the variables by `==`, which compares values.
+        return isinstance(other, Stored) and self.variable is other.variable and self.writes == other.writes
+
+    def __hash__(self) -> int:
+        return hash((self.variable, self.writes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 from dflow.tracing.errors import ContainerError
 from dflow.tracing.source import caller
+from dflow.tracing.weak_by_identity import WeakDict
 
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)*")
 
@@ -32,7 +32,7 @@ class Resource(Protocol):
 
 
 #: The living resources that are in a container, and its name.
-_members: WeakKeyDictionary[Resource, str] = WeakKeyDictionary()
+_members: WeakDict[Resource, str] = WeakDict()
 _lock = threading.Lock()
 _current: ContextVar[str] = ContextVar("dflow_container", default="")
 

@@ -37,7 +37,7 @@ from dflow.tracing.state.container import contained, join
 from dflow.tracing.state.context import Home, current_home, spread_here
 from dflow.tracing.state.initial_value import Initial, converted, given_array, initial_type
 from dflow.tracing.state.row_updates import RowUpdates
-from dflow.tracing.state.variable_as_array import register_as_array
+from dflow.tracing.state.variable_as_array import OF_BUFFERS, register_as_array
 
 _serials = itertools.count()
 
@@ -55,6 +55,7 @@ _ELSEWHERE = {
     "eval": "; its value is {0}.read()",
     "load": "; write {0}.assign(value)",
     "set_value": "; write {0}.assign(value)",
+    **OF_BUFFERS,
 }
 
 
@@ -363,6 +364,8 @@ class Variable(RowUpdates, jax.Array):
         if name == "key" and "home" in self.__dict__:
             self.home.settle(self)
             return self.__dict__[name]
+        if isinstance(getattr(type(self), name, None), property):
+            return getattr(self.read(), name)  # raises the error that Python has replaced by this call
         remedy = _ELSEWHERE[name].format(as_code(self.name)) if name in _ELSEWHERE else ""
         raise AttributeError(f"'Variable' object has no attribute {name!r}{remedy}", name=name, obj=self)
 
@@ -374,17 +377,8 @@ class Variable(RowUpdates, jax.Array):
             )
         object.__setattr__(self, name, value)
 
-    def __eq__(self, other: Any) -> Any:
-        # Another variable is the same or not, as trees and sets ask; with a value, the elements are compared.
-        if isinstance(other, Variable):
-            return self is other
-        return self.read() == other if _is_array_like(other) else NotImplemented
-
-    def __ne__(self, other: Any) -> Any:
-        if isinstance(other, Variable):
-            return self is not other
-        return self.read() != other if _is_array_like(other) else NotImplemented
-
+    # `==` compares values, as that of an array does. By the hash, dicts and sets find variables by identity: no two
+    # living variables have an equal one. Lists and tuples of variables are searched by `is`.
     __hash__ = object.__hash__
 
     def __copy__(self) -> Variable:
@@ -436,10 +430,6 @@ def _converted(initial: Initial, dtype: Any) -> Initial:
     if callable(initial):
         return lambda: jnp.asarray(initial(), dtype)
     return jnp.asarray(initial, dtype)
-
-
-def _is_array_like(value: Any) -> bool:
-    return hasattr(value, "dtype") or isinstance(value, bool | int | float | complex)
 
 
 register_as_array(Variable)

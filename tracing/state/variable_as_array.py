@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.types import array_type_of
-from dflow.tracing.jax_frontend import register_leaf, register_missing
+from dflow.tracing.jax_frontend import array_attributes, register_leaf, register_missing
 from dflow.tracing.number_range import check_number
 from dflow.tracing.source import as_code, at, caller
 
@@ -32,8 +32,16 @@ _SYMBOLS = {
     "rshift": ">>",
 }
 _OTHER_OPERATORS = ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert")
-#: Attributes of arrays that the class `jax.Array` does not declare.
+#: Special methods of arrays that the class `jax.Array` does not declare.
 _UNDECLARED = ("__dlpack__", "__dlpack_device__")
+#: Attributes of arrays that a variable does not have, since steps replace its buffer: what to write instead.
+OF_BUFFERS = {
+    "delete": "; to free it, delete the variable, or call dflow.reset_container",
+    "device_buffer": "; write {0}.read().addressable_data(0)",
+    "device_buffers": "; write [shard.data for shard in {0}.read().addressable_shards]",
+    "is_ready": "; take the value, value = {0}.read(), and ask value.is_ready()",
+    "unsafe_buffer_pointer": "; keep the value, value = {0}.read(), as long as its pointer is in use",
+}
 #: Python's conversions, which raise TypeError for a value that has none, such as a key.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
@@ -52,13 +60,15 @@ def register_as_array(cls: type[Any]) -> None:
     """
     for word in (*_SYMBOLS, *_OTHER_OPERATORS):
         setattr(cls, f"__{word}__", _operator(getattr(operator, f"__{word}__")))
+    for word in ("eq", "ne"):
+        setattr(cls, f"__{word}__", _comparison(getattr(operator, word)))
     for word in _SYMBOLS:
         setattr(cls, f"__r{word}__", _reflected(getattr(operator, f"__{word}__")))
         setattr(cls, f"__i{word}__", _refused_in_place(word))
     for word, convert in _CONVERSIONS.items():
         setattr(cls, f"__{word}__", _converted(convert))
     own = set(dir(object)) | vars(cls).keys() | {"__slots__", "__weakref__"}
-    for name in {*dir(jax.Array), *_UNDECLARED} - own:
+    for name in {*dir(jax.Array), *array_attributes(), *_UNDECLARED} - own - OF_BUFFERS.keys():
         setattr(cls, name, _of_value(name))
     register_leaf(cls)
     of_variables = [name for name in vars(cls) if name.startswith(("assign", "gather", "scatter_"))]
@@ -80,6 +90,16 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
 def _operand(value: Any) -> Any:
     check_number(value, "an operand of a variable")
     return jnp.asarray(value)
+
+
+def _comparison(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`==` or `!=` by value; with None, a string and so on as an array's."""
+
+    def compared(variable: Any, other: Any) -> Any:
+        check_number(other, "an operand of a variable")
+        return function(variable.read(), other.read() if isinstance(other, type(variable)) else other)
+
+    return compared
 
 
 def _refused_in_place(word: str) -> Callable[..., Any]:

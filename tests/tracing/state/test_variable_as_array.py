@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dflow
+from dflow.tracing.state.variable_as_array import OF_BUFFERS
 from tests.effort import examples
 
 
@@ -260,11 +261,71 @@ def test_a_nested_function_of_dflow_gets_the_variable_itself(v: dflow.Variable) 
     np.testing.assert_array_equal(v.read(), [3, 4, 5])
 
 
-def test_a_static_variable_is_itself(v: dflow.Variable) -> None:
-    add = dflow.jit(lambda variable, by: variable.assign_add(by), static_argnums=0)
-    add(v, jnp.ones(3))
-    add(v, jnp.ones(3))
+@pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "variable"}])
+def test_a_static_variable_is_refused_with_a_remedy_that_works(v: dflow.Variable, static: Any) -> None:
+    def add(variable: Any, by: Any) -> None:
+        variable.assign_add(by)
+
+    with pytest.raises(dflow.VariableError, match=r"'leaf' is passed as a static argument of add\n.*\n  leave it out"):
+        dflow.jit(add, **static)(v, jnp.ones(3))
+    dflow.jit(add)(v, jnp.ones(3))
+    dflow.jit(add)(v, jnp.ones(3))
     np.testing.assert_array_equal(v.read(), [3, 4, 5])
+
+
+def test_variables_are_compared_by_value_as_arrays(v: dflow.Variable) -> None:
+    other = dflow.Variable(v.read().at[1].set(9.0), name="other")
+    array, copy = v.read(), other.read()
+
+    def compared() -> list[Any]:
+        return [v == other, v != other, v == copy, copy == v, np.asarray(array) == v, v == 2, v != 2.5, v == v]
+
+    wanted = [array == copy, array != copy, array == copy, copy == array, array == array, array == 2, array != 2.5]
+    wanted.append(jnp.ones(3, bool))
+    with dflow.eager():
+        eager = dflow.jit(compared)()
+    for got in (compared(), dflow.jit(compared)(), eager):
+        for one, value in zip(got, wanted, strict=True):
+            np.testing.assert_array_equal(one, value)
+    assert jnp.mean(v == other) == jnp.mean(array == copy)
+    for strange in (None, "leaf", object()):
+        assert (v == strange, v != strange) == (False, True)
+    with pytest.raises(TypeError, match="unsupported operand"):
+        v == [1.0, 2.0, 3.0]  # noqa: B015
+
+
+def test_variables_are_found_by_identity(v: dflow.Variable) -> None:
+    other = dflow.Variable(v.read(), name="other")
+    assert {v: 1, other: 2}[v] == 1
+    assert len({v, other, v}) == 2
+    assert v in [v, other]
+    assert hash(v) != hash(other)
+
+
+def test_a_variable_has_the_public_attributes_of_an_array(v: dflow.Variable) -> None:
+    array = v.read()
+    for name in dir(array):
+        if name.startswith("_") or name in {"device", "sharding"}:
+            continue
+        try:
+            wanted = getattr(array, name)
+        except (AttributeError, NotImplementedError, ValueError) as error:
+            with pytest.raises(type(error)):
+                getattr(v, name)
+            continue
+        if name in OF_BUFFERS:
+            with pytest.raises(AttributeError, match=f"'Variable' object has no attribute {name!r}; "):
+                getattr(v, name)
+        else:
+            assert type(getattr(v, name)) is type(wanted), name
+    assert v.tolist() == array.tolist()
+    assert v.devices() == array.devices()
+    assert not v.is_deleted()
+    assert v.tobytes() == array.tobytes()
+    np.testing.assert_array_equal(v.block_until_ready(), array)
+    assert jax.block_until_ready({"v": v})["v"] is v
+    with pytest.raises(jax.errors.ConcretizationTypeError, match=r"tolist\(\)"):
+        dflow.jit(v.tolist)()
 
 
 @pytest.mark.parametrize("stage", ["graph", "lower", "eager", "eval_shape", "disabled", "numbers"])

@@ -31,17 +31,6 @@ def test_item_assignment_is_refused(v: dflow.Variable) -> None:
         v[0] = 1.0  # type: ignore[index]
 
 
-def test_equality_compares_values_with_values_and_handles_with_handles(v: dflow.Variable) -> None:
-    other = dflow.Variable(jnp.arange(3.0))
-    assert (v == v) is True
-    assert (v == other) is False
-    assert (v != other) is True
-    np.testing.assert_array_equal(v == 1.0, [False, True, False])
-    np.testing.assert_array_equal(dflow.jit(lambda: v != jnp.arange(3.0))(), [False] * 3)
-    assert v != "idiom"
-    assert len({v, other, v}) == 2
-
-
 def test_what_an_array_has_is_the_values(v: dflow.Variable) -> None:
     assert float(v.sum()) == 3.0
     assert v.astype(jnp.int32).dtype == jnp.int32
