@@ -325,7 +325,7 @@ def test_a_variable_has_the_public_attributes_of_an_array(v: dflow.Variable) -> 
     np.testing.assert_array_equal(v.block_until_ready(), array)
     assert jax.block_until_ready({"v": v})["v"] is v
     with pytest.raises(jax.errors.ConcretizationTypeError, match=r"tolist\(\)"):
-        dflow.jit(v.tolist)()
+        dflow.jit(lambda: (v.tolist(),))()
 
 
 @pytest.mark.parametrize("stage", ["graph", "lower", "eager", "eval_shape", "disabled", "numbers"])
