@@ -24,9 +24,6 @@ class _Identity(ref[K]):
         made.number = id(member)
         return made
 
-    def __init__(self, member: K, removed: Callable[[Any], Any] | None = None) -> None:
-        super().__init__(member, removed)
-
     def __hash__(self) -> int:
         return hash(self.number)
 
