@@ -114,6 +114,13 @@ class StepCancelled(DflowError, RuntimeError):
     """A step was cancelled before it ended; the message has the cause."""
 
 
+class StepEnded(DflowError, RuntimeError):
+    """A step of a run was begun again after it had ended on all tasks, so that nothing of it is left to do.
+
+    A strategy counts the step as done.
+    """
+
+
 class RemoteError(DflowError, RuntimeError):
     """A task failed to do what it was asked; the message is the task's own."""
 

@@ -33,7 +33,11 @@ MAX_COUNT = 1 << 31
 
 def check_step_of_run(step: StepOfRun) -> None:
     """Raise WireError for a step that no run of a worker has."""
-    if len(step.run) > MAX_TEXT or not (0 <= step.number <= MAX_COUNT and 0 <= step.call <= MAX_COUNT):
+    if (
+        len(step.run) > MAX_TEXT
+        or len(step.unfinished) > MAX_TEXT
+        or not (0 <= step.number <= MAX_COUNT and 0 <= step.call <= MAX_COUNT)
+    ):
         raise WireError(f"expected a step of a run, got call {step.call} of step {step.number} of {step.run[:64]!r}")
 
 

@@ -27,7 +27,7 @@ from dflow.distributed.steps.plan_checks import check_step_of_run
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.task_channel import TaskChannel
 from dflow.distributed.wire.messages.plans import LATER
-from dflow.lowering.queues.channel import StepId
+from dflow.lowering.queues.channel import STEPS_OF_A_LIFE, StepId
 from dflow.lowering.state.applied_steps import StepAttempt, StepOfRun
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import Executable
@@ -36,7 +36,12 @@ from dflow.lowering.steps.recorder import Recorder, described_end
 from dflow.lowering.steps.step_events import PART_BEGAN, PART_ENDED
 from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import InternalError, StepCancelled
+from dflow.tracing.errors import InternalError, StepCancelled, StepEnded
+
+
+def owner_of(step: StepId) -> str:
+    """Return the identity of the process that started a step."""
+    return f"{step.origin} {step.number // STEPS_OF_A_LIFE}"
 
 
 class PlanRuns:
@@ -85,7 +90,8 @@ class PlanRuns:
 
         on_done  called once, from any thread
         raises   InternalError if the task runs a plan in this step, or a run begins after `after`; StepCancelled if the
-                 step has ended here; TaskLost if the task that started it has left; WireError for a wrong `of`
+                 step has ended here; StepEnded if `of` has ended on all tasks; TaskLost if the task that started it has
+                 left; WireError for a wrong `of`
         """
         runs_here = executable.is_asynchronous and executable.has_run
         submit = partial(self._do, executable) if runs_here else self._threads.submit
@@ -93,7 +99,7 @@ class PlanRuns:
         # The task that calls the step has a deadline for it, from the call on.
         channel = self._channel.without_deadlines if is_ahead else self._channel
         is_numbered = of is None or of.number != LATER
-        attempt = self._attempt(of) if of is not None and is_numbered else None
+        attempt = self._attempt(step, of) if of is not None and is_numbered else None
         run = run_of(
             executable, self._store, channel, step, feeds, ended, submit, self._recorder, is_ahead, attempt, is_numbered
         )
@@ -118,11 +124,16 @@ class PlanRuns:
         """Let a part that began ahead change state; see `ReleaseStep`."""
         run = self._run_of(step)
         if isinstance(run, StraightRun):
-            run.release(self._attempt(of) if of is not None else None)
+            try:
+                attempt = self._attempt(step, of) if of is not None else None
+            except StepEnded as error:
+                run.cancel(error)
+            else:
+                run.release(attempt)
 
-    def _attempt(self, of: StepOfRun) -> StepAttempt:
+    def _attempt(self, step: StepId, of: StepOfRun) -> StepAttempt:
         check_step_of_run(of)
-        return self._store.applied.attempt(of)
+        return self._store.applied.attempt(of, owner_of(step))
 
     def _run_of(self, step: StepId) -> Execution | StraightRun | None:
         with self._lock:

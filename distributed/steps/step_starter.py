@@ -148,9 +148,9 @@ class StepStarter:
         except Exception as error:
             parts.ended(self._name, error)
 
-    def release_own(self, step: StepId) -> None:
+    def release_own(self, step: StepId, of: StepOfRun | None = None) -> None:
         """Run the rest of this task's part of a step, which `run_own` began ahead."""
-        self._runs.release(step)
+        self._runs.release(step, of)
 
     def cancel(self, step: StepId, peers: Iterable[Peer], error: BaseException) -> None:
         """End all parts of a step with `error`."""

@@ -32,6 +32,7 @@ from weakref import WeakSet, ref
 import jax
 import numpy as np
 
+from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.plans import LATER, ReleaseStep
@@ -89,7 +90,7 @@ class RegisteredStep:
 class StepsAhead:
     """The steps begun ahead for one training loop, which one thread runs.
 
-    run         name of the run that the loop's steps are of
+    identities  identities of the loop's steps
     prefetch    number of the loop's newest updates that the values of a step may lack
     on_refusal  called with the reason, at most once, if steps of the loop cannot begin ahead
     on_unused   called with the reason, at most once, if the next batch was given to no effect
@@ -99,7 +100,7 @@ class StepsAhead:
     def __init__(
         self,
         starter: StepStarter,
-        run: str,
+        identities: LoopSteps,
         prefetch: int,
         *,
         on_refusal: Callable[[str], None] = lambda why: None,
@@ -107,7 +108,8 @@ class StepsAhead:
         on_new: Callable[[RegisteredStep], None] = lambda called: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._starter, self._run, self._prefetch, self._clock = starter, run, prefetch, clock
+        self._starter, self._prefetch, self._clock = starter, prefetch, clock
+        self.identities = identities
         self._refusals, self._unused = [on_refusal], [on_unused]
         #: The steps that the loop has called.
         self._on_new, self._known = on_new, WeakSet[RegisteredStep]()
@@ -164,7 +166,8 @@ class StepsAhead:
             self.cancel("the loop paused")
         token = CURRENT.set(self)
         try:
-            yield
+            with self.identities.step(steps.start):
+                yield
         except BaseException:
             self.cancel("the loop failed")
             self.call_failed()
@@ -176,11 +179,6 @@ class StepsAhead:
         self._ended_s = self._clock()
         self._took_s = self._ended_s - began_s
 
-    @property
-    def current(self) -> StepOfRun:
-        """The newest call of the iteration."""
-        return StepOfRun(self._run, self._steps[0], self._calls - 1)
-
     def take(self, called: RegisteredStep, leaves: Sequence[Any] = ()) -> BegunStep | None:
         """Return the step that was begun ahead for this call, if there is one; this counts as a call.
 
@@ -190,6 +188,7 @@ class StepsAhead:
             self._on_new(called)
             self._known.add(called)
         self._calls += 1
+        self.identities.called()
         is_same, self._last = called is self._last, called
         why_not = self._why_not
         if self._calls > 1:
@@ -211,7 +210,9 @@ class StepsAhead:
         if begun is not None:
             self._called = begun.step, begun.peers
             is_numbered = begun.of.number != LATER
-            of, released = (None, called.released_at_call or ()) if is_numbered else (self.current, begun.peers)
+            of, released = (
+                (None, called.released_at_call or ()) if is_numbered else (self.identities.current, begun.peers)
+            )
             if begun.parts.is_over:  # it has failed, for instance by a wrong row number, so nothing of it is applied
                 released = ()
             try:
@@ -240,7 +241,7 @@ class StepsAhead:
         while (ahead := len(self._begun)) <= self._prefetch:
             following, outcome = self._starter.next_step(), SimpleQueue[Outcome[Fetches]]()
             after, is_next = step.number if ahead == self._prefetch else 0, self._prefetch == 0
-            of = StepOfRun(self._run, numbers[ahead + 1] if ahead + 1 < len(numbers) else LATER)
+            of = self.identities.of(numbers[ahead + 1] if ahead + 1 < len(numbers) else LATER)
             parts = self._starter.start(
                 following, peers, called.handles, outcome.put, is_ahead=True, is_next=is_next, after=after, of=of
             )

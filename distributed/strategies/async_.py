@@ -28,7 +28,7 @@ from dflow.distributed.strategies.strategy import (
     arguments_of,
 )
 from dflow.distributed.wire.messages.rounds import ClaimSteps, NotFinite, StepsDone
-from dflow.tracing.errors import DflowError, StrategyError, TaskLost
+from dflow.tracing.errors import DflowError, StepEnded, StrategyError, TaskLost
 from dflow.tracing.near_names import suggests_keywords
 
 #: Least number of steps of a claim with lookahead: the first one's batch is not taken early.
@@ -106,16 +106,24 @@ class Async(Strategy):
                     batch, batches = self._batches(run, number, claimed)
                     if batch is END:
                         break
-                    started, pending = time.perf_counter(), [batch]
-                    with shared_step(range(number, claimed.stop), batches), run.guard.step():
+                    started, pending, is_done = time.perf_counter(), [batch], False
+                    step = shared_step(range(number, claimed.stop), batches)
+                    with contextlib.suppress(StepEnded), step, run.guard.step():
                         try:
                             outcome = run.step(*arguments_of(batch))
+                        except StepEnded:
+                            raise
                         except BaseException:
                             # Before a pause that waits for the end of this step: it may be applied in part.
                             coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, has_failed=True))
                             raise
                         done.note(time.perf_counter() - started, outcome)
+                        pending, failures, is_done = [], 0, True
+                    if not is_done:  # an earlier attempt has ended everywhere, and was not reported
+                        run.batches.put_back(*pending)
                         pending, failures = [], 0
+                        done.note_ended()
+                        continue
                     if time.monotonic() - reported_s > REPORT_S:
                         coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()
@@ -167,6 +175,11 @@ class _ClaimWork:
         self.times.append(step_s)
         self.losses.append(losses_of(outcome))
         self.outcome = outcome
+
+    def note_ended(self) -> None:
+        """Note a step that had ended everywhere before."""
+        self.count += 1
+        self.losses.append({})
 
     def not_finite(self) -> NotFinite | None:
         """Return the first loss that is not finite since the last report; waits until the losses are computed."""

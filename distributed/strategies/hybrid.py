@@ -78,7 +78,7 @@ class Hybrid(AllReduce):
                         opening = part.next(-1)
                     if gradients is None:
                         raise InternalError(f"the rounds of run {run.name!r} are over before its first step")
-                    outcome, _ = part.run_step(gradients, run.step, batch, opening.number)
+                    outcome, _ = part.run_step(gradients, run.step, batch, opening)
                     self._refuse_return(run.name, epoch)
                     self._dense.apply_means()
                     # Before the loop goes on: then the tables have this step's update.

@@ -77,6 +77,8 @@ class RoundPart:
         self._host = self._placed(place)
         #: The name of the host's accumulator, when the run was opened.
         self._accumulator = ""
+        # This process alone does them: the next one of this task cannot know which of them are in an average.
+        self._steps = cluster.steps.loop_steps(f"{run}\nsteps of {cluster.task} {cluster.steps.server.starter.first}")
 
     def _placed(self, place: PlaceVariable) -> str:
         """Return the run's host; if it was lost, once all tasks have returned to a snapshot."""
@@ -141,11 +143,17 @@ class RoundPart:
         """Compares the programs of workers that compute together; None if they only share the variables of tasks."""
         return self._cluster.programs if self._dense is not None else None
 
-    def run_step(self, gradients: Gradients, step: Callable[..., Any], batch: Any, number: int) -> tuple[Any, bool]:
-        """As `Gradients.call`, while no state of tasks is captured or restored."""
+    def run_step(
+        self, gradients: Gradients, step: Callable[..., Any], batch: Any, opening: RoundOpen
+    ) -> tuple[Any, bool]:
+        """As `Gradients.call`, while no state of tasks is captured or restored.
+
+        A step that is done again for the same round changes no other state again, and takes the same elements.
+        """
         self._cluster.refuse_unequal(self._run)
-        with self._cluster.steps.server.gate.step(self._cluster.steps.timeout_s):
-            return gradients.call(step, batch, number)
+        steps = self._cluster.steps
+        with steps.server.gate.step(steps.timeout_s), self._steps.step(opening.done):
+            return gradients.call(step, batch, opening.number)
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`; log a warning while workers are missing."""
@@ -170,6 +178,7 @@ class RoundPart:
         message = LeaveRounds(self._run, self._cluster.task, done, self._accumulator)
         with contextlib.suppress(DflowError):
             self._cluster.requests.ask(self._host, message)
+        self._cluster.steps.loop_ended(self._steps)
 
 
 #: The optimizers as one, the types of their gradients, the optimizers of `DenseGradients`, and the trace.

@@ -109,7 +109,7 @@ class Sync(Strategy):
                     while opening.done < run.steps:
                         batch, started = batches.of(opening.done), time.perf_counter()
                         with run.guard.step():
-                            outcome, is_fresh = part.run_step(gradients, run.step, batch, opening.number)
+                            outcome, is_fresh = part.run_step(gradients, run.step, batch, opening)
                             step_s, done, failures = time.perf_counter() - started, opening.number, 0
                             self.accepted += is_fresh
                             self.dropped += not is_fresh

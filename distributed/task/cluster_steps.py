@@ -23,10 +23,11 @@ from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.steps.step_gate import is_in_step
+from dflow.distributed.steps.step_identity import CURRENT_STEPS, LoopSteps
 from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
 from dflow.distributed.task.task_server import TaskServer
-from dflow.distributed.wire.messages.plans import ReleasePlan
+from dflow.distributed.wire.messages.plans import ForgetResults, ReleasePlan
 from dflow.lowering.passes.base import Observer, run_passes
 from dflow.lowering.pipeline import pipeline
 from dflow.lowering.programs.program import LoweredProgram, lower_program
@@ -82,6 +83,8 @@ class ClusterSteps:
         self.undone = 0
         #: The training loops whose steps begin ahead.
         self._loops: list[StepsAhead] = []
+        #: By run, the numbers of the steps that this process began and that have not ended.
+        self._unfinished: dict[str, set[int]] = {}
 
     @contextlib.contextmanager
     def ahead(
@@ -93,13 +96,29 @@ class ClusterSteps:
         on_new: Callable[[RegisteredStep], None] = lambda called: None,
     ) -> Iterator[StepsAhead]:
         """Return the context of a training loop whose steps begin ahead; see `StepsAhead`."""
-        loop = StepsAhead(self.server.starter, run, prefetch, on_refusal=on_refusal, on_unused=on_unused, on_new=on_new)
+        steps = self.loop_steps(run)
+        loop = StepsAhead(
+            self.server.starter, steps, prefetch, on_refusal=on_refusal, on_unused=on_unused, on_new=on_new
+        )
         self._loops.append(loop)
         try:
             yield loop
         finally:
             self._loops.remove(loop)
             loop.cancel("the loop ended")
+            self.loop_ended(steps)
+
+    def loop_steps(self, run: str) -> LoopSteps:
+        """Return the identities of the steps of a loop over steps of `run`; `loop_ended` must follow."""
+        return LoopSteps(run, self._unfinished.setdefault(run, set()))
+
+    def loop_ended(self, steps: LoopSteps) -> None:
+        """Free what the tasks keep for attempts to do the steps of a loop again, but those that have not ended."""
+        self.server.store.applied.forget(steps.own_run)
+        message = ForgetResults(self._task, self.server.starter.first, steps.run, steps.unfinished())
+        for peer in steps.peers.values():
+            with contextlib.suppress(DflowError):  # the task is gone, and its record with it
+                peer.notify(message)
 
     def await_recovery(self, *, is_joining: bool = False) -> None:
         """Wait until no state of tasks is lost, if this task is joining only while it is being restored.
@@ -236,6 +255,8 @@ class ClusterSteps:
         raises  the first error of any task, whose text names it; TaskLost when a task left
         """
         loop = CURRENT.get()
+        if loop is None and (steps := CURRENT_STEPS.get()) is not None:
+            steps.called()
         begun = loop.take(called, leaves) if loop is not None else None
         step = self.server.starter.next_step() if begun is None else begun.step
         recorder = self.server.recorder
@@ -276,18 +297,22 @@ class ClusterSteps:
     ) -> tuple[jax.Array, ...]:
         starter, timeout_s, handles = self.server.starter, self.timeout_s, called.handles
         peers = starter.peers(handles) if begun is None else begun.peers
+        of = own = None
+        if (steps := CURRENT_STEPS.get()) is not None:
+            of, own = steps.current, steps.own
+            steps.peers.update(peers)
         end: queue.SimpleQueue[Outcome[Fetches]] = queue.SimpleQueue() if begun is None else begun.outcome
         try:
             if begun is None:
-                parts = starter.start(step, peers, handles, end.put, of=loop.current if loop is not None else None)
+                parts = starter.start(step, peers, handles, end.put, of=of)
             else:
                 parts = begun.parts
             if loop is not None:
                 loop.begin_more(step, peers, called, leaves)
             if begun is not None and begun.leaves is not None:
-                starter.release_own(step)
+                starter.release_own(step, own)
             else:
-                starter.run_own(step, handles, called.feeds(leaves), parts)
+                starter.run_own(step, handles, called.feeds(leaves), parts, own)
             if loop is not None:
                 for peer in peers.values():
                     peer.flush()

@@ -179,6 +179,11 @@ class _Checked:
     description: str
     fitting: set[tuple[Any, ...]] = field(default_factory=set)
 
+    @property
+    def is_recorded(self) -> bool:
+        """See `HeldResource`: gradients of a round are given again, to the accumulators of the next opening."""
+        return self.created.is_saved
+
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Run an op after checking it; see `HeldQueue.start`."""
         kind = (op.name, op.count, *((operand.dtype, operand.shape) for operand in operands))

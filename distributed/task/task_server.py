@@ -34,7 +34,7 @@ from dflow.distributed.observe.step_counts import StepCounts
 from dflow.distributed.observe.task_observer import ON_THREADS, TaskObserver
 from dflow.distributed.steps.peers import Peers
 from dflow.distributed.steps.plan_registry import PlanRegistry
-from dflow.distributed.steps.plan_runs import PlanRuns
+from dflow.distributed.steps.plan_runs import PlanRuns, owner_of
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.staleness_bounds import StalenessBounds
 from dflow.distributed.steps.step_gate import StepGate
@@ -70,6 +70,7 @@ from dflow.distributed.wire.messages.observing import (
 )
 from dflow.distributed.wire.messages.plans import (
     CancelStep,
+    ForgetResults,
     Registered,
     RegisterPlan,
     ReleasePlan,
@@ -464,6 +465,11 @@ class TaskServer:
     @NOTICES.handles(ReleaseStep)
     def _release_step(self, message: ReleaseStep, arrival: Arrival) -> None:
         self.runs.release(StepId(message.origin, message.step), message.of)
+
+    @NOTICES.handles(ForgetResults)
+    def _forget_results(self, message: ForgetResults, arrival: Arrival) -> None:
+        owner = owner_of(StepId(message.origin, message.first))
+        self.store.applied.end_steps(message.run, owner, message.unfinished)
 
     def _refuse_for_another_process(self, name: str, process: str) -> None:
         """Raise TaskLost when the coordinator placed `name` on another process of this task."""

@@ -35,7 +35,8 @@ from dflow.distributed.wire.messages.snapshots import (
 from dflow.lowering.files.array_manifest import MANIFEST
 from dflow.lowering.files.atomic_directory import tidy_all, whole_folder
 from dflow.lowering.files.changed_rows import ChangedArrays, WrittenBytes, fill_with_changes, read_changed_arrays
-from dflow.lowering.state.applied_steps import AppliedCall
+from dflow.lowering.state.applied_steps import AppliedCall, AppliedCopy
+from dflow.lowering.state.kept_results import KeptRun
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import CheckpointError, StepCancelled
@@ -44,9 +45,11 @@ from dflow.tracing.moments import reach
 
 LOGGER = logging.getLogger("dflow")
 
-#: Keys of the record of applied steps, of the runs of synchronous training, of the queues and accumulators, and of the
-#: cluster's id, in the metadata of a part.
-_APPLIED, _ROUNDS, _RESOURCES, _CLUSTER = "applied", "rounds", "resources", "cluster"
+#: Keys of the record of applied steps, of their results, of the runs of synchronous training, of the queues and
+#: accumulators, and of the cluster's id, in the metadata of a part.
+_APPLIED, _KEPT, _ROUNDS, _RESOURCES, _CLUSTER = "applied", "kept", "rounds", "resources", "cluster"
+#: Names of the arrays of results, with their numbers; no variable has a name with the character NUL.
+_RESULT = "result\0"
 
 
 def _usable(folder: Path, task: str) -> Path:
@@ -73,7 +76,7 @@ class _Part(NamedTuple):
 
     known: Mapping[str, Any]
     new: dict[str, tuple[ArrayType, Any]]
-    applied: tuple[AppliedCall, ...]
+    applied: AppliedCopy
     rounds: tuple[RunCopy, ...]
     resources: tuple[SavedResource, ...]
     contents: Mapping[str, Any]
@@ -138,7 +141,9 @@ class TaskSnapshots:
             values = self._store.snapshot(self._store.keys())
             resources, contents = self._resources.saved()
             applied, rounds = self._store.applied.copy(), self._rounds.copy()
-        rest = {_APPLIED: applied, _ROUNDS: rounds, _RESOURCES: resources, _CLUSTER: message.cluster}
+        rest: dict[str, Any] = {_APPLIED: applied.calls, _KEPT: applied.kept, _ROUNDS: rounds, _RESOURCES: resources}
+        rest[_CLUSTER] = message.cluster
+        contents |= {f"{_RESULT}{number}": array for number, array in enumerate(applied.arrays)}
         names = *values, *(one.created.name for one in resources)
         self._tell(StateCaptured(self._task, number, names))
         reach("write", self._task)
@@ -183,13 +188,15 @@ class TaskSnapshots:
                 f"{files.path}: expected a part that cluster {message.cluster} wrote, got one of cluster {made_by}",
                 "give each cluster its own folder for --snapshots",
             )
-        applied = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
+        calls = msgspec.convert(files.metadata.get(_APPLIED, []), tuple[AppliedCall, ...], strict=False)
+        kept_results = msgspec.convert(files.metadata.get(_KEPT, []), tuple[KeptRun, ...])
+        results = [f"{_RESULT}{number}" for number in range(sum(one.arrays for one in kept_results))]
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
         saved = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
         kept = (one for one in saved if one.created.name not in message.forgotten)
         resources = tuple(one.reopened() if message.reopens else one for one in kept)
         contents = {one.array_name(array) for one in resources for array in one.arrays}
-        others = {*message.forgotten, *(one.array_name(array) for one in saved for array in one.arrays)}
+        others = {*message.forgotten, *results, *(one.array_name(array) for one in saved for array in one.arrays)}
         variables = [name for name in files.types if name not in others]
         here = {name: name for name in variables if name in self._store}
         for name in here:
@@ -199,7 +206,9 @@ class TaskSnapshots:
         absent = files.each(dict.fromkeys(name for name in variables if name not in here))
         # `Store.create` copies them.
         new = {name: (files.types[name], value) for name, value in absent}
-        return _Part(known, new, applied, rounds, resources, dict(files.each(dict.fromkeys(contents))))
+        read = dict(files.each(dict.fromkeys([*contents, *results])))
+        applied = AppliedCopy(calls, kept_results, [read[name] for name in results])
+        return _Part(known, new, applied, rounds, resources, read)
 
     def _set(self, part: _Part, message: LoadState) -> None:
         error = StepCancelled(f"{short_task_name(self._task)} returns to snapshot {message.number}")

@@ -71,6 +71,11 @@ class SavedContents(NamedTuple):
 class HeldResource(Protocol):
     """A queue or an accumulator, as its store uses it."""
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a step that is done again makes no op on it again. See `applied_steps`."""
+        ...
+
     def start(self, op: ResourceOp, operands: Sequence[Any], on_results: OnResults) -> Cancel:
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
         ...
@@ -92,6 +97,8 @@ class SharedResource(ABC):
     error: ClassVar[type[DflowError]]
     #: How each op runs, by its name.
     rules: ClassVar[Mapping[str, Rule]]
+    #: See `HeldResource`.
+    is_recorded = True
     #: The state machine. Its methods are called with the lock held.
     machine: Any
 

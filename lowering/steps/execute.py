@@ -207,7 +207,7 @@ class Execution:
         program, state = self._executable.programs[item.program], None
         if item.writes or item.reads:
             state = self._store.step_state(program, item.writes, item.reads)
-        if self.attempt is not None and changes_of(item):
+        if self.attempt is not None and self.attempt.covers_programs and changes_of(item):
             results = call_once(self.attempt, self._store, program, item, operands, state)
         else:
             results = self._store.call(program, item.writes, item.reads, operands, state)
@@ -260,10 +260,11 @@ class Execution:
         operands = [self._slots[slot] for slot in item.takes]
         held, op = self._store.resource(item.key), self._executable.resource_ops[index]
         end = partial(self._arrived, index, item.gives)
-        if item.gives or self.attempt is None:
+        if self.attempt is None:
             self._cancel_at_end(index, held.start(op, operands, end))
         else:
-            self._cancel_at_end(index, start_once(self.attempt, item.key, held, op, operands, end))
+            cancel = start_once(self.attempt, item.key, held, op, operands, end, bool(item.gives))
+            self._cancel_at_end(index, cancel)
         return False
 
     def _branch(self, item: Branch, index: int) -> bool:

@@ -132,7 +132,7 @@ def _call(item: Call, index: int, executable: Executable, store: Store, state: S
 
     def do(run: ItemsRun) -> None:
         operands = take(run.slots)
-        if changes and run.attempt is not None:
+        if changes and run.attempt is not None and run.attempt.covers_programs:
             results = call_once(run.attempt, store, program, item, operands, state)
         else:
             results = store.call(program, item.writes, item.reads, operands, state)
@@ -188,9 +188,9 @@ def _use_resource(item: UseResource, index: int, executable: Executable, store: 
 
     def do(run: ItemsRun) -> None:
         held, operands, arrived = store.resource(key), list(take(run.slots)), partial(run.arrived, index, fill)
-        if item.gives or run.attempt is None:
+        if run.attempt is None:
             run.cancel_at_end(held.start(op, operands, arrived))
         else:
-            run.cancel_at_end(start_once(run.attempt, key, held, op, operands, arrived))
+            run.cancel_at_end(start_once(run.attempt, key, held, op, operands, arrived, bool(item.gives)))
 
     return do

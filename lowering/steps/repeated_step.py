@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
 
 from dflow.lowering.programs.program import Program
-from dflow.lowering.queues.pending_operations import Cancel, Found, HeldResource, OnResults
+from dflow.lowering.queues.pending_operations import Cancel, HeldResource, OnResults
 from dflow.lowering.state.applied_steps import StepAttempt
 from dflow.lowering.state.held_value import StepState
+from dflow.lowering.state.kept_results import MOST_KEPT
 from dflow.lowering.state.store import Store
 from dflow.lowering.steps.executable import ANYTHING
 from dflow.lowering.steps.plan import Call
-from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.ir.resource_op import ResourceOp
 
 
@@ -36,7 +37,10 @@ def call_once(
     operands: Sequence[Any],
     state: StepState | None,
 ) -> Sequence[jax.Array]:
-    """Return the results of a call, which changes its variables unless an earlier attempt has."""
+    """Return the results of a call, which changes its variables unless an earlier attempt has.
+
+    Then these are the results of that attempt, or if they are large, those of the program on copies of the variables.
+    """
 
     def without_changes() -> Sequence[jax.Array]:
         return store.call_on_copies(program, item.writes, item.reads, operands) if item.gives else ()
@@ -45,7 +49,12 @@ def call_once(
         changes_of(item),
         lambda: store.call(program, item.writes, item.reads, operands, state),
         without_changes,
+        _are_kept,
     )
+
+
+def _are_kept(results: Sequence[jax.Array]) -> bool:
+    return len(results) > 0 and sum(result.nbytes for result in results) <= MOST_KEPT
 
 
 def start_once(
@@ -55,15 +64,9 @@ def start_once(
     op: ResourceOp,
     operands: Sequence[Any],
     on_results: OnResults,
+    has_results: bool,
 ) -> Cancel:
-    """Start an op without results on a queue or accumulator, unless an earlier attempt has; as `HeldResource.start`."""
-    if not attempt.begins([key]):
-        on_results(())
-        return lambda error: None
-
-    def ended(outcome: Outcome[Found]) -> None:
-        if isinstance(outcome, BaseException):
-            attempt.failed([key])
-        on_results(outcome)
-
-    return held.start(op, operands, ended)
+    """Start an op on a queue or accumulator, unless an earlier attempt has made it; as `HeldResource.start`."""
+    if not held.is_recorded:
+        return held.start(op, operands, on_results)
+    return attempt.start_once(key, partial(held.start, op, operands), on_results, has_results=has_results)

@@ -95,7 +95,7 @@ ROUND_SNAPSHOT_MUTATIONS = (
     _planted(
         "a task does not record the update of a round",
         applied_steps.StepAttempt,
-        "begins",
+        "_begins",
         giving(True),
         "applied once",
         _APART,

@@ -128,10 +128,12 @@ class RoundSnapshotsWorker(RoundsWorker):
         with self._variables.used.explained(self._tasks_used):
             return super().next(done)
 
-    def run_step(self, gradients: RoundsWorker, step: Callable[..., Any], batch: int, number: int) -> tuple[Any, bool]:
+    def run_step(
+        self, gradients: RoundsWorker, step: Callable[..., Any], batch: int, opening: RoundOpen
+    ) -> tuple[Any, bool]:
         """Run the step for an opening, while no state is captured or restored."""
         with self._variables.step(), self._variables.used.explained(self._tasks_used):
-            return super().run_step(gradients, step, batch, number)
+            return super().run_step(gradients, step, batch, opening)
 
     def seen_as(self) -> str:
         """Return the name of the run since the last return."""

@@ -111,9 +111,11 @@ class RoundsWorker(TrainingWorker):
 
     # As its part in the run.
 
-    def run_step(self, gradients: RoundsWorker, step: Callable[..., Any], batch: int, number: int) -> tuple[Any, bool]:
+    def run_step(
+        self, gradients: RoundsWorker, step: Callable[..., Any], batch: int, opening: RoundOpen
+    ) -> tuple[Any, bool]:
         """Run the step for an opening."""
-        return gradients.call(step, batch, number)
+        return gradients.call(step, batch, opening.number)
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> RoundsWorker | None:
         """Open the run, or join it if it is open; return None if it is complete."""

@@ -173,6 +173,12 @@ SNAPSHOT_MUTATIONS = (
     _planted(
         "a part goes before the next is committed", _PARTS, "_write", _removed_before_the_commit, "none lost", _FULL
     ),
-    _planted("a part has no applied steps", applied_steps.AppliedSteps, "copy", giving(()), "applied once"),
+    _planted(
+        "a part has no applied steps",
+        applied_steps.AppliedSteps,
+        "copy",
+        giving(applied_steps.AppliedCopy()),
+        "applied once",
+    ),
     _planted("applied steps do not return", applied_steps.AppliedSteps, "return_to", doing_nothing, "none lost", _DIES),
 )

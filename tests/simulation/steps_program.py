@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 from msgspec.structs import replace
 
+from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.strategies.async_ import Async
@@ -156,7 +157,8 @@ class StepsWorker(TrainingWorker):
         self._plan = member.server.plans.add(*self.own_plan())
         self._handles: dict[Member, int] = {}
         self._starter = _Starter(member)
-        self._loop = StepsAhead(self._starter, RUN, 0)
+        self._unfinished: set[int] = set()
+        self._loop = StepsAhead(self._starter, LoopSteps(RUN, self._unfinished), 0)
         self._registered: dict[tuple[int, ...], RegisteredStep] = {}
 
     @contextmanager
@@ -164,7 +166,8 @@ class StepsWorker(TrainingWorker):
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps", *, is_one_call: bool = False
     ) -> Iterator[SharedStep]:
         """Return the context of a loop whose steps begin ahead."""
-        self._loop = StepsAhead(self._starter, run, prefetch, clock=lambda: self._tasks.events.now_s)
+        steps = LoopSteps(run, self._unfinished)
+        self._loop = StepsAhead(self._starter, steps, prefetch, clock=lambda: self._tasks.events.now_s)
 
         @contextmanager
         def step(steps: range, batches: tuple[Any, Any] | None) -> Iterator[None]:
@@ -285,7 +288,7 @@ class StepsWorker(TrainingWorker):
     def _started(
         self, id: StepId, called: RegisteredStep, others: Mapping[str, Peer], over: SimpleQueue[Outcome[Fetches]]
     ) -> StepParts:
-        return self._starter.start(id, others, called.handles, over.put, of=self._loop.current)
+        return self._starter.start(id, others, called.handles, over.put, of=self._loop.identities.current)
 
     def _outcome(self, what: str, over: SimpleQueue[Outcome[Fetches]]) -> Outcome[Fetches]:
         """Wait for the outcome of a step."""

@@ -74,6 +74,20 @@ class ReleaseStep(Notice, frozen=True):
     of: StepOfRun | None = None
 
 
+class ForgetResults(Notice, frozen=True):
+    """Free the results that are kept of steps of `run`: those that `origin` did have ended, but the `unfinished` ones.
+
+    `first` is the number of the first step of the process of `origin`.
+    """
+
+    speaker = "origin"
+
+    origin: str
+    first: int
+    run: str
+    unfinished: tuple[int, ...]
+
+
 class CancelStep(Request[Ok], Notice, frozen=True):
     """Cancel the rest of a step and discard its values. A request, answered by `Ok`, or a notification."""
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflow.distributed.steps.step_identity import LoopSteps
 from dflow.distributed.steps.step_starter import StepParts, StepStarter
 from dflow.distributed.steps.steps_ahead import CURRENT, OTHER_ARRAYS, SHORT_S, RegisteredStep, StepsAhead
 from dflow.distributed.transport.base import Peer
@@ -73,7 +74,7 @@ class Loop:
         self.unused: list[str] = []
         self.ahead = StepsAhead(
             cast(StepStarter, self.starter),
-            "run",
+            LoopSteps("run", set()),
             prefetch,
             on_refusal=self.refusals.append,
             on_unused=self.unused.append,
@@ -96,7 +97,7 @@ class Loop:
             for registered in steps:
                 begun = self.ahead.take(registered, leaves)
                 step = self.starter.next_step() if begun is None else begun.step
-                self.calls[step.number] = self.ahead.current
+                self.calls[step.number] = self.ahead.identities.current
                 self.ahead.begin_more(step, {"ps": cast(Peer, self.peer)}, registered, leaves)
                 found.append(step.number)
             self.now_s += took_s

@@ -27,9 +27,9 @@ class Part:
         """Open the next round."""
         return RoundOpen(done + 1, done + 1)
 
-    def run_step(self, gradients: Any, step: Any, batch: Any, number: int) -> tuple[Any, bool]:
+    def run_step(self, gradients: Any, step: Any, batch: Any, opening: RoundOpen) -> tuple[Any, bool]:
         """Run a step."""
-        if number == 2:
+        if opening.number == 2:
             self._step()
         return batch, True
 

@@ -1,0 +1,78 @@
+"""Identities of the steps of one loop, the same for all attempts at a step, by which each task applies it once.
+
+Other tasks know a step by its run and its number in the run, since another worker may do it again. This process knows
+it by the number of the loop's steps that have ended: a step that failed is tried again with the same elements of the
+process's own queues, under whatever number of the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from dflow.distributed.transport.base import Peer
+from dflow.lowering.state.applied_steps import OwnStep, StepOfRun
+from dflow.tracing.errors import StepEnded
+
+_loops = itertools.count()
+
+
+class LoopSteps:
+    """The steps of a loop over the run `run`.
+
+    unfinished  the numbers of the run's steps that this process began and that have not ended; shared by its loops
+    """
+
+    def __init__(self, run: str, unfinished: set[int]) -> None:
+        self.run, self._unfinished = run, unfinished
+        #: The run of this process's own part of the steps.
+        self.own_run = f"loop {next(_loops)}"
+        #: The other tasks that had a part in a step.
+        self.peers: dict[str, Peer] = {}
+        self._number, self._calls, self._ended = 0, 0, 0
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Return the context of an attempt at a step of the run."""
+        self._number, self._calls = number, 0
+        token = CURRENT_STEPS.set(self)
+        try:
+            yield
+        except StepEnded:
+            raise  # by another attempt: the elements of this process's own queues are left for the next step
+        except BaseException:
+            self._unfinished.add(number)
+            raise
+        else:
+            self._unfinished.discard(number)
+            self._ended += 1
+        finally:
+            CURRENT_STEPS.reset(token)
+
+    def called(self) -> None:
+        """Count a call of a function in the step."""
+        self._calls += 1
+
+    def of(self, number: int, call: int = 0) -> StepOfRun:
+        """Return the identity of a call in a step for other tasks."""
+        return StepOfRun(self.run, number, call, self.unfinished(number))
+
+    @property
+    def current(self) -> StepOfRun:
+        """The identity of the newest call in the step for other tasks."""
+        return self.of(self._number, self._calls - 1)
+
+    @property
+    def own(self) -> OwnStep:
+        """The identity of the newest call in the step for this process."""
+        return OwnStep(self.own_run, self._ended, self._calls - 1)
+
+    def unfinished(self, number: int | None = None) -> tuple[int, ...]:
+        """Return the numbers of the steps that have not ended, but `number`."""
+        return tuple(sorted(self._unfinished - {number})) if self._unfinished else ()
+
+
+#: The loop whose step this thread runs.
+CURRENT_STEPS: ContextVar[LoopSteps | None] = ContextVar("dflow_loop_steps", default=None)

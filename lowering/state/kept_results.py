@@ -1,0 +1,123 @@
+"""The results of the changes that a run's newest steps made here, for attempts that do these steps again.
+
+Why: a step that took an element of a queue and did not end everywhere must get the same element again, or it is lost.
+The results are kept until the process that did the step begins another step of the run here: it runs one at a time, so
+the step has ended on all tasks. An attempt at such a step is refused, since nothing of it is left to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dflow.lowering.values.index_set import IndexSet
+
+#: Most bytes of the results of a program that are kept; larger ones are computed again. Elements are always kept.
+MOST_KEPT = 1 << 24
+
+
+class Change(NamedTuple):
+    """A change in a step: the number of the call, the key of the state, and its number among the changes of that."""
+
+    call: int
+    key: str
+    number: int
+
+
+class KeptStep(msgspec.Struct, frozen=True):
+    """The results of a step, to be written: its owner, and the number of arrays of each change."""
+
+    number: int
+    owner: str
+    changes: tuple[tuple[Change, int], ...]
+
+
+class KeptRun(msgspec.Struct, frozen=True):
+    """The record of a run, to be written: the ranges of `RunResults.ended`, and the steps with results."""
+
+    run: str
+    ended: tuple[tuple[int, int], ...]
+    steps: tuple[KeptStep, ...]
+
+    @property
+    def arrays(self) -> int:
+        """Number of arrays of all results."""
+        return sum(count for step in self.steps for _, count in step.changes)
+
+
+@dataclass
+class _Step:
+    owner: str
+    results: dict[Change, Sequence[Any]] = field(default_factory=dict)
+
+
+class RunResults:
+    """The results of one run. Its owner holds a lock around each call.
+
+    `ended`  the steps with results that have ended on all tasks
+    """
+
+    def __init__(self) -> None:
+        self.ended = IndexSet()
+        self._steps: dict[int, _Step] = {}
+        #: The numbers of the steps with results, by owner.
+        self._owned: dict[str, set[int]] = {}
+
+    def begins(self, number: int, owner: str, unfinished: Collection[int]) -> None:
+        """Note that `owner` changes state in step `number`: its other steps have ended, but the `unfinished` ones."""
+        owned = self._owned.get(owner)
+        if owned:
+            self._end(owner, owned - {number, *unfinished})
+        step = self._steps.get(number)
+        if step is not None and step.owner != owner:
+            self._owned[step.owner].discard(number)
+            self._own(number, owner)
+            step.owner = owner
+
+    def end_all(self, owner: str, unfinished: Collection[int]) -> None:
+        """Note that all steps of `owner` have ended, but the `unfinished` ones."""
+        self._end(owner, self._owned.get(owner, set()) - {*unfinished})
+
+    def _end(self, owner: str, numbers: Iterable[int]) -> None:
+        for number in [*numbers]:
+            self._owned[owner].discard(number)
+            del self._steps[number]
+            self.ended.add(range(number, number + 1))
+        if owner in self._owned and not self._owned[owner]:
+            del self._owned[owner]
+
+    def _own(self, number: int, owner: str) -> None:
+        self._owned.setdefault(owner, set()).add(number)
+
+    def keep(self, number: int, owner: str, change: Change, results: Sequence[Any]) -> None:
+        """Keep the results of a change in a step."""
+        if number not in self._steps:
+            self._steps[number] = _Step(owner)
+            self._own(number, owner)
+        self._steps[number].results[change] = results
+
+    def get(self, number: int, change: Change) -> Sequence[Any] | None:
+        """Return the results of a change; None if they are not kept."""
+        step = self._steps.get(number)
+        return None if step is None else step.results.get(change)
+
+    def copy(self, run: str, arrays: list[Any]) -> KeptRun:
+        """Return a copy of the record; add its arrays to `arrays`, in order."""
+        steps = []
+        for number, step in self._steps.items():
+            steps.append(KeptStep(number, step.owner, tuple((one, len(found)) for one, found in step.results.items())))
+            arrays += (array for found in step.results.values() for array in found)
+        return KeptRun(run, tuple((part.start, part.stop) for part in self.ended.ranges()), tuple(steps))
+
+    @staticmethod
+    def of(copy: KeptRun, arrays: Iterable[Any]) -> RunResults:
+        """Return a record equal to the one copied; take its arrays from `arrays`."""
+        found, rest = RunResults(), iter(arrays)
+        found.ended = IndexSet(range(*pair) for pair in copy.ended)
+        for step in copy.steps:
+            for change, count in step.changes:
+                found.keep(step.number, step.owner, Change(*change), tuple(next(rest) for _ in range(count)))
+        return found
