@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from dflow.lowering.queues.pending_operations import Cancel, OnResults, Results
-from dflow.lowering.state.kept_results import Change, KeptRun, RunResults
+from dflow.lowering.state.kept_results import KeptRun, RunResults, StepChange
 from dflow.lowering.values.index_set import IndexSet
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.errors import DeadlineExceeded, StepCancelled, StepEnded, StrategyError
@@ -74,7 +74,7 @@ class _CallRecord:
     results: RunResults
     whole: IndexSet = field(default_factory=IndexSet)
     begun: dict[int, dict[str, int]] = field(default_factory=dict)
-    pending: dict[tuple[int, Change], deque[_Try]] = field(default_factory=dict)
+    pending: dict[tuple[int, StepChange], deque[_Try]] = field(default_factory=dict)
     is_void: bool = False
 
 
@@ -239,7 +239,7 @@ class StepAttempt:
         on_results(() if found is None else tuple(found))
         return lambda error: None
 
-    def _counted(self, keys: Sequence[str]) -> Change:
+    def _counted(self, keys: Sequence[str]) -> StepChange:
         """Count the next change of the state under `keys`, and return its identity. The lock is held."""
         if self._applied.is_void:
             raise StepCancelled(f"the state that step {self._step.number} uses was restored meanwhile")
@@ -248,7 +248,7 @@ class StepAttempt:
             self._applied.results.begins(self._step.number, self._owner, self._step.unfinished)
         for key in keys:
             counts[key] = counts.get(key, 0) + 1
-        return Change(self._step.call, keys[0], counts[keys[0]])
+        return StepChange(self._step.call, keys[0], counts[keys[0]])
 
     def _begins(self, keys: Sequence[str]) -> bool:
         """Record the change of the state under `keys` that was counted; return whether it is new. The lock is held."""
@@ -279,7 +279,7 @@ class StepAttempt:
         for key in keys:
             begun[key] -= 1
 
-    def op_ended(self, one: Change, outcome: Outcome[Results]) -> Sequence[_Try]:
+    def op_ended(self, one: StepChange, outcome: Outcome[Results]) -> Sequence[_Try]:
         """Record the outcome of an op, and return the attempts that waited for it.
 
         They get the results; if it failed, the first one is to make the change, and the others wait for it.
@@ -297,7 +297,7 @@ class StepAttempt:
             self._undo([one.key])
             return ()
 
-    def withdraw(self, one: Change, waiter: _Try) -> bool:
+    def withdraw(self, one: StepChange, waiter: _Try) -> bool:
         """Remove an attempt that waits for the op of another one; return whether it waited."""
         with self._lock:
             waiting = self._applied.pending.get((self._step.number, one), ())
@@ -317,7 +317,7 @@ class StepAttempt:
 class _Try:
     """One attempt's try at an op on a resource: it waits for that of another attempt, or starts the op itself."""
 
-    def __init__(self, attempt: StepAttempt, one: Change, start: StartOp, on_results: OnResults) -> None:
+    def __init__(self, attempt: StepAttempt, one: StepChange, start: StartOp, on_results: OnResults) -> None:
         self._attempt, self._one, self._start, self._on_results = attempt, one, start, on_results
         self._lock = threading.Lock()
         self._cancel: Cancel | None = None

@@ -19,7 +19,7 @@ from dflow.lowering.values.index_set import IndexSet
 MOST_KEPT = 1 << 24
 
 
-class Change(NamedTuple):
+class StepChange(NamedTuple):
     """A change in a step: the number of the call, the key of the state, and its number among the changes of that."""
 
     call: int
@@ -32,7 +32,7 @@ class KeptStep(msgspec.Struct, frozen=True):
 
     number: int
     owner: str
-    changes: tuple[tuple[Change, int], ...]
+    changes: tuple[tuple[StepChange, int], ...]
 
 
 class KeptRun(msgspec.Struct, frozen=True):
@@ -49,9 +49,9 @@ class KeptRun(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class _Step:
+class _StepResults:
     owner: str
-    results: dict[Change, Sequence[Any]] = field(default_factory=dict)
+    results: dict[StepChange, Sequence[Any]] = field(default_factory=dict)
 
 
 class RunResults:
@@ -62,7 +62,7 @@ class RunResults:
 
     def __init__(self) -> None:
         self.ended = IndexSet()
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, _StepResults] = {}
         #: The numbers of the steps with results, by owner.
         self._owned: dict[str, set[int]] = {}
 
@@ -92,14 +92,14 @@ class RunResults:
     def _own(self, number: int, owner: str) -> None:
         self._owned.setdefault(owner, set()).add(number)
 
-    def keep(self, number: int, owner: str, change: Change, results: Sequence[Any]) -> None:
+    def keep(self, number: int, owner: str, change: StepChange, results: Sequence[Any]) -> None:
         """Keep the results of a change in a step."""
         if number not in self._steps:
-            self._steps[number] = _Step(owner)
+            self._steps[number] = _StepResults(owner)
             self._own(number, owner)
         self._steps[number].results[change] = results
 
-    def get(self, number: int, change: Change) -> Sequence[Any] | None:
+    def get(self, number: int, change: StepChange) -> Sequence[Any] | None:
         """Return the results of a change; None if they are not kept."""
         step = self._steps.get(number)
         return None if step is None else step.results.get(change)
@@ -119,5 +119,5 @@ class RunResults:
         found.ended = IndexSet(range(*pair) for pair in copy.ended)
         for step in copy.steps:
             for change, count in step.changes:
-                found.keep(step.number, step.owner, Change(*change), tuple(next(rest) for _ in range(count)))
+                found.keep(step.number, step.owner, StepChange(*change), tuple(next(rest) for _ in range(count)))
         return found
