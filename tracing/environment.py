@@ -31,6 +31,7 @@ _TABLE = """
 DFLOW_CHECK | 0 or 1 | 0 | 1 verifies each graph before and after each pass
 DFLOW_DUMP | a folder | none | write each traced graph there, before and after each pass
 DFLOW_PLACEMENT_S | seconds above 0 | 3 | time limit for choosing the devices of ops in `device("auto")`
+DFLOW_ACCEPT | short, not-finite or short,not-finite | none | what is no failure: batches that end too early, NaN losses
 DFLOW_RUN_DIR | a folder | one among the temporary files | logs, recorded events and traces of a run
 DFLOW_CLUSTER | a file | none | the cluster file, in TOML, that describes all tasks
 DFLOW_COORDINATOR | host:port | none | address of the coordinator

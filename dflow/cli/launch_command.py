@@ -24,6 +24,8 @@ from dflow.distributed.process.run_folder import RUN_FOLDER_VARIABLE
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE, choose_security
 from dflow.distributed.transport.sockets import SocketTransport
+from dflow.tracing.accepted_faults import accepted
+from dflow.tracing.environment import read
 from dflow.tracing.errors import DflowError
 
 
@@ -58,6 +60,14 @@ def _launch_options(parser: argparse.ArgumentParser) -> None:
         help="where stock tasks keep snapshots of their state: one that is started again (--restart ps=on-failure) "
         "returns to the newest one, all others with it, and training goes on from there; so does the next launch "
         "there, unless this one ends with success",
+    )
+    faults.add_argument(
+        "--accept",
+        type=checked(accepted),
+        default=None,
+        metavar="FAULTS",
+        help="end with status 0 in spite of `short`, batches that end before the steps of a run, or `not-finite`, a "
+        "loss that is NaN or infinite; both with a comma (default: DFLOW_ACCEPT)",
     )
     add_seconds(faults, "--snapshot-every", 60, "time between two snapshots")
     add_backends(parser)
@@ -168,6 +178,7 @@ def _launch_plan(options: argparse.Namespace) -> LaunchPlan:
         snapshot_every_s=options.snapshot_every,
         environment=(*_proofs(options), *options.environment),
         dashboard=options.dashboard or "",
+        accept=accepted(read("DFLOW_ACCEPT")) if options.accept is None else options.accept,
     )
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import TrainingError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
+from dflow.training.metric_direction import better, missing_metric, mode_of
 
 
 class Callback:
@@ -32,7 +33,7 @@ class Callback:
         """An evaluation has ended; `metrics` are the result of `dflow.evaluate`, the same on all workers."""
 
     def on_end(self, steps: int, reason: str) -> None:
-        """The run has ended without an error; `reason` is empty if all steps are done."""
+        """The run has ended without an error, or with its batches; `reason` is empty if all steps are done."""
 
     def state(self) -> Mapping[str, float]:
         """Return numbers by name that are kept in each checkpoint."""
@@ -47,14 +48,19 @@ class EarlyStopping(Callback):
 
     metric     a name in the results of the evaluation
     patience   number of evaluations in a row without a better value that end the run
-    mode       "min" or "max": whether a better value is smaller or larger
+    mode       "min" or "max": whether a better value is smaller or larger. By default as the name says: "max" for names
+               such as auc, accuracy, precision, recall, reward, return, f1 and score, "min" for losses and errors
     min_delta  least change that counts as better
-    raises     TrainingError for other settings, and in the run for an evaluation without the metric
+    raises     TrainingError for other settings; and at the start of the run, or at the first evaluation of an iterator,
+               for an evaluation without the metric, and without `mode` for a name that does not say which is better
     """
 
     @suggests_keywords
-    def __init__(self, metric: str = "loss", *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
-        if mode not in ("min", "max"):
+    def __init__(
+        self, metric: str = "loss", *, patience: int = 3, mode: str | None = None, min_delta: float = 0.0
+    ) -> None:
+        mode = mode_of(metric) if mode is None else mode
+        if mode not in ("min", "max", None):
             raise TrainingError(
                 f"EarlyStopping: mode: expected 'min' or 'max', got {mode!r}", "give mode='min' for a loss", at=caller()
             )
@@ -65,8 +71,10 @@ class EarlyStopping(Callback):
                 "give patience=3",
                 at=caller(),
             )
-        self._metric, self._patience, self._min_delta = metric, patience, min_delta
-        self._sign = 1.0 if mode == "min" else -1.0
+        self._mode = mode
+        #: Name of the metric in the results of the evaluation.
+        self.metric, self._patience, self._min_delta = metric, patience, min_delta
+        self._sign = -1.0 if mode == "max" else 1.0
         self._loc = caller()
         #: The best value, None before the first evaluation, and the number of evaluations since then.
         self.best: float | None = None
@@ -74,13 +82,8 @@ class EarlyStopping(Callback):
 
     def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
         """Return why the run ends, if the metric has not become better for long enough."""
-        if self._metric not in metrics:
-            raise TrainingError(
-                f"EarlyStopping: expected {self._metric!r} among the metrics of the evaluation, got {sorted(metrics)}",
-                "return it from the evaluation's step, or give another metric",
-                at=self._loc,
-            )
-        value = metrics[self._metric]
+        self.check(metrics)
+        value = metrics[self.metric]
         best = math.inf if self.best is None else self._sign * self.best
         # Not a number is never better.
         if self._sign * value < best - self._min_delta:
@@ -89,7 +92,20 @@ class EarlyStopping(Callback):
             self.since += 1
         if self.since < self._patience:
             return None
-        return f"{self._metric} has not become better than {self.best} for {self.since} evaluations"
+        how = f"{better(str(self._mode))} (mode={self._mode!r})"
+        return f"{self.metric} has not become better than {self.best} for {self.since} evaluations; {how}"
+
+    def check(self, known: Iterable[str]) -> None:
+        """Raise TrainingError if the metric is not among these, or if it is not known which values are better."""
+        if self.metric not in known:
+            raise TrainingError(*missing_metric("EarlyStopping", self.metric, known), at=self._loc)
+        if self._mode is None:
+            raise TrainingError(
+                f"EarlyStopping: mode: expected 'min' or 'max' for {self.metric!r}, whose name does not say which "
+                "values are better",
+                "give mode='min' if smaller ones are, else mode='max'",
+                at=self._loc,
+            )
 
     def state(self) -> Mapping[str, float]:
         """Return the best value and the number of evaluations since then."""

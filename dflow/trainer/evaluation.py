@@ -114,6 +114,17 @@ def is_on_tasks(step: Callable[..., Any], batches: NumberedBatches) -> bool:
     return bool(variables) and all(variable.home.shares_names for variable in variables)
 
 
+def metric_names(step: Callable[..., Any], batches: Any) -> frozenset[str] | None:
+    """Return the names of an evaluation's results; traces it, for the first batch. None if that can be taken once."""
+    if hasattr(batches, "__getitem__") and hasattr(batches, "__len__"):
+        first = batches[0] if len(batches) else None
+    elif hasattr(batches, "__iter__") and iter(batches) is not batches:
+        first = next(iter(batches), None)
+    else:
+        return None
+    return None if first is None else _Evaluation(step).names(first) | {EXAMPLES}
+
+
 @dataclass(frozen=True)
 class _EvaluationProgram:
     """The step for one type of batch, as a function of variables' values; `examples` is None if the step returns it."""
@@ -144,6 +155,10 @@ class _Evaluation:
     def variables(self, batch: Any) -> Sequence[Variable]:
         """Return the variables that the step uses for a batch."""
         return self._program(*_flat(batch)).variables
+
+    def names(self, batch: Any) -> frozenset[str]:
+        """Return the names of the results for a batch."""
+        return self._program(*_flat(batch)).names
 
     def use(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
         """Use these values of the variables."""

@@ -20,19 +20,22 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dflow.distributed.process.termination import Terminated
-from dflow.distributed.strategies.batch_supply import BatchSupply
+from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
+from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.devices.task_name import split_task_name, task_name
-from dflow.tracing.errors import DeadlineExceeded, TrainingError
+from dflow.tracing.errors import DeadlineExceeded, QueueClosed, TrainingError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
 from dflow.trainer.callbacks import Callback, EarlyStopping
-from dflow.trainer.evaluation import evaluate, is_on_tasks
+from dflow.trainer.evaluation import evaluate, is_on_tasks, metric_names
 from dflow.trainer.progress_bar import ProgressBar
 from dflow.trainer.running_means import RunningMeans
 from dflow.training.checkpoint_manager import CheckpointManager
+from dflow.training.metric_direction import missing_metric
 
 LOGGER = logging.getLogger("dflow")
 #: Least time between two looks at the values that steps returned, in s.
@@ -100,11 +103,15 @@ class Trainer:
         """Do the steps up to number `steps`, after those of the restored checkpoint; return what came of them.
 
         batches  a function of a number, as for the `run` of the strategy, or what is indexed by it, such as
-                 `dflow.data.batches` of arrays. The numbers go on after those of the checkpoint
+                 `dflow.data.batches` of arrays. The numbers go on after those of the checkpoint. They end with an
+                 IndexError, or when a step takes from a queue that is closed and empty: then the last checkpoint is
+                 written and `on_end` is called
         steps    number of steps of the whole run, as the strategy counts them
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
 
-        Raises TrainingError for other batches, fewer than the steps use, and a negative number of steps; and what the
+        Raises TrainingError for other batches, fewer than the steps use, and a negative number of steps. Raises in a
+        standalone process also at the end, after the last checkpoint and `on_end`: for batches that have ended before
+        the steps were done, and for a loss that was not finite, unless DFLOW_ACCEPT accepts that. And what the
         strategy, the evaluation, the checkpoints and the callbacks raise.
         """
         total = operator.index(steps)
@@ -114,6 +121,7 @@ class Trainer:
         refuse_table("Trainer", batches, remedy, TrainingError)
         first = self._checkpoints.next_step if self._checkpoints else 0
         _check_count(batches, total * self._strategy.batches_per_step)
+        self._check_metrics()
         run = _TrainingRun(self, _by_number(batches), name or f"trainer_{next(_numbers)}", first, total)
         for callback in self._callbacks:
             callback.on_start(first, self._cluster)
@@ -123,6 +131,8 @@ class Trainer:
             self._checkpoints.wait()
         for callback in self._callbacks:
             callback.on_end(result.steps, result.reason)
+        if self._cluster.is_standalone:  # else the launcher decides, for all workers
+            run.refuse_faults()
         return result
 
     def _check(self) -> None:
@@ -143,6 +153,17 @@ class Trainer:
                 raise _refusal("expected an evaluation for EarlyStopping, got none", "give evaluation=(step, batches)")
         if self._checkpoints is not None:
             self._check_checkpoints(self._checkpoints)
+
+    def _check_metrics(self) -> None:
+        """Raise TrainingError if the evaluation returns no metric of that name, as far as a batch of it can be seen."""
+        stops = [callback for callback in self._callbacks if isinstance(callback, EarlyStopping)]
+        best = self._checkpoints.best_metric if self._checkpoints else None
+        if self._evaluation is None or not (stops or best) or (names := metric_names(*self._evaluation)) is None:
+            return
+        for callback in stops:
+            callback.check(names)
+        if best is not None and best not in names:
+            raise TrainingError(*missing_metric("Trainer: checkpoints: best=", best, names), at=caller())
 
     def _check_checkpoints(self, manager: CheckpointManager) -> None:
         if not isinstance(manager.every, int) and not self._cluster.is_standalone:
@@ -173,6 +194,9 @@ class _TrainingRun:
         self._done, self._reason = first, ""
         self._metrics: dict[str, float] = {}
         self._found: dict[str, float] = {}
+        #: Whether the batches have ended before the steps were done, and the error that says so.
+        self._has_ended = False
+        self._ended: Exception | None = None
         self._restore_callbacks()
 
     def result(self, bar: ProgressBar) -> TrainingResult:
@@ -185,7 +209,7 @@ class _TrainingRun:
             self._repeat(begun, bar)
             self._look(bar, waits=True)
             if self._has_reason():  # other workers go on; alone, this is the end of the run
-                if self._cluster.is_standalone:
+                if self._cluster.is_standalone or (self._has_ended and self._is_saver):
                     self._save(self._done, {})
                 break
             self._done = segment[1]
@@ -215,10 +239,10 @@ class _TrainingRun:
     def _steps(self, start: int, stop: int, bar: ProgressBar) -> None:
         """Do this worker's part of the steps from `start` to `stop` - 1."""
         each = self._strategy.batches_per_step
-        batches = BatchSupply(lambda number: self._by_number(number + start * each))
+        batches = BatchSupply(lambda number: self._batch(number + start * each), may_end=True)
         look_s = time.monotonic() + LOOK_S
         run = self._strategy.run(self._step, batches, steps=stop - start, name=f"{self.name} {start}-{stop}")
-        with closing(cast(Any, run)), self._saved_at_stop():
+        with closing(cast(Any, run)), self._saved_at_stop(), self._ended_by_queue():
             for outcome in run:
                 self._means.add(outcome)
                 self._done = start + batches.taken // each + 1
@@ -230,6 +254,51 @@ class _TrainingRun:
                     look_s = time.monotonic() + LOOK_S
                 if self._reason:
                     return
+        # Where all workers end together, those of another one may have ended.
+        if batches.has_ended or (self._strategy.ends_together and self._done < stop):
+            self._note_end("the batches have ended")
+
+    def _batch(self, number: int) -> Any:
+        """Return the batch of a number; `END` after the last one."""
+        try:
+            return self._by_number(number)
+        except (IndexError, StopIteration) as error:
+            self._ended = error
+            return END
+
+    @contextmanager
+    def _ended_by_queue(self) -> Iterator[None]:
+        """Return a context of steps whose batches end with a queue that is closed and empty."""
+        try:
+            yield
+        except QueueClosed as closed:
+            self._ended = closed
+            self._note_end(str(closed).splitlines()[0])
+
+    def _note_end(self, why: str) -> None:
+        """Note that the batches have ended, unless all steps are done or the run ends for another reason."""
+        if not self._reason:
+            self._has_ended = True
+        self._note(why)
+
+    def refuse_faults(self) -> None:
+        """Raise TrainingError if the batches ended too early or a loss was not finite, unless that is accepted."""
+        if self._has_ended and self._done < self._total and not is_accepted(SHORT):
+            raise TrainingError(
+                f"Trainer: run {self.name!r}: expected {self._total} steps, got {self._done}: {self._reason}",
+                f"give more, or ask for fewer steps; DFLOW_ACCEPT={SHORT} accepts it",
+            ) from self._ended
+        found = [one for one in self._cluster.coordinator.ask(GetStatus()).not_finite if self._is_own(one.run)]
+        if found and not is_accepted(NOT_FINITE):
+            step = int(found[0].run.rpartition(" ")[2].partition("-")[0]) + found[0].step
+            raise TrainingError(
+                f"Trainer: run {self.name!r}: expected a finite {found[0].metric} at each step, got {found[0].value} "
+                f"first at step {step}",
+                f"lower the learning rate, or clip the gradients; DFLOW_ACCEPT={NOT_FINITE} accepts it",
+            )
+
+    def _is_own(self, run: str) -> bool:
+        return run.rpartition(" ")[0] == self.name
 
     @contextmanager
     def _saved_at_stop(self) -> Iterator[None]:
@@ -301,6 +370,13 @@ class _TrainingRun:
                     "see its output, and give the same Trainer on all workers",
                 )
             time.sleep(_WAIT_S)
+
+    @property
+    def _is_saver(self) -> bool:
+        """Whether this worker saves by itself, or with all others, which end after the same step."""
+        return (
+            self._checkpoints is None or not self._checkpoints.is_shared or split_task_name(self._cluster.task)[1] == 0
+        )
 
     def _has_reason(self) -> bool:
         """Whether a callback has ended the run."""

@@ -24,7 +24,7 @@ from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.owned_folder import whole_place
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError, NoCheckpoint
-from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
 from dflow.training.group_saving import agreed_failure, agreed_steps, check_seen, group_of
@@ -44,7 +44,8 @@ class CheckpointManager:
     every         when `step` saves: a number of steps between saves, a timedelta, or "auto", the interval that loses
                   the least work and time, by Young and Daly
     keep          number of newest checkpoints to keep
-    best          further ones to keep: (metric, count, "min" or "max")
+    best          further ones to keep: (metric, count, "min" or "max"); the latter may be left out for a name that says
+                  which values are better, as for `EarlyStopping`
     keep_one_per  a further one to keep for good in each period of this length of the run, a timedelta
     mtbf          expected mean time between failures for "auto", before the folder's runs have seen any
     names         as for `dflow.save`
@@ -67,7 +68,7 @@ class CheckpointManager:
         *,
         every: int | timedelta | str = "auto",
         keep: int = 3,
-        best: tuple[str, int, str] | None = None,
+        best: tuple[str, int, str] | tuple[str, int] | None = None,
         keep_one_per: timedelta | None = None,
         mtbf: timedelta = timedelta(days=1),
         names: Names | None = None,
@@ -343,7 +344,7 @@ class CheckpointManager:
         if found and best is not None and best.metric not in found:
             raise CheckpointError(
                 f"metrics: expected {best.metric!r}, the metric of best=, got {sorted(found)}",
-                "give that metric too, or correct best=",
+                did_you_mean(best.metric, found, "give that metric too, or correct best="),
             )
         return found
 

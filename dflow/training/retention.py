@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflow.tracing.errors import CheckpointError
+from dflow.training.metric_direction import mode_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Best:
                 return None
             case (str(metric), int(count), "min" | "max" as extreme) if count >= 1:
                 return Best(metric, count, extreme == "max")
+            case (str(metric), int(count)) if count >= 1 and (mode := mode_of(metric)) is not None:
+                return Best(metric, count, mode == "max")
             case _:
                 raise CheckpointError(
                     f"best: expected (metric, count, 'min' or 'max'), got {given!r}",

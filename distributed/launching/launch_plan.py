@@ -61,6 +61,7 @@ class LaunchPlan:
                    empty for none
     `dashboard`    where the launcher serves a dashboard, as `[HOST:]PORT`; empty for none
     `state`        the file where the coordinator keeps the state that a restart needs; empty for none
+    accept         ends of runs that are no failures; see `tracing/accepted_faults.py`
     raises         ConfigError when a name refers to no job, or to two
     """
 
@@ -74,6 +75,7 @@ class LaunchPlan:
     snapshots: str = ""
     snapshot_every_s: float = 60.0
     dashboard: str = ""
+    accept: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         both = sorted({*self.stock} & {*self.jobs})

@@ -36,6 +36,7 @@ from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.process.termination import STATUS as TERMINATED
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.status import GetStatus, Status
+from dflow.tracing.accepted_faults import NOT_FINITE, SHORT
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeadlineExceeded, TransportClosed
 
@@ -152,7 +153,7 @@ class _Launch:
         self._end(self._servers)
         self._poll_status()
         self._view.show_end(self._status, {task.task: task.end for task in self._workers})
-        return self._verdict([task.status for task in self._workers if task.status is not None]) or self._shortfall()
+        return self._verdict([task.status for task in self._workers if task.status is not None]) or self._faults()
 
     def end(self) -> None:
         """End every process that still runs."""
@@ -304,16 +305,22 @@ class _Launch:
             return 1
         return 1 if any(status > 0 for status in statuses) else 0
 
-    def _shortfall(self) -> int:
-        """Exit status 1 when all workers finished but steps of a run were not done, else 0."""
-        status = self._status
-        if status is None or status.steps_done >= status.steps_total:
-            return 0
-        self._view.show_event(
-            f"the run ended short of its steps: {status.steps_done} of {status.steps_total} are done; give the workers "
-            "more batches, or ask for fewer steps"
-        )
-        return 1
+    def _faults(self) -> int:
+        """Exit status when all workers finished: 1 if steps of a run were not done or a loss was not finite, else 0."""
+        status, found = self._status, False
+        if status is not None and status.steps_done < status.steps_total and SHORT not in self._plan.accept:
+            found = True
+            self._view.show_event(
+                f"the run ended short of its steps: {status.steps_done} of {status.steps_total} are done; give the "
+                f"workers more batches, or ask for fewer steps; --accept {SHORT} makes it a success"
+            )
+        if status is not None and status.not_finite and NOT_FINITE not in self._plan.accept:
+            found, first = True, status.not_finite[0]
+            self._view.show_event(
+                f"{first.metric} was {first.value} at step {first.step} of run {first.run!r}; lower the learning rate "
+                f"or clip the gradients; --accept {NOT_FINITE} makes it a success"
+            )
+        return int(found)
 
 
 def _state(task: _Task, is_live: bool) -> str:

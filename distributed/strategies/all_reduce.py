@@ -8,10 +8,11 @@ through the coordinator, what they are about to do. This costs no time while the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -31,7 +32,7 @@ from dflow.distributed.strategies.strategy import (
     arguments_of,
 )
 from dflow.distributed.wire.messages.rounds import NotFinite, RoundsDone
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import DflowError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class AllReduce(Strategy):
     """
 
     run_prefix = "all_reduce"
+    ends_together = True
     _cluster: CollectiveCluster
 
     @suggests_keywords
@@ -138,7 +140,7 @@ class AllReduce(Strategy):
         steps: int,
         name: str | None = None,
         first: int = 0,
-    ) -> Iterator[StepResult]:
+    ) -> Generator[StepResult]:
         """As `Strategy.run`, for the steps from number `first` to `steps` - 1.
 
         first  number of the first step: in a program that goes on from a checkpoint, `next_step` of its
@@ -163,8 +165,10 @@ class AllReduce(Strategy):
                         outcome = run.step(*arguments_of(self._on.divided(batch)))
                     progress.note(outcome)
                 yield outcome
-        except BaseException:
+        except BaseException as error:
             progress.tell()  # a metric may never be computed
+            if isinstance(error, GeneratorExit) and progress.is_over:
+                self._end_together(run)
             raise
         with self._computing():
             progress.report()
@@ -178,6 +182,11 @@ class AllReduce(Strategy):
         point, is_one_call = _point(run, number), hasattr(run.step, "trace")
         with self._on.shared_step(self._cluster.programs, point, is_one_call=is_one_call):
             yield
+
+    def _end_together(self, run: StrategyRun) -> None:
+        """Meet the other processes at the end of the run, whose loop the program has left at the last step."""
+        with contextlib.suppress(DflowError):
+            self._told_by_all(run, run.steps, _Ready(stops=run.guard.has_come))
 
     def _computing(self) -> AbstractContextManager[None]:
         """Return the context of a computation of all processes, which raises TaskLost if one has left."""
@@ -278,12 +287,17 @@ class StepProgress:
         # Steps before a later return to a snapshot are not counted.
         self._undone = cluster.undone
 
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps are done."""
+        return self._done == self._total
+
     def note(self, outcome: Any) -> None:
-        """Note a step, which may not be computed yet."""
+        """Note a step, which may not be computed yet, except for the last one."""
         self._done += 1
         self._losses.append(losses_of(outcome))
         self._outcome = outcome
-        if time.monotonic() - self._told_s > REPORT_S:
+        if self.is_over or time.monotonic() - self._told_s > REPORT_S:
             self.report()
 
     def report(self) -> None:

@@ -29,13 +29,19 @@ class _Failure:
 
 
 class BatchSupply:
-    """The batches of one loop. Raises StrategyError unless `batches` is an iterable or a function of a number."""
+    """The batches of one loop. Raises StrategyError unless `batches` is an iterable or a function of a number.
 
-    def __init__(self, batches: Iterable[Any] | Callable[[int], Any]) -> None:
+    A function may return `END`. `may_end`: whether the loop's owner sees to batches that end before the steps.
+    """
+
+    def __init__(self, batches: Iterable[Any] | Callable[[int], Any], *, may_end: bool = False) -> None:
+        self.may_end = may_end
         self._of: Callable[[int], Any] | None = None
         self._rest: Iterator[Any] = iter(())
         #: Number of the step whose batch was taken last, -1 before the first; not early.
         self.taken = -1
+        #: Number of batches taken and not put back, and whether there are no more.
+        self.count, self.has_ended = 0, False
         #: The batches of an iterable that were given back or taken early, or that of a function with its number.
         self._early: deque[tuple[int | None, Any]] = deque()
         remedy = "give dflow.data.batches(data, size, epochs=None), which takes its rows"
@@ -58,11 +64,11 @@ class BatchSupply:
     def take(self, number: int) -> Any:
         """Return the batch of step `number`, or the iterable's next one; `END` after its last."""
         self.taken = number
-        if not self._has(number):
-            return self._next(number)
-        _, batch = self._early.popleft()
+        batch = self._early.popleft()[1] if self._has(number) else self._next(number)
         if isinstance(batch, _Failure):
             raise batch.error
+        self.has_ended = batch is END
+        self.count += batch is not END
         return batch
 
     def take_early(self, number: int) -> Any:
@@ -86,6 +92,7 @@ class BatchSupply:
 
     def put_back(self, batch: Any) -> None:
         """Give back a batch whose step failed: the next step of an iterable takes it."""
+        self.count -= 1
         if self._of is None:
             self._early.appendleft((None, batch))
 

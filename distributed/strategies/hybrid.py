@@ -85,8 +85,10 @@ class Hybrid(AllReduce):
                     opening = part.next(opening.number)
                     progress.note(outcome)
                 yield outcome
-        except BaseException:
+        except BaseException as error:
             progress.tell()
+            if isinstance(error, GeneratorExit) and progress.is_over:
+                self._end_together(run)
             raise
         finally:
             if gradients is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
+from dflow.distributed.strategies.open_runs import closed_at_exit
+from dflow.tracing.accepted_faults import SHORT, is_accepted
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.near_names import suggests_keywords
 
@@ -112,6 +114,8 @@ class Strategy:
     """
 
     run_prefix: ClassVar[str] = "run"
+    #: Whether the loops of all workers end after the same step.
+    ends_together: ClassVar[bool] = False
     _cluster: StrategyCluster
 
     def __init__(self, cluster: StrategyCluster) -> None:
@@ -149,14 +153,15 @@ class Strategy:
         *,
         steps: int,
         name: str | None = None,
-    ) -> Iterator[StepResult]:
+    ) -> Generator[StepResult]:
         """Call `step(*batch)` with this worker's own batches, and yield the result of each call.
 
         step     a `dflow.jit` function; a scalar or a dict of scalars that it returns is shown as its progress
         batches  tuples of arguments (any other value is passed as the only argument); when they end or the program
-                 leaves the loop, the run ends for this worker, and the other workers go on without it. Or a function
-                 that returns the batch of a number, the same on every worker and in every process; the class defines
-                 the numbers. A step that is done again then uses the same batch
+                 leaves the loop, the run ends for this worker, and the other workers go on without it. A standalone
+                 process raises StrategyError when they end before the steps are done, unless `DFLOW_ACCEPT=short`. Or a
+                 function that returns the batch of a number, the same on every worker and in every process; the class
+                 defines the numbers. A step that is done again then uses the same batch
         steps    number of steps; the class defines what it counts
         name     of the run, the same on every worker; by default, runs are numbered in the order of the program
         After SIGTERM, if the program does not handle it, the loop ends with the step that runs: it reports the steps
@@ -166,6 +171,10 @@ class Strategy:
                  step has variables that are not on tasks, so that no other worker sees them; the errors that the class
                  lists
         """
+        return closed_at_exit(self._loop(step, batches, steps, name), getattr(self, "_cluster", self))
+
+    def _loop(self, step: Callable[..., Any], batches: Any, steps: int, name: str | None) -> Generator[Any]:
+        """Yield the results of the steps, as `run`."""
         try:
             count = operator.index(steps)
         except TypeError:
@@ -183,6 +192,14 @@ class Strategy:
                 if not terminated.is_agreed:
                     self._cluster.coordinator.leave(terminated.reason)
                 raise
+        cluster: Any = getattr(self, "_cluster", None)
+        is_short = supply.has_ended and not supply.may_end and getattr(cluster, "is_standalone", False)
+        if is_short and not is_accepted(SHORT):
+            raise StrategyError(
+                f"run {run!r}: expected batches for {count} steps, got {supply.count}, after which they have ended",
+                "give more, such as dflow.data.batches(..., epochs=None), or ask for fewer steps; DFLOW_ACCEPT=short "
+                "accepts it",
+            )
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:

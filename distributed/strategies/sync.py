@@ -114,11 +114,21 @@ class Sync(Strategy):
                             self.accepted += is_fresh
                             self.dropped += not is_fresh
                             progress.note(opening.done, step_s, real_scalars(outcome), not is_fresh)
+                        following = None
+                        if opening.done + 1 >= run.steps:
+                            # Before the last result: a program that has it need not come back for more.
+                            try:
+                                following = part.next(done)
+                            except DflowError:
+                                yield outcome
+                                raise
+                            progress.reached(following.done)
+                            progress.tell()
                         yield outcome
                         if is_fresh or not self._requeue:
                             batches.take(opening.done + 1)
                         # Wait even without another batch: after the loop the variables have this round's update.
-                        opening = part.next(done)
+                        opening = following or part.next(done)
                         progress.reached(opening.done)
                         if batches.newest is END:
                             return

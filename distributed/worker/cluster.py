@@ -30,6 +30,7 @@ from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.applying import shared_step
 from dflow.distributed.strategies.compared_steps import compare_call
 from dflow.distributed.strategies.dense_gradients import DenseGradients
+from dflow.distributed.strategies.open_runs import close_runs
 from dflow.distributed.strategies.process_mesh import ProcessMesh
 from dflow.distributed.strategies.round_part import RoundPart
 from dflow.distributed.strategies.staleness_bound import StalenessBound
@@ -366,7 +367,8 @@ class Cluster:
         return endpoint.address
 
     def close(self) -> None:
-        """Leave the cluster; a second call does nothing."""
+        """Leave the cluster, after the runs that the program has left open; a second call does nothing."""
+        close_runs(self)
         while self._endpoints:
             self._endpoints.pop().close()
         _joined.discard(self)

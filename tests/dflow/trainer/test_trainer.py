@@ -7,6 +7,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -182,7 +183,7 @@ def test_a_callback_ends_the_run(tmp_path: Path, what: str) -> None:
 
 def test_early_stopping_ends_after_evaluations_that_are_not_better() -> None:
     def stopped(values: list[float], **options: Any) -> int | None:
-        stopping = dflow.EarlyStopping("value", patience=2, **options)
+        stopping = dflow.EarlyStopping("value", patience=2, **({"mode": "min"} | options))
         reasons = [stopping.on_evaluation(number, {"value": value}) for number, value in enumerate(values)]
         return next((number for number, reason in enumerate(reasons) if reason), None)
 
@@ -267,3 +268,111 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         dflow.TrainingError, match=r"expected 'accuracy' among the metrics.* got \['examples', 'loss'\]"
     ):
         program.trainer(**evaluation, evaluate_every=1, callbacks=[dflow.EarlyStopping("accuracy")]).run(DATA, steps=1)
+
+
+class Ended:
+    """Batches by number that end early, and do not say where."""
+
+    def __init__(self, program: Program, count: int) -> None:
+        self._program, self._count = program, count
+
+    def __getitem__(self, number: int) -> Any:
+        if number >= self._count:
+            raise IndexError(number)
+        return self._program.batch(number)
+
+
+@pytest.mark.parametrize("kind", ["sequence", "function", "queue"])
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_batches_that_end_early_end_the_run_with_its_last_checkpoint(
+    kind: str, is_accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DFLOW_ACCEPT", "short" if is_accepted else "")
+    program, recorder = Program(), Recorder()
+    queue = dflow.FIFOQueue(9, tuple(jax.ShapeDtypeStruct(part.shape, part.dtype) for part in DATA[0]), name="rows")
+    step = dflow.jit(lambda: program.step(*queue.dequeue())) if kind == "queue" else program.step
+    ended = Ended(program, 5)
+    batches = {"sequence": ended, "function": lambda number: ended[number], "queue": lambda number: ()}[kind]
+    says = "queue 'rows' is closed" if kind == "queue" else "the batches have ended"
+    with program.manager(tmp_path, every=3) as manager:
+        trainer = dflow.Trainer(step, Async(dflow.connect()), checkpoints=manager, callbacks=[recorder])
+        with dflow.data.feed((DATA[number] for number in range(5)), queue):
+            if is_accepted:
+                result = trainer.run(batches, steps=9)
+                assert result.steps == 5
+                assert says in result.reason
+            else:
+                with pytest.raises(dflow.TrainingError, match=f"expected 9 steps, got 5: .*{says}"):
+                    trainer.run(batches, steps=9)
+        assert [one.step for one in manager.checkpoints] == [2, 4]
+    assert np.allclose(program.w.read(), plainly(5), rtol=1e-5)
+    ((last, at),) = recorder.calls[-1:]
+    assert (last.startswith("end "), says in last, at) == (True, True, 5)
+
+
+def test_a_loss_that_is_not_finite_fails_the_run_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, recorder = Program(), Recorder()
+    spoilt = [DATA[number] for number in range(6)]
+    spoilt[4] = (spoilt[4][0] * np.inf, spoilt[4][1])
+    with program.manager(tmp_path, every=3) as manager:
+        trainer = program.trainer(checkpoints=manager, callbacks=[recorder])
+        with pytest.raises(
+            dflow.TrainingError, match=r"a finite loss at each step, got nan first at step 4(.|\n)*ACCEPT"
+        ):
+            trainer.run(spoilt, steps=6)
+        assert [one.step for one in manager.checkpoints] == [2, 5]
+    assert recorder.calls[-1] == ("end ", 6)
+    # An earlier run's loss is not this one's.
+    assert Program().trainer().run(DATA, steps=2).steps == 2
+    monkeypatch.setenv("DFLOW_ACCEPT", "not-finite")
+    assert Program().trainer().run(spoilt, steps=6).steps == 6
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        *(
+            (name, "max")
+            for name in ("auc", "val_AUC", "accuracy", "topAccuracy", "f1_score", "recall@10", "hits", "mAP")
+        ),
+        *((name, "max") for name in ("return", "mean reward", "precision", "NDCG@10", "r2", "log_likelihood")),
+        *((name, "min") for name in ("loss", "auc_loss", "error rate", "RMSE", "perplexity", "valLoss", "nll")),
+        *((name, None) for name in ("quality", "maple", "price", "speed")),
+    ],
+)
+def test_the_name_of_a_metric_says_which_value_is_better(metric: str, mode: str | None, tmp_path: Path) -> None:
+    if mode is None:
+        with pytest.raises(dflow.TrainingError, match=f"expected 'min' or 'max' for '{metric}'"):
+            dflow.EarlyStopping(metric).on_evaluation(1, {metric: 0.5})
+        with pytest.raises(dflow.CheckpointError, match="expected \\(metric, count, 'min' or 'max'\\)"):
+            Program().manager(tmp_path, best=(metric, 1))
+        return
+    stop = dflow.EarlyStopping(metric, patience=1)
+    assert stop.on_evaluation(1, {metric: 0.5}) is None
+    worse = 0.4 if mode == "max" else 0.6
+    which = "larger" if mode == "max" else "smaller"
+    says = f"{metric} has not become better than 0.5 for 1 evaluations; {which} is better (mode='{mode}')"
+    assert stop.on_evaluation(2, {metric: worse}) == says
+    assert stop.on_evaluation(3, {metric: 1.0 - worse}) is None
+    with Program().manager(tmp_path, best=(metric, 1)) as manager:
+        manager.save(1, {metric: worse})
+        manager.save(2, {metric: 0.5})
+        manager.wait()
+        assert manager.best is not None
+        assert manager.best.step == 2
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_misspelt_metric_is_an_error_before_the_first_step(once: bool, tmp_path: Path) -> None:
+    program = Program()
+    held_out: Any = (batch for batch in HELD_OUT) if once else HELD_OUT
+    options: dict[str, Any] = {"evaluation": (program.errors, held_out), "evaluate_every": 2}
+    trainer = program.trainer(callbacks=[dflow.EarlyStopping("los")], **options)
+    with pytest.raises(dflow.TrainingError, match=r"expected 'los' among .*'loss'.*(.|\n)*did you mean loss\?"):
+        trainer.run(program.batch, steps=4)
+    assert len(program.numbers) == (2 if once else 0)
+    with program.manager(tmp_path, every=2, best=("losss", 1, "min")) as manager:
+        trainer = program.trainer(checkpoints=manager, evaluation=(program.errors, HELD_OUT), evaluate_every=2)
+        says = r"best=: expected 'losss' among .*(.|\n)*did you mean loss\?"
+        with pytest.raises(dflow.TrainingError, match=says):
+            trainer.run(DATA, steps=4)

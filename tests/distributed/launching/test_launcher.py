@@ -1,5 +1,6 @@
 """The launcher from the command line, with scripts that use no JAX."""
 
+import math
 import os
 import re
 import signal
@@ -9,13 +10,17 @@ import textwrap
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import dflow
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.launcher import _Launch
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.wire.messages.rounds import NotFinite
+from dflow.tracing.accepted_faults import accepted
 from tests.distributed.processes import Spawned, exists, wait_for_end
 
 CONNECT = """
@@ -112,6 +117,40 @@ def test_a_full_disk_under_the_output_does_not_end_the_run(tmp_path: Path) -> No
     assert launcher.count("the output cannot be shown: No space left on device; the logs have it") == 1
 
 
+@pytest.mark.parametrize(
+    ("done", "is_finite", "accept", "status"),
+    [
+        (5, True, "", 0),
+        (4, True, "", 1),
+        (4, True, "short", 0),
+        (4, False, "short", 1),
+        (5, False, "", 1),
+        (5, False, "not-finite", 0),
+        (4, False, "short,not-finite", 0),
+    ],
+)
+def test_the_exit_status_tells_faults_of_runs_that_are_not_accepted(
+    done: int, is_finite: bool, accept: str, status: int
+) -> None:
+    shown: list[str] = []
+    launched: Any = SimpleNamespace(
+        _plan=LaunchPlan("train.py", accept=accepted(accept)),
+        _view=SimpleNamespace(show_event=shown.append),
+        _status=SimpleNamespace(
+            steps_done=done, steps_total=5, not_finite=() if is_finite else (NotFinite(3, "loss", math.inf, "run_0"),)
+        ),
+    )
+    assert _Launch._faults(launched) == status
+    assert len(shown) == status
+    launched._status = None
+    assert _Launch._faults(launched) == 0
+
+
+def test_other_faults_to_accept_are_refused() -> None:
+    with pytest.raises(dflow.ConfigError, match="DFLOW_ACCEPT: expected short or not-finite, got nan"):
+        accepted("short, nan")
+
+
 @pytest.mark.once
 def test_a_run_that_ends_short_of_its_steps_says_so_and_gives_1(tmp_path: Path) -> None:
     script = """
@@ -128,6 +167,7 @@ cluster.close()
     assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
     assert output.count("run 'run_0' has 20 of 100 steps done, and no worker takes part in it any more") == 1
     assert len(re.findall(r"\[coordinator\] loss is nan at step \d+ of run 'run_0' on worker:[01]; later", output)) == 1
+    assert output.count("run 'run_0'; lower the learning rate or clip the gradients; --accept not-finite makes it") == 1
     assert "Not finite" in output
     assert re.search(r"run_0 +loss +nan +\d+ +worker:[01]", output), output
 

@@ -163,10 +163,15 @@ def test_alone_does_exactly_the_steps_asked_for() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 3, 4])
-def test_batches_that_end_early_end_the_run_here(count: int) -> None:
+def test_batches_that_end_early_end_the_run_here(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Scripted(*[range(4)] * 100)
     assert len(list(Async(source).run(lambda batch: batch, range(count), steps=1000))) == count
     assert told(source)[-1] == (count % 4, False)
+    done: list[int] = []
+    with pytest.raises(StrategyError, match=f"expected batches for 1000 steps, got {count}, after which they have end"):
+        done.extend(Async(dflow.connect()).run(lambda batch: batch, range(count), steps=1000))
+    assert done == [*range(count)]
+    monkeypatch.setenv("DFLOW_ACCEPT", "short")
     assert len(list(Async(dflow.connect()).run(lambda batch: batch, range(count), steps=1000))) == count
 
 
@@ -271,7 +276,10 @@ def test_the_first_loss_that_is_not_finite_is_reported_with_its_step_though_a_la
     source = Scripted(range(4), range(4, 7))
     values = [1.0, 2.0, np.nan, 3.0, np.inf, np.nan, 1.0]
     list(Async(source).run(lambda outcome: outcome, losses(values), steps=7))
-    first, second = (claim.not_finite for claim in source.told[1:])
+    # The last step is reported before its result is given, so before the last claim.
+    reports = [notice for notice in source.notices if isinstance(notice, StepsDone)]
+    first, second = (message.not_finite for message in [source.told[1], *reports])
+    assert source.told[2].not_finite is None
     assert (first.step, first.metric, str(first.value)) == (2, "loss", "nan")
     assert (second.step, second.metric, second.value) == (4, "loss", np.inf)
 
@@ -284,7 +292,8 @@ def test_a_loss_that_is_not_finite_is_reported_when_the_program_stops_at_it() ->
     assert (source.told[-1].more, source.told[-1].not_finite.step) == (False, 1)
 
 
-def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_by_itself_logs_both_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DFLOW_ACCEPT", "short")
     alone = dflow.connect()
     list(Async(alone).run(lambda outcome: outcome, losses([1.0, np.nan, np.nan]), steps=40, name="mine"))
     news = [record.getMessage() for record in caplog.records]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import dflow
+from dflow.distributed.strategies.open_runs import close_runs
 from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.wire.messages.status import GetStatus
+from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import StrategyError
 
 
@@ -62,6 +67,49 @@ def test_a_strategy_without_results_is_refused() -> None:
 def test_other_batches_are_refused_at_the_users_line() -> None:
     with pytest.raises(StrategyError, match=r"batches: expected an iterable or a function of .*, got 5"):
         list(Counting().run(lambda a: a, 5, steps=1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce])
+def test_a_run_that_is_taken_by_next_has_all_its_steps(kind: Any) -> None:
+    cluster = dflow.connect()
+    run = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="taken")
+    assert [next(run), next(run), next(run)] == [1, 2, 3]
+    assert steps_of(cluster) == (3, 3)
+    run = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="left")
+    for result in run:
+        if result == 3:
+            break
+    assert steps_of(cluster) == (6, 6)
+
+
+def steps_of(cluster: Cluster) -> tuple[int, int]:
+    status = cluster.coordinator.ask(GetStatus())
+    return status.steps_done, status.steps_total
+
+
+def test_a_run_that_was_left_is_closed_at_the_end_of_the_process() -> None:
+    cluster = dflow.connect()
+    run = dflow.distributed.Async(cluster).run(lambda a: a, range(30), steps=30)
+    assert next(run) == 0
+    done, total = steps_of(cluster)
+    close_runs(cluster)
+    assert steps_of(cluster) == (done + 1, total)
+    with pytest.raises(StopIteration):
+        next(run)
+
+
+@pytest.mark.once
+def test_a_program_that_keeps_its_run_ends_without_a_word() -> None:
+    code = """
+import dflow
+run = dflow.distributed.Async(dflow.connect()).run(lambda a: a, [1, 2, 3], steps=3)
+for number in run:
+    if number == 3:
+        break
+print(number)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import dflow
+from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import StrategyError, VariableError
 from dflow.tracing.ir.types import ArrayType
@@ -257,3 +258,19 @@ def test_a_run_of_no_rounds_looks_at_no_batch(workers: list[Cluster]) -> None:
 
     _, step = pair(workers[0], "no_rounds")
     assert list(Sync(workers[0]).run(step, batch, steps=0, name="no rounds")) == []
+
+
+def test_the_last_result_comes_with_the_last_update(workers: list[Cluster]) -> None:
+    """So a program that takes the results by `next`, and then stops, has trained and reported all steps."""
+    model, _, step = mlp(workers[0], optax.sgd(0.1), "last")
+    run = Sync(workers[0], backup_workers=2).run(step, lambda number: (np.ones((2, 4)), np.ones((2, 1))), steps=3)
+    before = model["bias"].read()
+    for _ in range(3):
+        next(run)
+        before, last = model["bias"].read(), before
+    status = workers[0].coordinator.ask(GetStatus())
+    assert (status.steps_done, status.steps_total) == (3, 3)
+    assert not np.array_equal(before, last)
+    after = np.asarray(before)
+    run.close()
+    np.testing.assert_array_equal(model["bias"].read(), after)
