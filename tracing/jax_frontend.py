@@ -266,6 +266,11 @@ def is_tracing() -> bool:
     return not jax_core.trace_state_clean()
 
 
+def current_trace() -> Any:
+    """Return the innermost trace that is running, to compare it by identity."""
+    return jax_core.trace_ctx.trace
+
+
 class LivingTraces:
     """The living traces of functions: running traces, and ended traces one of whose values is still referenced.
 

@@ -21,6 +21,8 @@ from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import jit as jax_jit  # bound here once, since a program may replace `jax.jit` by `dflow.jit`
 
 from dflow.calls.advice import advise, advised_options
@@ -34,6 +36,7 @@ from dflow.calls.single_executable import NotEntered
 from dflow.calls.stages import TracedFunction
 from dflow.calls.static_arguments import static_arguments
 from dflow.calls.trace_log import TraceLog
+from dflow.distributed.strategies.applying import inlines_calls
 from dflow.tracing.derivatives.discharge import Border, State, evaluate
 from dflow.tracing.derivatives.one_device import on_one_device
 from dflow.tracing.errors import PlainJitError, VariableError
@@ -48,6 +51,7 @@ from dflow.tracing.jax_frontend import (
     forget_failed_dispatch,
     hide_frames,
     hides_frames,
+    is_resource,
     is_staged,
     is_tracing,
     jit_disabled,
@@ -221,6 +225,8 @@ class Function(Generic[P, R]):
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():
             return cast(R, call_eagerly(self.fn, self._planner.shared.static, args, kwargs))
+        if inlines_calls() and is_tracing():
+            return self._inlined(args, kwargs)
         args, kwargs = self._with_handles(args, kwargs)
         if not is_tracing():
             return self._planned(args, kwargs)
@@ -233,6 +239,15 @@ class Function(Generic[P, R]):
             raise
         except PlainJitError:
             return cast(R, _hoisted(stage, leaves))
+
+    def _inlined(self, args: Any, kwargs: Any) -> R:
+        """Add the function's operations to the trace that runs, in place of a call with a trace of its own."""
+        static = self._planner.shared.static
+        is_static = static.test_of(args)
+        given = [arg if is_static(place) else as_operands(arg) for place, arg in enumerate(args)]
+        named = {name: arg if is_static(name) else as_operands(arg) for name, arg in kwargs.items()}
+        with jax.named_scope(self._planner.shared.log.name):
+            return cast(R, as_operands(self.fn(*given, **named)))
 
     def _with_handles(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments for JAX, with handles in place of variables except in static arguments."""
@@ -296,6 +311,14 @@ def _forget_method(function: weakref.ref[Function[..., Any]], number: int, _: An
     found = function()
     if found is not None:
         found._methods.pop(number, None)
+
+
+def as_operands(tree: Any) -> Any:
+    """Return a pytree with arrays in place of Python's and NumPy's numbers, as JAX's functions have them in a trace."""
+    is_number = (bool, int, float, complex, np.ndarray, np.generic)
+    return jax.tree_util.tree_map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, is_number) else leaf, tree, is_leaf=is_resource
+    )
 
 
 def _shareable(fn: Any) -> Any:

@@ -49,6 +49,8 @@ class Applier(Protocol):
     """Receives the gradients of steps traced under it, in place of the optimizer. Its `name` is unique."""
 
     name: str
+    #: Whether functions of `dflow.jit` that the step calls become part of the step's own trace.
+    inlines: bool
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Receive the gradients of the optimizer's variables."""
@@ -61,6 +63,12 @@ _current: ContextVar[Applier | None] = ContextVar("dflow_applier", default=None)
 def current_applier() -> Applier | None:
     """Return the applier of the current context; None if the optimizer itself applies the gradients."""
     return _current.get()
+
+
+def inlines_calls() -> bool:
+    """Whether calls of functions within a trace become part of it: then gradients of several can be used together."""
+    applier = _current.get()
+    return applier is not None and applier.inlines
 
 
 @contextmanager

@@ -35,14 +35,16 @@ _Key = tuple[tuple[tuple[tuple[int, ...], Any], ...], Any]
 
 
 @dataclass
-class _Kept:
+class KeptGradients:
     """The gradients of one step for the variables of an optimizer.
 
+    optimizer  a weak reference to it
     tree       structure of the arrays that `Optimizer.apply` is given
     variables  a variable of this process for each array
     update     compiled update of the optimizer's variables by the means of the arrays; None before the first one
     """
 
+    optimizer: ref[GivenOptimizer]
     tree: Any
     variables: list[Variable]
     update: Callable[[Sequence[Any]], Any] | None = None
@@ -57,12 +59,12 @@ class DenseGradients:
     long as the optimizer lives.
     """
 
+    inlines = False
+
     def __init__(self, programs: AgreedPrograms | None) -> None:
         self._programs = programs
         self.name = f"dense gradients {next(_serials)}"
-        self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, _Kept]] = WeakKeyDictionary()
-        #: The optimizers of the step that runs, and what is kept for each.
-        self._given: list[tuple[ref[GivenOptimizer], _Kept]] = []
+        self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, KeptGradients]] = WeakKeyDictionary()
         #: Computes the means, on the processes' first devices.
         self._mean_program: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 
@@ -78,20 +80,21 @@ class DenseGradients:
             )
         return bool(own)
 
-    def use(self, found: Sequence[tuple[GivenOptimizer, Any]]) -> None:
-        """Prepare for a step that gives these optimizers gradients of these types."""
-        self._given = []
-        for optimizer, types in found:
-            key = leaves, tree = _key(_dense(types))
-            by_key = self._kept.setdefault(optimizer, {})
-            if key not in by_key:
-                with home(default_home()):
-                    made = [
-                        Variable(jnp.zeros(shape, dtype), name=f"{self.name}/{optimizer.name}/{number}")
-                        for (shape, dtype), number in zip(leaves, _serials, strict=False)
-                    ]
-                by_key[key] = _Kept(tree, made)
-            self._given.append((ref(optimizer), by_key[key]))
+    def use(self, found: Sequence[tuple[GivenOptimizer, Any]]) -> list[KeptGradients]:
+        """Prepare for steps that give these optimizers gradients of these types; return what such a step writes."""
+        return [self._prepared(optimizer, types) for optimizer, types in found]
+
+    def _prepared(self, optimizer: GivenOptimizer, types: Any) -> KeptGradients:
+        key = leaves, tree = _key(_dense(types))
+        by_key = self._kept.setdefault(optimizer, {})
+        if key not in by_key:
+            with home(default_home()):
+                made = [
+                    Variable(jnp.zeros(shape, dtype), name=f"{self.name}/{optimizer.name}/{number}")
+                    for (shape, dtype), number in zip(leaves, _serials, strict=False)
+                ]
+            by_key[key] = KeptGradients(ref(optimizer), tree, made)
+        return by_key[key]
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Keep the gradients of the step, in traced code."""
@@ -100,14 +103,17 @@ class DenseGradients:
         for variable, gradient in zip(kept.variables, jax.tree_util.tree_leaves(dense), strict=True):
             variable.assign(gradient)
 
-    def apply_means(self) -> None:
-        """Update the variables by the means of the gradients of all processes, which all call this after a step."""
-        values = [variable.home.read(variable) for _, kept in self._given for variable in kept.variables]
+    def apply_means(self, step: Sequence[KeptGradients]) -> None:
+        """Update the variables by the means of the gradients of all processes, which all call this after a step.
+
+        step  what the step has written
+        """
+        values = [variable.home.read(variable) for kept in step for variable in kept.variables]
         means = iter(self._means(values))
-        for given, kept in self._given:
+        for kept in step:
             own = tuple(next(means) for _ in kept.variables)
             if kept.update is None:
-                optimizer = given()
+                optimizer = kept.optimizer()
                 assert optimizer is not None  # the step has it
                 kept.update = self._update(optimizer, kept.tree, own)
             kept.update(own)

@@ -80,7 +80,7 @@ class Hybrid(AllReduce):
                         raise InternalError(f"the rounds of run {run.name!r} are over before its first step")
                     outcome, _ = part.run_step(gradients, run.step, batch, opening)
                     self._refuse_return(run.name, epoch)
-                    self._dense.apply_means()
+                    self._dense.apply_means(part.kept)
                     # Before the loop goes on: then the tables have this step's update.
                     opening = part.next(opening.number)
                     progress.note(outcome)

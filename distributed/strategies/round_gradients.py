@@ -164,7 +164,10 @@ class Gradients:
         accumulators: Mapping[str, ConditionalAccumulator],
         optimizer: GivenOptimizer,
         dense: DenseGradients | None = None,
+        *,
+        inlines: bool = False,
     ) -> None:
+        self.inlines = inlines
         self.types, self._accumulators, self._dense = types, accumulators, dense
         #: By optimizer, its gradients in the step that is traced; None before it has given them.
         self._given: WeakKeyDictionary[GivenOptimizer, Any] = WeakKeyDictionary()

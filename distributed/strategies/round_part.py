@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.compared_steps import compare_step, settings_of
-from dflow.distributed.strategies.dense_gradients import DenseGradients
+from dflow.distributed.strategies.dense_gradients import DenseGradients, KeptGradients
 from dflow.distributed.strategies.long_wait import waited_for
 from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, each_of, leaves_of, together
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
@@ -38,7 +39,7 @@ from dflow.distributed.wire.messages.rounds import (
 )
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError, StrategyError
-from dflow.tracing.jax_frontend import closed_parts
+from dflow.tracing.jax_frontend import closed_parts, current_trace
 from dflow.tracing.jaxprs.from_jaxpr import graph_of
 from dflow.tracing.jaxprs.trace import Traced, trace
 from dflow.tracing.rows.keep_rows import noted_rows
@@ -75,6 +76,8 @@ class RoundPart:
         self._cluster, self._run, self._job, self._dense = cluster, run, job, dense
         place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = self._placed(place)
+        #: What `dense` keeps of each step of the run, when it was opened.
+        self.kept: Sequence[KeptGradients] = ()
         #: The name of the host's accumulator, when the run was opened.
         self._accumulator = ""
         # This process alone does them: the next one of this task cannot know which of them are in an average.
@@ -86,13 +89,14 @@ class RoundPart:
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> Gradients | None:
         """Open the run, or join it if it is open; return None if it is complete."""
-        optimizer, spec, beside, traced = _looked_at(step, arguments_of(batch), self._dense)
-        self._compare_step([*each_of(optimizer), *(one for one, _ in beside)], traced())
+        look = _looked_at(step, arguments_of(batch), self._dense)
+        optimizer, beside = look.optimizer, look.beside
+        self._compare_step([*each_of(optimizer), *(one for one, _ in beside)], look.traced())
         if self._dense is not None:
-            self._dense.use(beside)
+            self.kept = self._dense.use(beside)
         with shared_step():
             refuse_own_variables(optimizer)
-        types = GradientTypes.of(optimizer, spec, self._host)
+        types = GradientTypes.of(optimizer, look.spec, self._host)
         # Later runs can use the accumulators again, since their names determine their types and tasks.
         # After a return to a snapshot the host names others, since those of a task that was started again are lost.
         name = types.name(optimizer, wanted)
@@ -101,11 +105,13 @@ class RoundPart:
         if agreed.is_over:
             return None
         self._accumulator = agreed.accumulator
-        gradients = self._gradients_for(optimizer, types, agreed)
+        gradients = self._gradients_for(optimizer, types, agreed, inlines=look.inlines)
         self._be_hosted(optimizer, gradients, steps, agreed.wanted)
         return gradients
 
-    def _gradients_for(self, optimizer: GivenOptimizer, types: GradientTypes, agreed: RoundsAgreed) -> Gradients:
+    def _gradients_for(
+        self, optimizer: GivenOptimizer, types: GradientTypes, agreed: RoundsAgreed, *, inlines: bool
+    ) -> Gradients:
         """Return the applier for the run's accumulators; an earlier run's is reused, and the trace under it with it."""
         kept = _kept.setdefault(optimizer, {})
         known = kept.get(agreed.accumulator)
@@ -113,7 +119,8 @@ class RoundPart:
             known.create()
             return known
         accumulators = types.accumulators(agreed.accumulator, agreed.wanted, self._cluster.parameter_servers)
-        return kept.setdefault(agreed.accumulator, Gradients(types, accumulators, optimizer, self._dense))
+        made = Gradients(types, accumulators, optimizer, self._dense, inlines=inlines)
+        return kept.setdefault(agreed.accumulator, made)
 
     def _be_hosted(self, optimizer: GivenOptimizer, gradients: Gradients, steps: int, wanted: int) -> None:
         """Register the update that the host applies averages with; no effect if another worker has done so."""
@@ -181,20 +188,48 @@ class RoundPart:
         self._cluster.steps.loop_ended(self._steps)
 
 
-#: The optimizers as one, the types of their gradients, the optimizers of `DenseGradients`, and the trace.
-_Look = tuple[GivenOptimizer, Any, Sequence[tuple[GivenOptimizer, Any]], Callable[[], Traced]]
+@dataclass(frozen=True)
+class _Look:
+    """What a trace of a step tells.
+
+    optimizer  the optimizers as one
+    spec       the types of their gradients
+    beside     the optimizers whose gradients `DenseGradients` takes, with the types of these
+    traced     returns the trace
+    inlines    whether gradients come from several functions, which have to become one trace
+    """
+
+    optimizer: GivenOptimizer
+    spec: Any
+    beside: Sequence[tuple[GivenOptimizer, Any]]
+    traced: Callable[[], Traced]
+    inlines: bool
 
 
 class _Found:
     """An applier that records a step's optimizers and types of gradients, and applies no gradient."""
 
-    def __init__(self, dense: DenseGradients | None) -> None:
-        self.name, self._dense = f"looked at {next(_serials)}", dense
+    def __init__(self, dense: DenseGradients | None, *, inlines: bool) -> None:
+        self.name, self._dense, self.inlines = f"looked at {next(_serials)}", dense, inlines
         self._seen: list[tuple[GivenOptimizer, Any]] = []
+        #: By optimizer whose gradients are averaged on tasks: the trace that gave them.
+        self._traces: dict[str, Any] = {}
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether several traces gave gradients that are used together."""
+        return len({*map(id, self._traces.values())}) > 1
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the optimizers, quoted."""
+        return [repr(optimizer.name) for optimizer, _ in self._seen]
 
     def apply(self, optimizer: GivenOptimizer, gradients: Any) -> None:
         """Record the optimizer, and the types of the gradients."""
         note_gradients([leaf.rows if is_row_gradient(leaf) else leaf for leaf in leaves_of(gradients)])
+        if self._dense is None or not self._dense.takes(optimizer):
+            self._traces[optimizer.name] = current_trace()
         self._seen.append((optimizer, jax.tree_util.tree_map(_typed, gradients, is_leaf=is_row_gradient)))
 
     def found(self, step: Callable[..., Any], stage: Any) -> _Look:
@@ -225,7 +260,8 @@ class _Found:
         ]
         own = together([one for one, is_dense in zip(optimizers, to_dense, strict=True) if not is_dense])
         beside = [one for one, is_dense in zip(self._seen, to_dense, strict=True) if is_dense]
-        return own, specs[0] if len(specs) == 1 else tuple(specs), beside, functools.cache(lambda: _traced(stage))
+        spec = specs[0] if len(specs) == 1 else tuple(specs)
+        return _Look(own, spec, beside, functools.cache(lambda: _traced(stage)), self.inlines)
 
 
 #: By step and types of its arguments: its optimizers and the types of its gradients, cached as they need a trace.
@@ -245,11 +281,26 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
             raise StrategyError(
                 f"{getattr(step, '__name__', step)} is not a function of dflow.jit", "decorate it with @dflow.jit"
             )
-        found = _Found(dense)
-        with applying(found):
-            stage = step.trace(*arguments)
-        looks[key] = found.found(step, stage)
+        looks[key] = _look(step, arguments, dense)
     return looks[key]
+
+
+def _look(step: Any, arguments: Sequence[Any], dense: DenseGradients | None) -> _Look:
+    found, stage = _trace_under(_Found(dense, inlines=False), step, arguments)
+    if found.is_apart:
+        found, stage = _trace_under(_Found(dense, inlines=True), step, arguments)
+    if not found.is_apart:
+        return found.found(step, stage)
+    raise StrategyError(
+        f"{step.__name__} gives gradients to {', '.join(found.names)} in several functions that jax.jit or another "
+        f"transformation traces, and a synchronous step gives them in one",
+        "compile the functions by dflow.jit in place of jax.jit, or return the gradients and apply all in the step",
+    )
+
+
+def _trace_under(found: _Found, step: Any, arguments: Sequence[Any]) -> tuple[_Found, Any]:
+    with applying(found):
+        return found, step.trace(*arguments)
 
 
 def _traced(stage: Any) -> Traced:

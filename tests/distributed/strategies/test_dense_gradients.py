@@ -52,10 +52,10 @@ class Layer:
 
     def train(self, dense: DenseGradients, x: Any) -> list[float]:
         """Do a step with the gradient `x`; return the variable's value."""
-        dense.use([(self.optimizer, GRADIENT)])
+        given = dense.use([(self.optimizer, GRADIENT)])
         with applying(dense):
             self.step(x)
-        dense.apply_means()
+        dense.apply_means(given)
         return np.asarray(self.v.read()).tolist()
 
 
@@ -94,3 +94,12 @@ def test_each_structure_of_gradients_has_its_variables() -> None:
 
 def test_all_strategies_of_a_cluster_share_what_is_kept(worker: Cluster) -> None:
     assert worker.dense_gradients() is worker.dense_gradients()
+
+
+def test_two_loops_at_once_update_their_own_variables() -> None:
+    dense, one, two = DenseGradients(None), Layer("layer of one loop"), Layer("layer of two loops")
+    given, _ = dense.use([(one.optimizer, GRADIENT)]), dense.use([(two.optimizer, GRADIENT)])
+    with applying(dense):
+        one.step(jnp.ones(2))
+    dense.apply_means(given)
+    assert [np.asarray(layer.v.read()).tolist() for layer in (one, two)] == [[-0.5, -0.5], [0.0, 0.0]]

@@ -18,6 +18,7 @@ class Part:
     def __init__(self, step: Any) -> None:
         self._step = step
         self.left: list[int] = []
+        self.kept: list[Any] = []
 
     def open(self, *given: Any) -> Any:
         """Return something that stands for the accumulators."""
@@ -51,7 +52,7 @@ def run(step: Any) -> tuple[Any, Part, list[int]]:
         coordinator=SimpleNamespace(tell=lambda message: None),
         undone=0,
         epoch=3,
-        dense_gradients=lambda: SimpleNamespace(apply_means=lambda: applied.append(len(applied))),
+        dense_gradients=lambda: SimpleNamespace(apply_means=lambda kept: applied.append(len(applied))),
     )
     part = Part(lambda: step(cluster))
     cluster.take_part = lambda *given: part
