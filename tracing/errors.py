@@ -162,7 +162,12 @@ class FeedError(DflowError, RuntimeError):
 
 
 class InputError(DflowError, ValueError):
-    """Data or settings of an input pipeline are not supported; the message says which, and what is supported."""
+    """Data or settings of an input pipeline are not supported; the message says which, and what is supported.
+
+    `outside` is the id that the error is about, if it is about one that a table does not have.
+    """
+
+    outside: int | None = None
 
 
 class QueueClosed(DflowError, RuntimeError):

@@ -6,6 +6,7 @@ Why: a directory may come from anywhere. Invariant: functions made of a manifest
 from __future__ import annotations
 
 import inspect
+import re
 from collections import namedtuple
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -34,6 +35,8 @@ from dflow.lowering.programs.portable_tree import (
 from dflow.tracing.ir.types import dtype_name
 from dflow.tracing.rows.slices import have_each_once
 
+_IDS = re.compile(r"[iu]\d+\[\]")
+
 #: Most levels of a tree.
 _MOST_DEPTH = 64
 
@@ -57,6 +60,9 @@ def check_manifest(manifest: ExportManifest) -> None:
         _check_names(f"{name} uses", signature.variables, manifest.variables)
         _check_names(f"{name} uses", signature.constants.values(), manifest.constants)
         _check_names(f"{name} uses", signature.writes, signature.variables)
+        for check in signature.checks.values():
+            if check.rows < 1 or not _IDS.fullmatch(check.type):
+                raise ValueError(f"{name} checks ids {check.type} of {check.rows} rows")
         if not signature.platforms:
             raise ValueError(f"{name} is for no platform")
         for tree in (*(parameter.tree for parameter in signature.parameters), signature.result):
@@ -107,7 +113,9 @@ def check_program(manifest: ExportManifest, signature: FunctionSignature, progra
     constants = {name: manifest.constants[stored] for name, stored in signature.constants.items()}
     args, named = _types(arguments_of(signature.parameters))
     _check_types("takes", ((state, constants, *args), named), program.in_tree, program.in_avals)
-    _check_types("gives", (_types(signature.result), state), program.out_tree, program.out_avals)
+    outside = {name: check.type for name, check in signature.checks.items()}
+    given = (_types(signature.result), state, *([outside] if outside else []))
+    _check_types("gives", given, program.out_tree, program.out_avals)
     if (order := _derivatives(program)) != signature.vjp_order:
         raise ValueError(f"it holds {order} derivatives, and the manifest says {signature.vjp_order}")
     if program.nr_devices != 1:

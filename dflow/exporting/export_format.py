@@ -29,8 +29,9 @@ from dflow.lowering.files.regular_file import LinkError, read_regular, reading_r
 from dflow.tracing.errors import CheckpointError, ExportError
 from dflow.tracing.ir.types import ArrayType
 
-#: The newest format version that this dflow reads, and writes if variables divide an array; older ones read version 1.
-FORMAT = 2
+#: The newest format version that this dflow reads, and writes for programs that check ids. Version 2 has variables that
+#: divide an array, and version 1 neither.
+FORMAT = 3
 
 MANIFEST = "manifest.json"
 PROGRAMS = "programs"

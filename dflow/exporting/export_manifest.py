@@ -27,6 +27,18 @@ class Parameter(msgspec.Struct, frozen=True):
     donated: bool = False
 
 
+class CheckEntry(msgspec.Struct, frozen=True):
+    """Checks of ids: those for `table` must be from 0 to `rows` - 1, and are of the type `type`, such as `i32[]`.
+
+    `noun` says what they are: ids, or the segments of bags.
+    """
+
+    table: str
+    rows: int
+    type: str
+    noun: Literal["ids", "segments"] = "ids"
+
+
 class FunctionSignature(msgspec.Struct, frozen=True):
     """A function of an export."""
 
@@ -45,6 +57,8 @@ class FunctionSignature(msgspec.Struct, frozen=True):
     #: Of the program's file.
     size_bytes: int
     sha256: str
+    #: By the program's name for it: each check whose outcome the program returns.
+    checks: dict[str, CheckEntry] = {}
 
 
 class PartEntry(msgspec.Struct, frozen=True):

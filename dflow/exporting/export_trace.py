@@ -15,7 +15,7 @@ import numpy as np
 
 from dflow.calls.function import jit
 from dflow.calls.static_arguments import static_arguments
-from dflow.exporting.export_manifest import FunctionSignature, Parameter, arguments_of
+from dflow.exporting.export_manifest import CheckEntry, FunctionSignature, Parameter, arguments_of
 from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.derivatives.discharge import constants_within
@@ -97,6 +97,10 @@ def make(
         calling_convention_version=program.calling_convention_version,
         size_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
+        checks={
+            check.name: CheckEntry(check.table, check.size, str(ArrayType(check.dtype, ())), check.noun)
+            for check in pure.checks
+        },
     )
     return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
 

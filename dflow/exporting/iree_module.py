@@ -101,7 +101,7 @@ def compile_module(
 
     def run(*arrays: Any) -> list[Any]:
         args, kwargs = build(plain(arguments_of(signature.parameters)), iter(arrays))
-        results, _ = program.call(state, constants, *args, **kwargs)
+        results, *_ = program.call(state, constants, *args, **kwargs)
         return flatten(plain(signature.result), results, "result")
 
     jitted = jax.jit(run)

@@ -45,6 +45,7 @@ from dflow.tracing.errors import ExportError, SignatureError, WireError
 from dflow.tracing.ir.types import DTYPES, array_type_of, dtype_name
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.number_range import check_number
+from dflow.tracing.primitives.id_checks import after_id_check
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import ArrayPart
 from dflow.tracing.state.resources import Variable, is_variable
@@ -217,7 +218,16 @@ def _function(
         plain_args, plain_kwargs = build(arguments, iter(leaves))
         state = {key: variables[key].read() for key in signature.variables}
         with _naming_sizes(name, positional):
-            results, after = program.call(state, given, *plain_args, **plain_kwargs)
+            if signature.writes:
+                # Before it writes anything: XLA computes no more of this call than the ids that it checks.
+                _, _, *outside = program.call(state, given, *plain_args, **plain_kwargs)
+                if leaves:
+                    plain_args, plain_kwargs = _after_checks(signature, outside, (plain_args, plain_kwargs))
+                else:
+                    state = _after_checks(signature, outside, state)
+            results, after, *outside = program.call(state, given, *plain_args, **plain_kwargs)
+            if not signature.writes:
+                results = _after_checks(signature, outside, results)
         for key in signature.writes:
             variables[key].assign(after[key])
         return build(signature.result, iter(flatten(result, results, "result")), variables)
@@ -228,6 +238,13 @@ def _function(
     donated = [index for index, parameter in enumerate(positional) if parameter.donated]
     named = [parameter.name for parameter in parameters if parameter.by == "name" and parameter.donated]
     return jit(run, donate_argnums=donated, donate_argnames=named)
+
+
+def _after_checks(signature: FunctionSignature, outside: Sequence[Mapping[str, Any]], values: Any) -> Any:
+    """Return a pytree of arrays as it is. Raises InputError, when it runs, for an id outside of its table."""
+    for name, check in signature.checks.items():
+        values = after_id_check(outside[0][name], values, size=check.rows, table=check.table, noun=check.noun)
+    return values
 
 
 @contextmanager

@@ -187,7 +187,7 @@ def results_of(one: TracedExport, args: Sequence[Any], kwargs: Mapping[str, Any]
     leaves = [leaf for each in one.signature.parameters for leaf in flatten(each.tree, given[each.name], each.name)]
     plain_args, plain_kwargs = build(plain(arguments_of(one.signature.parameters)), map(jnp.asarray, leaves))
     values = {variable.name: variable.read() for variable in one.pure.variables}
-    results, _ = jax.jit(one.program.call)(values, dict(one.pure.constants), *plain_args, **plain_kwargs)
+    results, *_ = jax.jit(one.program.call)(values, dict(one.pure.constants), *plain_args, **plain_kwargs)
     return flatten(plain(one.signature.result), results, "result")
 
 

@@ -29,7 +29,7 @@ from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.queues.queues import HeldQueue
 from dflow.serving.request_members import RefusedRequest
 from dflow.serving.signature_tensors import SignatureTensors
-from dflow.tracing.errors import DeadlineExceeded, DflowError, QueueClosed, SignatureError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, InputError, QueueClosed, SignatureError
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.types import QueueType
 
@@ -209,6 +209,12 @@ class RequestQueue:
                 if self._on_update is not None:
                     self._on_update()
             outcomes = _split(outputs, rows) if self.most else [outputs]
+        except InputError as error:
+            if len(live) > 1:  # one request's ids are no reason to refuse the others
+                for request in live:
+                    self._compute([request], taken)
+                return
+            outcomes = [RefusedRequest(400, self.tensors.refusal_of(error, live[0].arrays))]
         except SignatureError as error:
             outcomes = [RefusedRequest(400, str(error))] * len(live)
         except Exception as error:

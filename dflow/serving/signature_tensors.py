@@ -17,7 +17,7 @@ from dflow.exporting.export_manifest import FunctionSignature, arguments_of
 from dflow.lowering.programs.portable_tree import Dict, build, flatten, leaves_of, parts_of, parts_of_type
 from dflow.serving.request_members import RefusedRequest
 from dflow.serving.tensors import datatype_of
-from dflow.tracing.errors import ExportError
+from dflow.tracing.errors import ExportError, InputError
 from dflow.tracing.ir.types import DTYPES
 
 
@@ -112,6 +112,12 @@ class SignatureTensors:
         if not self._takes_no_rows or next(iter(arrays.values())).shape[0]:
             return None
         return [np.zeros((0, *spec.dims[1:]), spec.dtype) for spec in self.outputs]
+
+    def refusal_of(self, error: InputError, arrays: Mapping[str, np.ndarray[Any, Any]]) -> str:
+        """Return why a call was refused, with the inputs that have the id of the error."""
+        fact = str(error).partition("\n")[0]
+        having = [name for name, array in arrays.items() if array.dtype.kind in "iu" and (array == error.outside).any()]
+        return f"input {' or '.join(map(repr, having))}: {fact}" if having else f"{self.name}: {fact}"
 
     def call(self, fn: Any, arrays: Mapping[str, Any]) -> list[np.ndarray[Any, Any]]:
         """Call the function with these inputs, and return its outputs, in order, as NumPy arrays."""

@@ -103,8 +103,8 @@ class Embedding(ShardedVariable):
         """The rows of `ids`, integers of any shape: an array of shape `ids.shape + (dim,)`.
 
         Raises InputError, while the step runs and before it changes the table, for an id that is not from 0 to
-        `rows` - 1, which it names; VariableShapeError for ids that are no integers. In an exported function, which runs
-        without this check, the row of such an id is NaN.
+        `rows` - 1, which it names; VariableShapeError for ids that are no integers. An exported function gives NaN for
+        such an id, and names it in a result of its own, of which `dflow.load` and `dflow serve` make the same error.
 
         With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere `WideIds`, NumPy's
         integers or strings. An id without a row of its own has the one that its bucket shares.

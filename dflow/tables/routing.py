@@ -6,6 +6,7 @@ may be, and only the first ones are sent (`first_rows`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,6 +63,22 @@ def route(layout: ShardLayout, numbers: Any) -> Route:
         for shard, each in enumerate(jnp.split(asked, room_before[1:-1]))
     ]
     return Route(rows, counted, jnp.where(is_row, slots[equal], none))
+
+
+def rows_of_each_shard(layout: ShardLayout, numbers: Any) -> list[tuple[Any, Any]]:
+    """By shard, a row number in it for each of the numbers, i32[n], and whether it has that row.
+
+    For a row that it does not have the number is past its end. This is for any n, also a symbolic one, and asks each
+    shard for as many rows.
+    """
+    if layout.axis == 1:
+        return [(numbers, jnp.ones(numbers.shape, bool))] * layout.shards
+    places, bounds = layout.places(numbers), layout.bounds
+    owned = [(places >= first) & (places < end) for first, end in itertools.pairwise(bounds)]
+    return [
+        (jnp.where(is_own, places - first, end - first), is_own)
+        for is_own, (first, end) in zip(owned, itertools.pairwise(bounds), strict=True)
+    ]
 
 
 def _ranks(shard_of: Any, is_first: Any, shards: int) -> tuple[Any, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from dflow.scopes import colocate_with
 from dflow.tables.changed_rows import changed_rows, track_changed_rows
 from dflow.tables.initial_part import initial_part
-from dflow.tables.routing import combined, route
+from dflow.tables.routing import combined, route, rows_of_each_shard
 from dflow.tables.shard_layout import ShardLayout, chosen_layout
 from dflow.tracing.errors import VariableError, VariableShapeError
 from dflow.tracing.ir.row_marks import LIFE, PERIOD
@@ -178,6 +178,16 @@ class ShardedVariable(RowUpdates):
             return jnp.zeros(shape, self.dtype)
         if len(shards) == 1 and not shards[0].home.shares_names:
             return shards[0].gather(numbers)
+        if not isinstance(flat.shape[0], int):  # a symbolic size, as in an export: a route has no room for any number
+            asked = rows_of_each_shard(self.layout, flat)
+            looked = [
+                gather_p.bind(each, handle=shard.handle, once=False)
+                for shard, (each, _) in zip(shards, asked, strict=True)
+            ]
+            if self.layout.axis == 1:
+                return jnp.concatenate(looked, axis=1).reshape(shape)
+            owned = [is_own.reshape(-1, *[1] * (self.ndim - 1)) for _, is_own in asked]
+            return jnp.select(owned, looked).reshape(shape)
         way = route(self.layout, flat)
         way = way._replace(rows=[name(rows, f"{self.name}/{shard}/ids") for shard, rows in enumerate(way.rows)])
         if self.layout.axis == 0:

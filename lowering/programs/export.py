@@ -2,7 +2,8 @@
 
 The program takes the values of the variables that it uses and the large arrays that it closes over, each as a dict by
 name, then the arguments. It returns the results, and the same dict of variables with their new values. So state is
-never a constant of the code, and the caller passes one dict from call to call.
+never a constant of the code, and the caller passes one dict from call to call. A program that checks ids, which would
+take Python, has a third result: by check, an id that is outside of its table, or 0.
 
 An op that has no meaning in another process (of a queue, or a Python callback) is refused, with its name and line,
 before JAX sees it. If JAX then fails to lower the program for a platform, the op that fails is searched for one by one.
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import export
 from jax import jit as jax_jit
 
 from dflow.lowering.programs.portable_tree import Tree, build, flatten, plain
 from dflow.tracing.derivatives.discharge import State, evaluate
+from dflow.tracing.derivatives.recorded_checks import IdCheck, id_checks
 from dflow.tracing.devices.device import WITH_CALLER, WITH_STATE
 from dflow.tracing.devices.device_name import short_device_name
 from dflow.tracing.errors import DflowError, ExportError
@@ -56,14 +59,26 @@ class PureProgram:
     arguments: Tree
     types: Sequence[ArrayType]
     result: Tree
+    checks: Sequence[IdCheck]
 
     def __call__(self, variables: Mapping[str, Any], constants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Return the results, and the new values of the variables, by name."""
+        return self._run({}, variables, constants, *args, **kwargs)[:2]
+
+    def checked(self, variables: Mapping[str, Any], constants: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As a call; the third result, if there are `checks`, is by name of each an id that is outside, or 0."""
+        none = {check: jnp.zeros((), check.dtype) for check in self.checks}
+        return self._run(none, variables, constants, *args, **kwargs)[: 3 if none else 2]
+
+    def _run(self, checks: Mapping[IdCheck, Any], variables: Any, constants: Any, *args: Any, **kwargs: Any) -> Any:
         given = {id(value): constants[name] for name, value in self.constants.items()}
-        state = State({variable: variables[variable.name] for variable in self.variables}, given=given)
+        values = {variable: variables[variable.name] for variable in self.variables}
+        entries: dict[Any, Any] = {**values, **checks}
+        state = State(entries, given=given)
         results = evaluate(self.jaxpr, self.consts, flatten(plain(self.arguments), (args, kwargs), "arguments"), state)
         after = {variable.name: state[variable] for variable in self.variables}
-        return build(plain(self.result), iter(results)), after
+        outside = {check.name: state[check] for check in checks}
+        return build(plain(self.result), iter(results)), after, outside
 
     @property
     def structs(self) -> tuple[list[Any], dict[str, Any]]:
@@ -77,7 +92,7 @@ class PureProgram:
         """Return the function compiled by `jax.jit`, under its name."""
 
         def program(variables: Any, constants: Any, *args: Any, **kwargs: Any) -> Any:
-            return self(variables, constants, *args, **kwargs)
+            return self.checked(variables, constants, *args, **kwargs)
 
         program.__name__ = self.name
         return jax_jit(program, keep_unused=True)
@@ -98,7 +113,8 @@ def pure_program(
     reads, written = accesses(jaxpr.effects)
     variables = sorted({*reads, *written}, key=lambda variable: int(variable.serial))
     _refuse_variables(name, variables)
-    return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types, result)
+    checks = id_checks(jaxpr)
+    return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types, result, checks)
 
 
 def exported(

@@ -329,7 +329,7 @@ def bodies_of(item: Branch | While | Scan) -> tuple[int, ...]:
 def takes(item: Item) -> tuple[int, ...]:
     """Return the slots that an item takes its values from."""
     match item:
-        case CheckIds() | Copy():
+        case Copy():
             return (item.take,)
         case Recv() | Read():
             return ()
@@ -341,7 +341,7 @@ def gives(item: Item) -> tuple[int, ...]:
     match item:
         case Send():
             return ()
-        case CheckIds() | Copy():
+        case Copy():
             return (item.give,)
     return item.gives
 

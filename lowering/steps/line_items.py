@@ -177,10 +177,11 @@ def _check_ids(item: CheckIds) -> DoItem:
 
 def check(item: CheckIds, slots: list[Any]) -> None:
     """Run the item. Raises InputError."""
-    ids = slots[item.take]
+    ids = slots[item.takes[0]]
     wait_until_computed((ids,))
     check_ids(ids, item.size, item.table, item.line, item.noun)
-    slots[item.give] = ids
+    for take, give in zip(item.takes, item.gives, strict=True):
+        slots[give] = slots[take]
 
 
 def _use_resource(item: UseResource, index: int, executable: Executable, store: Store) -> DoItem:

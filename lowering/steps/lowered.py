@@ -157,9 +157,8 @@ class _Maker:
             return Copy(_device(node), self.slot(node.inputs[0]), self.slot(node.outputs[0]), after)
         if node.op is ops.ids_check:
             size, table = node.attributes["size"], node.attributes["table"]
-            [take] = self._takes(node.inputs)
-            noun = node.attributes.get("noun", IDS)
-            return CheckIds(size, table, take, self.slot(node.outputs[0]), at(node.loc), after, noun)
+            gives, noun = tuple(map(self.slot, node.outputs)), node.attributes.get("noun", IDS)
+            return CheckIds(size, table, self._takes(node.inputs), gives, at(node.loc), after, noun)
         if node in self.snapshots:
             keys = tuple(self.keys[ref] for ref in variables_read(node))
             return Read(keys, tuple(self.slot(value) for value in node.outputs), after)

@@ -49,15 +49,15 @@ class Copy(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="copy"):
 
 
 class CheckIds(msgspec.Struct, frozen=True, repr_omit_defaults=True, tag="check"):
-    """Put the row numbers in slot `take` into slot `give`, if each is one of the `size` rows of `table`; else fail.
+    """Put values from slots `takes` into slots `gives`, if each number in the first is a row of `table`; else fail.
 
-    `line` is the user's, and `noun` what the numbers are, as the error shows them.
+    The table has `size` rows. `line` is the user's, and `noun` what the numbers are, as the error shows them.
     """
 
     size: int
     table: str
-    take: int
-    give: int
+    takes: tuple[int, ...]
+    gives: tuple[int, ...]
     line: str = ""
     after: tuple[int, ...] = ()
     noun: Literal["ids", "segments"] = "ids"

@@ -161,7 +161,8 @@ class _Run:
         if node.op is ops.dev_copy:
             return [self._value(node.inputs[0])]
         if node.op is ops.ids_check:
-            return [_checked(self._value(node.inputs[0]), node.attributes["size"])]
+            ids, *values = map(self._value, node.inputs)
+            return [_checked(ids, node.attributes["size"]), *values]
         if node.op is ops.net_encode:
             return [_rounded(node.attributes["codec"], np.asarray(self._value(node.inputs[0])))]
         if node.op is ops.net_decode:

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflow.tracing.derivatives.discharge import Border, State, evaluate
+from dflow.tracing.derivatives.border import Border
+from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.derivatives.early_lookups import lookup_sites
 from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.derivatives.one_device import on_one_device

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dflow.tracing.derivatives.custom_derivatives import CustomCall
+from dflow.tracing.derivatives.recorded_checks import IdCheck, id_checks_inside
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.row_marks import marked
 from dflow.tracing.ir.updates import KINDS, looked_up, updated
@@ -29,13 +30,12 @@ from dflow.tracing.jax_frontend import (
     is_literal,
     line_bound,
     make_jaxpr,
-    only_added,
-    only_summed,
     origin_of,
     scan_counts,
     touches_state,
 )
 from dflow.tracing.primitives.host_primitives import host_p
+from dflow.tracing.primitives.id_checks import check_ids_p
 from dflow.tracing.primitives.state_primitives import gather_p, read_p, update_p
 from dflow.tracing.rows.lookups import (
     BODIES,
@@ -49,33 +49,6 @@ from dflow.tracing.rows.lookups import (
     sites_inside,
     sites_of,
 )
-
-
-class Border:
-    """The values of variables that enter a region of a program, and the values that leave it.
-
-    A variable that the region only adds to enters as zero, if `adds` is true of it or all adds are sums over a batch.
-    Its final value is added to the variable as one update, so what other steps add meanwhile is not lost.
-    """
-
-    def __init__(self, effects: Any, adds: Callable[[Any], bool]) -> None:
-        reads, self.writes = accesses(effects)
-        self.touched = sorted({*reads, *self.writes}, key=lambda variable: variable.serial)
-        summed = only_summed(effects)
-        self.added = frozenset(variable for variable in only_added(effects) if variable in summed or adds(variable))
-        self._summed = self.added.intersection(summed)
-
-    def value(self, variable: Any) -> Any:
-        """The value of a variable that enters."""
-        return jnp.zeros(variable.shape, variable.dtype) if variable in self.added else variable.read()
-
-    def write_back(self, after: Sequence[Any]) -> None:
-        """Write the values `after` the region to the variables that it writes, in order."""
-        for variable, value in zip(self.writes, after, strict=True):
-            if variable in self.added:
-                variable.assign_add(value, reduce="sum" if variable in self._summed else None)
-            else:
-                variable.assign(value)
 
 
 class State(dict[Any, Any]):
@@ -92,6 +65,8 @@ class State(dict[Any, Any]):
         self.lookups = lookups or BodyLookups((), ())
         #: Replacements for constants of the program and of programs inside it, by the identity of the constant.
         self.given = given or {}
+        #: The checks of ids whose outcome is recorded here.
+        self._checks = frozenset(key for key in self if isinstance(key, IdCheck))
 
     def read(self, variable: Any) -> Any:
         """The value, or what stands for it where the variable is only looked up in."""
@@ -109,10 +84,17 @@ class State(dict[Any, Any]):
             if variable.marks in self:
                 self[variable.marks] = marked(self[variable.marks], *indices)
 
-    def written(self, effects: Any) -> list[Any]:
-        """The variables that a program with these effects writes, and the marks of their rows if these are here."""
-        written = accesses(effects)[1]
-        return [*written, *(variable.marks for variable in written if variable.marks in self)]
+    def written(self, equation: Equation) -> list[Any]:
+        """The variables that an equation writes, the marks of their rows if these are here, and its `recorded`."""
+        written = accesses(equation.effects)[1]
+        marks = (variable.marks for variable in written if variable.marks in self)
+        return [*written, *marks, *self.recorded(equation)]
+
+    def recorded(self, equation: Equation) -> list[IdCheck]:
+        """The checks of ids inside an equation that are recorded here."""
+        if not self._checks or equation.primitive.name not in _RULES or equation.primitive.name == "shard_map":
+            return []
+        return [check for check in id_checks_inside(equation) if check in self._checks]
 
     def of(self, variables: Iterable[Any]) -> list[Any]:
         """The values of these variables, in order."""
@@ -183,7 +165,8 @@ def apply(equation: Equation, operands: Sequence[Any], state: State) -> list[Any
         with origin_of(equation).restored():
             return [state.lookups.gather(equation, operands[0].variable, operands[1])]
     rule = _RULES.get(equation.primitive.name)
-    if not has_table and not touches_state(equation.effects) and (rule is None or not state.gives(equation)):
+    is_pure = not touches_state(equation.effects) and not state.recorded(equation)
+    if not has_table and is_pure and (rule is None or not state.gives(equation)):
         return bind(equation.primitive, equation.params, operands, origin_of(equation))
     if rule is None:
         reads, writes = accesses(equation.effects)
@@ -205,7 +188,7 @@ def run_bodies(
     equation: Equation, operands: Sequence[Any], state: State, found: Sequence[Found] | None
 ) -> tuple[list[Any], list[Any]]:
     """Run an equation of `BODIES` as `RunBody` says."""
-    written = state.written(equation.effects)
+    written = state.written(equation)
     with origin_of(equation).restored():
         run = _LOOKING[equation.primitive.name]
         results, values, places = run(equation.params, list(operands), state, written, found)
@@ -227,6 +210,12 @@ def _update(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     state[variable] = updated(kind, state[variable], *operands) if KINDS[kind].reads else operands[0]
     state.mark([variable], *(operands[:1] if KINDS[kind].by_rows else ()))
     return []
+
+
+def _check_ids(equation: Equation, operands: list[Any], state: State) -> list[Any]:
+    check = IdCheck.of(equation)
+    state[check] = check.worst(operands[0], state[check])
+    return operands
 
 
 def _use_resource(equation: Equation, operands: list[Any], state: State) -> list[Any]:
@@ -262,8 +251,7 @@ class _Body:
     def __call__(self, operands: Sequence[Any], values: Sequence[Any], found: _Given = ()) -> _Looked:
         """Run the body. `values` are those of the variables it writes, `found` the results of its lookups."""
         lookups = BodyLookups(self._tables, found)
-        inner = self._within(self._fixed, lookups)
-        inner.update(zip(self._written, values, strict=True))
+        inner = self._within({**self._fixed, **dict(zip(self._written, values, strict=True))}, lookups)
         results = evaluate(self._jaxpr, self._consts, operands, inner)
         return results, inner.of(self._written), lookups.places
 
@@ -336,7 +324,7 @@ def _remat(params: Mapping[str, Any], operands: list[Any], state: State, written
 
 
 def _while(equation: Equation, operands: list[Any], state: State) -> list[Any]:
-    params, written = equation.params, state.written(equation.effects)
+    params, written = equation.params, state.written(equation)
     cond_end = params["cond_nconsts"]
     body_end = cond_end + params["body_nconsts"]
     cond_consts, body_consts, init = operands[:cond_end], operands[cond_end:body_end], operands[body_end:]
@@ -347,11 +335,16 @@ def _while(equation: Equation, operands: list[Any], state: State) -> list[Any]:
     def live(carry: Any) -> Any:
         return test([*cond_consts, *carry[0]], carry[1])[0][0]
 
+    def tested(carry: Any) -> Any:
+        """The values after the condition, which writes no variable, but may check ids."""
+        return test([*cond_consts, *carry[0]], carry[1])[1] if state.recorded(equation) else carry[1]
+
     def step(carry: Any) -> Any:
-        after, values, _ = body([*body_consts, *carry[0]], carry[1])
+        after, values, _ = body([*body_consts, *carry[0]], tested(carry))
         return still_live(params["cond_jaxpr"], lambda: live(carry), after, carry[0]), values
 
     results, values = jax.lax.while_loop(lambda carry: live(carry).any(), step, (init, state.of(written)))
+    values = tested((results, values))
     state.update(zip(written, values, strict=True))
     return list(results)
 
@@ -428,6 +421,7 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
     def rule(equation: Equation, operands: list[Any], state: State) -> list[Any]:
         closed = closed_parts(equation.params["call_jaxpr"])
         reads, writes = accesses(equation.effects)
+        writes = [*writes, *state.recorded(equation)]
         touched = [*dict.fromkeys([*reads, *writes])]
 
         def body(values: list[Any], operands: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -439,7 +433,7 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
 
         def run(fn: Callable[..., list[Any]], operands: list[Any], values: list[Any]) -> list[Any]:
             jaxpr, consts, _ = make_jaxpr(fn, *operands)
-            _refuse_others(jaxpr, touched, writes)
+            _refuse_others(jaxpr, {*touched}, {*writes})
             return evaluate(jaxpr, consts, operands, State(zip(touched, values, strict=True)))
 
         call = CustomCall([variable.name for variable in touched], body, original, run)
@@ -450,7 +444,7 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
     return rule
 
 
-def _refuse_others(jaxpr: Jaxpr, touched: list[Any], written: list[Any]) -> None:
+def _refuse_others(jaxpr: Jaxpr, touched: set[Any], written: set[Any]) -> None:
     """Raise DflowError if a derivative rule reads or writes a variable that its function does not."""
     reads, writes = accesses(jaxpr.effects)
     strange = [variable.name for variable in reads if variable not in {*touched}]
@@ -475,6 +469,7 @@ _RULES: Mapping[str, _Rule] = {
     gather_p.name: _gather,
     update_p.name: _update,
     host_p.name: _use_resource,
+    check_ids_p.name: _check_ids,
     **{name: _call(key) for name, key in CALLS.items()},
     **dict.fromkeys(_LOOKING, lambda equation, operands, state: run_bodies(equation, operands, state, ())[0]),
     "shard_map": _shard_map,
@@ -483,4 +478,4 @@ _RULES: Mapping[str, _Rule] = {
     "custom_vjp_call": _custom(CustomCall.with_vjp),
 }
 #: Equations whose rules mark the rows that they change; after another one that writes a variable all rows are marked.
-_MARKING = frozenset((update_p.name, *CALLS, *_LOOKING, "while"))
+_MARKING = frozenset((update_p.name, check_ids_p.name, *CALLS, *_LOOKING, "while"))

@@ -133,12 +133,12 @@ def net_decode(sent: ArrayType, /, *, codec: str, type: ArrayType) -> tuple[Type
 
 
 @op("ids.check")
-def ids_check(ids: ArrayType, /, *, size: int, table: str, noun: str = "ids") -> tuple[Type, ...]:
-    """The ids; an error if one is not the number of one of the `size` rows of the table of that name.
+def ids_check(ids: ArrayType, /, *values: Type, size: int, table: str, noun: str = "ids") -> tuple[Type, ...]:
+    """The ids and values; an error if an id is not the number of one of the `size` rows of the table of that name.
 
     `noun` says what they are, for the error.
     """
-    return (ids,)
+    return (ids, *values)
 
 
 @op("dev.copy")

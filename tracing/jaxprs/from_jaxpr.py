@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from dflow.tracing.derivatives.discharge import Border, State, apply
+from dflow.tracing.derivatives.border import Border
+from dflow.tracing.derivatives.discharge import State, apply
 from dflow.tracing.devices.device import is_within_task
 from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import DeviceError, DflowError
@@ -211,7 +212,9 @@ class _Builder:
             return outputs
         if primitive is check_ids_p:
             outputs = self._results(names, equation, "ids")
-            attributes = {name: value for name, value in params.items() if name != "line" and value != IDS}
+            attributes = {
+                name: value for name, value in params.items() if name != "line" and (name, value) != ("noun", IDS)
+            }
             return self._node(ops.ids_check, inputs, outputs, attributes, origin, origin_of(equation).device)
         if primitive is host_p:
             attributes = dict(params)

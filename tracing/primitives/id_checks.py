@@ -3,7 +3,7 @@
 The check is an op of the host, before the program that takes the numbers: an error within a compiled program would cost
 a copy of the state that the program changes. Inside a loop that XLA runs it is a callback. XLA reports an error of a
 callback as one of its own, whose text has the number of the check; `raises_failed_checks` raises the check's in its
-place. An exported program, which runs without Python, has no checks.
+place. An exported program, which runs without Python, returns what the checks found (`recorded_checks.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import io_callback
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
@@ -41,8 +42,15 @@ def checked_ids(ids: Any, *, size: int, table: str, noun: str = IDS) -> jax.Arra
 
     noun  a key of the remedies: what the numbers are
     """
-    checked: jax.Array = check_ids_p.bind(ids, size=size, table=table, noun=noun, line=at(caller()))
+    checked: jax.Array = check_ids_p.bind(ids, size=size, table=table, noun=noun, line=at(caller()))[0]
     return checked
+
+
+def after_id_check(ids: Any, values: Any, *, size: int, table: str, noun: str = IDS) -> Any:
+    """Return a pytree of arrays as it is. Raises as `checked_ids`, before anything that takes these arrays runs."""
+    leaves, tree = jax.tree_util.tree_flatten(values)
+    _, *after = check_ids_p.bind(ids, *leaves, size=size, table=table, noun=noun, line=at(caller()))
+    return jax.tree_util.tree_unflatten(tree, after)
 
 
 def check_ids(ids: Any, size: int, table: str, line: str = "", noun: str = IDS) -> None:
@@ -55,12 +63,15 @@ def check_ids(ids: Any, size: int, table: str, line: str = "", noun: str = IDS) 
             continue
         outside = (part < 0) | (part >= size)
         place = tuple(map(int, np.argwhere(outside)[0]))
-        where = tuple(start + index for start, index in zip(first, place, strict=True))
+        index = tuple(start + index for start, index in zip(first, place, strict=True))
+        where = f" at {index}" if index else ""
         more = f", and {outside.sum() - 1} more {noun} outside" if outside.sum() > 1 else ""
-        raise InputError(
-            f"table {table!r}: expected {noun} from 0 to {size - 1}, got {part[place]} at {where}{more}{line}",
+        error = InputError(
+            f"table {table!r}: expected {noun} from 0 to {size - 1}, got {part[place]}{where}{more}{line}",
             _REMEDIES[noun],
         )
+        error.outside = int(part[place])
+        raise error
 
 
 def _parts(ids: Any) -> Iterator[tuple[Sequence[int], np.ndarray[Any, Any]]]:
@@ -73,9 +84,9 @@ def _parts(ids: Any) -> Iterator[tuple[Sequence[int], np.ndarray[Any, Any]]]:
         yield [part.start or 0 for part in shard.index], np.asarray(shard.data)
 
 
-def _checked_now(ids: Any, *, size: int, table: str, noun: str, line: str) -> Any:
+def _checked_now(ids: Any, *values: Any, size: int, table: str, noun: str, line: str) -> Any:
     check_ids(ids, size, table, line, noun)
-    return ids
+    return [ids, *values]
 
 
 @contextmanager
@@ -119,9 +130,9 @@ def failed_check(error: BaseException) -> InputError | None:
     return None if number is None else _failed.get(int(number[1]))
 
 
-def _in_xla(ids: Any, *, size: int, table: str, noun: str, line: str) -> Any:
+def _in_xla(ids: Any, *values: Any, size: int, table: str, noun: str, line: str) -> Any:
     if not _are_checked.get():
-        return ids
+        return [ids, *values]
 
     def check(ids: Any) -> Any:
         try:
@@ -134,14 +145,26 @@ def _in_xla(ids: Any, *, size: int, table: str, noun: str, line: str) -> Any:
             raise _CheckFailed(f"dflow: check {number} of row numbers failed: {error}") from None
         return ids
 
-    return jax.pure_callback(check, jax.ShapeDtypeStruct(ids.shape, ids.dtype), ids)
+    # With values the ids themselves may be unused, and XLA would leave a pure call out.
+    call = io_callback if values else jax.pure_callback
+    return [call(check, jax.ShapeDtypeStruct(ids.shape, ids.dtype), ids), *values]
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    # Tangents of integers are no arrays that a check could pass on, and the primals are checked.
+    return check_ids_p.bind(*primals, **params), [*tangents]
+
+
+def _batched(args: Any, dims: Any, **params: Any) -> Any:
+    return check_ids_p.bind(*args, **params), dims
 
 
 unlogged_callback_error(_CheckFailed)
 
 check_ids_p: Any = jex.Primitive("check_ids")
+check_ids_p.multiple_results = True
 check_ids_p.def_impl(_checked_now)
-check_ids_p.def_abstract_eval(lambda ids, **_: ids)
-ad.primitive_jvps[check_ids_p] = lambda primals, tangents, **params: (check_ids_p.bind(*primals, **params), tangents[0])
-batching.defvectorized(check_ids_p)
-mlir.register_lowering(check_ids_p, mlir.lower_fun(_in_xla, multiple_results=False))
+check_ids_p.def_abstract_eval(lambda *operands, **_: list(operands))
+ad.primitive_jvps[check_ids_p] = _jvp
+batching.primitive_batchers[check_ids_p] = _batched
+mlir.register_lowering(check_ids_p, mlir.lower_fun(_in_xla, multiple_results=True))

@@ -27,7 +27,7 @@ TENSORS = SignatureTensors("f", dflow.export(lambda x: x + 1, dflow.spec("b", jn
 
 
 class Doubling:
-    """A function whose calls wait for `go_on`; it fails for a negative number."""
+    """A function whose calls wait for `go_on`; it fails for a negative number, and refuses one above 100."""
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
@@ -38,6 +38,8 @@ class Doubling:
         self.seen.append(x.tolist())
         self.began.release()
         assert self.go_on.wait(DEADLINE_S)
+        if (x > 100).any():
+            raise dflow.InputError("ids outside", "give others")
         if (x < 0).any():
             raise ArithmeticError("a negative number")
         return 2 * x
@@ -122,6 +124,16 @@ def test_requests_that_wait_are_computed_together_and_padded(loop: asyncio.Abstr
     # The last request would have made 5 rows, and is in the next batch.
     assert bench.fn.seen == [[1], [2, 3, 4, 0], [5, 6]]
     assert bench.observed.rows == [(1, 1), (3, 2), (2, 1)]
+    bench.queue.close()
+
+
+def test_ids_of_one_request_are_no_reason_to_refuse_the_others(loop: asyncio.AbstractEventLoop) -> None:
+    bench = Bench(loop, most=4)
+    first = bench.ask_first(1)
+    good, bad, last = bench.ask_more([2, 3], [400], [5])
+    bench.fn.go_on.set()
+    assert [values(asked) for asked in (first, good, last)] == [[2], [4, 6], [10]]
+    assert (refusal(bad).status, str(refusal(bad))) == (400, "f: ids outside")
     bench.queue.close()
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -92,7 +91,7 @@ def test_an_id_without_a_row_is_one_error_in_every_program(
     with pytest.raises(dflow.InputError) as caught:
         LOOKUPS[way](table, jnp.array([1, 111]))
     fact, line, remedy = str(caught.value).split("\n")
-    assert fact.startswith("table 'words': expected ids from 0 to 99, got 111 at (")
+    assert fact.startswith("table 'words': expected ids from 0 to 99, got 111")
     assert "test_embedding.py:" in line
     assert remedy.startswith("  map the ids to the rows")
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
@@ -162,14 +161,6 @@ def test_a_scalar_is_no_bag(table: dflow.Embedding) -> None:
 
 def test_an_empty_lookup(table: dflow.Embedding) -> None:
     assert table(jnp.zeros((0, 3), jnp.int32)).shape == (0, 3, 4)
-
-
-def test_an_exported_lookup_has_no_check(table: dflow.Embedding, tmp_path: Path) -> None:
-    dflow.export(dflow.jit(lambda ids: table(ids) * 2), jnp.zeros(3, jnp.int32)).save(tmp_path / "served")
-    served = dflow.load(tmp_path / "served", prefix="served/")
-    rows = served.call(jnp.array([1, 99, 100]))
-    np.testing.assert_array_equal(rows[:2], 2 * table.read()[jnp.array([1, 99])])
-    assert np.isnan(rows[2]).all()
 
 
 @pytest.mark.parametrize("ids", [np.array([2**32 + 5]), np.array([2**32 - 1], np.uint32), np.array([-(2**31) - 7])])

@@ -1,0 +1,61 @@
+"""Checks of ids whose outcome is a value of the program, for programs that run without Python.
+
+Each check that a program holds has a key in its `State`, like a variable: an id outside of its table, or 0 while there
+is none. So it passes through loops and branches as variables do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from dflow.tracing.jax_frontend import Equation, Jaxpr, inner_parts
+from dflow.tracing.primitives.id_checks import check_ids_p
+
+
+@dataclass(frozen=True)
+class IdCheck:
+    """The checks of ids of one dtype for one table, of `size` rows; `noun` says what the ids are."""
+
+    table: str
+    size: int
+    dtype: Any
+    noun: Literal["ids", "segments"]
+
+    @staticmethod
+    def of(equation: Equation) -> IdCheck:
+        """The check that an equation of `check_ids_p` makes."""
+        params = equation.params
+        return IdCheck(params["table"], params["size"], equation.invars[0].aval.dtype, params["noun"])
+
+    @property
+    def name(self) -> str:
+        """A name that tells it from the other checks of a program."""
+        return f"{self.table} ({self.noun} of {self.dtype} below {self.size})"
+
+    def worst(self, ids: Any, before: Any) -> Any:
+        """An id that is outside: `before` if it is, else one of `ids`, or 0 without one."""
+        low, high = ids.min(initial=0), ids.max(initial=0)
+        outside = jnp.where(low < 0, low, jnp.where(high >= self.size, high, 0))
+        return jnp.where(before != 0, before, outside.astype(self.dtype))
+
+
+def id_checks(jaxpr: Jaxpr) -> list[IdCheck]:
+    """Return the checks of a program and of those inside it, each once, in order."""
+    return list(dict.fromkeys(_checks(jaxpr.eqns)))
+
+
+def id_checks_inside(equation: Equation) -> list[IdCheck]:
+    """Return the checks that an equation makes, each once, in order."""
+    return list(dict.fromkeys(_checks([equation])))
+
+
+def _checks(equations: Iterable[Equation]) -> Iterable[IdCheck]:
+    for equation in equations:
+        if equation.primitive is check_ids_p:
+            yield IdCheck.of(equation)
+        for inner, _ in inner_parts(equation.params):
+            yield from _checks(inner.eqns)
