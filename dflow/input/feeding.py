@@ -131,7 +131,7 @@ class Feed:
         self._elements, self._map, self._device, self._close = elements, map, device, close
         self._title, self._where, self._name = queue.title, at(loc), name
         self._producer, self._queue = _backend(queue).producer(queue, self._where, name), weakref.ref(queue)
-        self._tree = jax.tree_util.tree_structure(queue.spec)
+        self._tree, self._home = jax.tree_util.tree_structure(queue.spec), queue.home
         #: Held while a thread takes the next element from the iterable.
         self._turn = threading.Lock()
         self._lock = threading.Lock()
@@ -156,7 +156,7 @@ class Feed:
 
     def is_named(self, name: str, queue: Queue) -> bool:
         """Whether this is the feed `name` of the queue."""
-        return self._name == name and self._title == queue.title
+        return self._name == name and self._title == queue.title and self._home == queue.home
 
     def is_running(self) -> bool:
         """Whether at least one thread is still running."""

@@ -10,7 +10,6 @@ same there, since they have the same results of the evaluation.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import operator
 import time
@@ -21,7 +20,7 @@ from typing import Any, cast
 
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
-from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.strategies.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
@@ -42,8 +41,6 @@ LOGGER = logging.getLogger("dflow")
 LOOK_S = 1.0
 #: Time between two looks for the checkpoint that worker 0 makes, in s.
 _WAIT_S = 0.05
-#: Numbers of the runs that the program does not name.
-_numbers = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ class Trainer:
         first = self._checkpoints.next_step if self._checkpoints else 0
         _check_count(batches, total * self._strategy.batches_per_step)
         self._check_metrics()
-        run = _TrainingRun(self, _by_number(batches), name or f"trainer_{next(_numbers)}", first, total)
+        run = _TrainingRun(self, _by_number(batches), name or run_name(self._cluster, "trainer"), first, total)
         for callback in self._callbacks:
             callback.on_start(first, self._cluster)
         with ProgressBar(run.name, total, first, self._progress) as bar:

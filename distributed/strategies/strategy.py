@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 #: Type of the results of the program's step, which its loop yields.
 StepResult = TypeVar("StepResult")
 
-#: By prefix, the numbers of the runs that the program does not name.
-_run_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+#: By worker, several of which may be threads of one process, and prefix: number of runs that the program did not name.
+_run_counts: Counter[tuple[Hashable, str]] = Counter()
 
 
 #: Least time between a worker's reports of the steps that it has done.
@@ -44,6 +43,11 @@ class StrategyCluster(RecoveringState, Protocol):
     task: str
     #: Assigns steps to workers, and collects their progress.
     coordinator: CoordinatorClient
+
+    @property
+    def identity(self) -> Hashable:
+        """Identity of this task of this cluster, in a process that may have several."""
+        ...
 
     def shared_steps(
         self,
@@ -184,7 +188,7 @@ class Strategy:
         if count < 0:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
-        run = name or f"{self.run_prefix}_{next(_run_numbers[self.run_prefix])}"
+        run = name or run_name(getattr(self, "_cluster", None), self.run_prefix)
         with held_back_in_steps() as guard:
             try:
                 yield from self.results(StrategyRun(run, count, step, supply, guard))
@@ -200,6 +204,13 @@ class Strategy:
                 "give more, such as dflow.data.batches(..., epochs=None), or ask for fewer steps; DFLOW_ACCEPT=short "
                 "accepts it",
             )
+
+
+def run_name(cluster: StrategyCluster | None, prefix: str) -> str:
+    """Return the name of a worker's next run without a name, such as `sync_run_0`: the same on every worker."""
+    counted = None if cluster is None else cluster.identity, prefix
+    _run_counts[counted] += 1
+    return f"{prefix}_{_run_counts[counted] - 1}"
 
 
 def arguments_of(batch: Any) -> Sequence[Any]:

@@ -185,6 +185,11 @@ class Cluster:
         set_program_watch(self.programs)
 
     @property
+    def identity(self) -> tuple[str, str]:
+        """Identity of the cluster, as long as its coordinator keeps its state, and this task's name."""
+        return self.coordinator.session.roster.cluster, self.task
+
+    @property
     def tasks(self) -> tuple[str, ...]:
         """The live tasks, including this one."""
         return self.requests.tasks

@@ -72,6 +72,14 @@ def test_a_feed_of_the_same_name_goes_on_where_the_last_one_ended(workers: tuple
     assert (taken[:2], sorted(taken)) == ([1, 2], [1, 2, 3, 4, 5, 6, 10, 11, 12])
 
 
+def test_two_workers_feed_one_queue_by_feeds_of_one_name_at_once(workers: tuple[Cluster, Cluster]) -> None:
+    queues = [fifo(worker, capacity=1) for worker in workers]
+    feeds = [feed(range(3), queue, name="data", close=False) for queue in queues]
+    assert sorted(int(queues[0].dequeue(timeout_s=WAIT_S)) for _ in range(6)) == [0, 0, 1, 1, 2, 2]
+    for one in feeds:
+        one.join(WAIT_S)
+
+
 def test_a_feed_without_a_name_leaves_no_record(memory: MemoryCluster, workers: tuple[Cluster, Cluster]) -> None:
     queue = fifo(workers[0], capacity=30)
     feed(range(3), queue, close=False).join(WAIT_S)

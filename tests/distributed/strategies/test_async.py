@@ -31,7 +31,7 @@ DEADLINE_S = 60.0
 class Scripted:
     """A source of steps that gives fixed claims, and records the arguments of each request."""
 
-    task = "/job:worker/task:0"
+    task = identity = "/job:worker/task:0"
     epoch = undone = 0
 
     def __init__(self, *claims: range) -> None:
@@ -80,7 +80,7 @@ class Worker:
     epoch = undone = 0
 
     def __post_init__(self) -> None:
-        self.task = self.coordinator.task
+        self.task = self.identity = self.coordinator.task
 
     def await_recovery(self) -> None:
         """Ask the coordinator."""

@@ -5,16 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
+import jax.numpy as jnp
+import optax
 import pytest
 
 import dflow
 from dflow.distributed.strategies.open_runs import close_runs
-from dflow.distributed.strategies.strategy import Strategy
+from dflow.distributed.strategies.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
+from dflow.testing import MemoryCluster
 from dflow.tracing.errors import StrategyError
+from tests.distributed.strategies.sync_programs import together
 
 
 class Counting(Strategy):
@@ -49,6 +54,31 @@ def test_runs_without_a_name_are_numbered_for_each_strategy() -> None:
     first, second = (int(run.removeprefix("counting_")) for run in one.runs)
     assert second == first + 1
     assert other.runs == ["again_0"]
+
+
+@pytest.mark.parametrize("kind", ["Async", "Sync", "Trainer"])
+def test_workers_that_are_threads_number_their_runs_alike(workers: list[Cluster], kind: str) -> None:
+    def work(index: int, cluster: Cluster) -> int:
+        with cluster.parameter_servers():
+            w = dflow.Variable(lambda: jnp.zeros(2), name=f"{kind}/w")
+            optimizer = dflow.Optimizer(optax.sgd(1.0), [w], name=f"{kind}/opt")
+        step = dflow.jit(lambda x: optimizer.apply([x]))
+        strategy = (dflow.distributed.Sync if kind == "Sync" else dflow.distributed.Async)(cluster)
+        for _ in range(2):
+            if kind == "Trainer":
+                dflow.Trainer(step, strategy).run(lambda _: -jnp.ones(2), steps=6)
+            else:
+                assert list(strategy.run(step, lambda _: -jnp.ones(2), steps=6)) is not None
+        cluster.barrier("done")
+        return int(w.read()[0])
+
+    assert together(workers, work) == [12, 12, 12]
+
+
+def test_a_worker_that_joins_again_goes_on_with_its_numbers(memory: MemoryCluster) -> None:
+    for first in (0, 2):
+        with closing(memory.worker(0)) as cluster:
+            assert [run_name(cluster, "run"), run_name(cluster, "run")] == [f"run_{first}", f"run_{first + 1}"]
 
 
 def test_a_function_gives_the_batch_of_each_number() -> None:
