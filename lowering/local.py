@@ -77,13 +77,8 @@ class LocalHome:
         self._named: weakref.WeakValueDictionary[str, Variable] = weakref.WeakValueDictionary()
 
     def create(self, variable: Variable, initial: Initial, near: Variable | None) -> Slot:
-        earlier = self._clashing(variable)
-        if earlier is not None:
-            raise VariableError(
-                f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
-                f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n"
-                "  give one of them another name, or delete the first"
-            )
+        if (refusal := self._clash(variable)) is not None:
+            raise VariableError(refusal)
         is_marks = near is not None and variable.name == near.name + SUFFIX
         key = near.key + SUFFIX if near is not None and is_marks else key_of(variable.name, variable.serial)
         make = initial if callable(initial) else lambda: initial
@@ -143,15 +138,24 @@ class LocalHome:
         """Whether a variable beside another one can have its sharding."""
         return not is_spread(self.store.place(near.key)) or near.shape == variable.shape
 
-    def _clashing(self, variable: Variable) -> Variable | None:
-        """Return a living variable of the same name and another type, if there is one."""
+    def _clash(self, variable: Variable) -> str | None:
+        """Return the text of an error if a living variable has the same name and another type.
+
+        A text: the frames of an error, which a notebook keeps, would keep the other variable alive.
+        """
         earlier = self._named.get(variable.name)
         if earlier is not None and earlier.type != variable.type:
             # Functions and what they close over are often garbage in a cycle by now.
             del earlier
             gc.collect()
             earlier = self._named.get(variable.name)
-        return earlier if earlier is not None and earlier.type != variable.type else None
+        if earlier is None or earlier.type == variable.type:
+            return None
+        return (
+            f"variable {variable.name!r} holds {earlier.type}, but is created again with {variable.type}"
+            f"{at(variable.loc)}\n  it was first made{at(earlier.loc)}\n"
+            "  give one of them another name, or delete the first, and the functions and optimizers that use it"
+        )
 
     def read(self, variable: Variable) -> jax.Array:
         return _for_eager_ops(self.store.read(variable.key))

@@ -63,9 +63,9 @@ from jax.extend.core import primitives as jax_primitives
 from jaxlib import _jax
 
 from dflow.tracing.devices.device import METADATA_KEY
-from dflow.tracing.errors import InternalError
+from dflow.tracing.errors import DflowError, InternalError
 from dflow.tracing.parallel_iterations import PARALLEL_KEY
-from dflow.tracing.source import Loc, caller, is_installed, is_user_file
+from dflow.tracing.source import Loc, caller, is_generated, is_installed, is_user_file
 
 Jaxpr = Any
 Equation = Any
@@ -184,7 +184,7 @@ class EquationOrigin:
 
     def _locs(self) -> Iterator[Loc]:
         for frame in source_info_util.user_frames(self.source_info.traceback):
-            if is_user_file(frame.file_name):
+            if is_user_file(frame.file_name) and not is_generated(frame.file_name, frame.function_name):
                 yield Loc(frame.file_name, frame.start_line)
 
     @property
@@ -313,8 +313,18 @@ class HandleNeeded(BaseException):
     """Raised at dispatch when a caller marked by `passes_handles` passes a variable itself instead of its handle."""
 
 
-#: A function of the public API whose errors reach the user without the frames of JAX and of dflow.
-hides_frames: Callable[[F], F] = traceback_util.api_boundary
+def hides_frames(fn: F) -> F:
+    """Decorate a function of the public API: its errors reach the user without the frames of JAX and of dflow."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except Exception as error:
+            hide_frames(error)
+            raise
+
+    return called  # type: ignore[return-value]
 
 
 def hide_frames(error: Exception) -> None:
@@ -326,11 +336,20 @@ def hide_frames(error: Exception) -> None:
         frames = frames.tb_next
     error.__traceback__ = frames
     notes = list(dict.fromkeys(getattr(error, "__notes__", ())))
-    if notes:
-        error.__notes__ = notes
+    remedies = [note for note in notes if _FRAMES_REMOVED not in note]
+    if notes:  # the remedy comes last; dflow's own errors need no word on frames
+        error.__notes__ = (
+            remedies
+            if isinstance(error, DflowError)
+            else [*(note for note in notes if _FRAMES_REMOVED in note), *remedies]
+        )
 
 
-@hides_frames
+#: Part of the note that JAX adds to an error whose frames it has removed.
+_FRAMES_REMOVED = "JAX has removed its internal frames"
+
+
+@traceback_util.api_boundary
 def _raised(error: Exception) -> None:
     raise error
 

@@ -6,11 +6,12 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 #: Libraries that call the user's functions, or are called by them, in many frames of their own.
@@ -54,9 +55,15 @@ def is_user_file(file: str) -> bool:
 
 
 def is_user_frame(frame: FrameType) -> bool:
-    """Whether a frame runs code of the user, and not a method that `dataclasses` made for a class of ours."""
-    is_generated = frame.f_code.co_filename == "<string>" and frame.f_globals.get("__name__", "").startswith("dflow.")
-    return not is_generated and is_user_file(frame.f_code.co_filename)
+    """Whether a frame runs code of the user, and not a method that `dataclasses`, attrs or others have generated."""
+    code = frame.f_code
+    is_of_ours = code.co_filename == "<string>" and frame.f_globals.get("__name__", "").startswith("dflow.")
+    return not is_of_ours and not is_generated(code.co_filename, code.co_name) and is_user_file(code.co_filename)
+
+
+def is_generated(file: str, function: str) -> bool:
+    """Whether a function of this name and file is a special method without a file, as `dataclasses` makes them."""
+    return file.startswith("<") and function.startswith("__") and function.endswith("__")
 
 
 def is_installed(file: str) -> bool:
@@ -79,6 +86,27 @@ def raised_at(error: BaseException) -> Loc | None:
     frames = traceback.walk_tb(error.__traceback__)
     lines = [Loc(frame.f_code.co_filename, line) for frame, line in frames if is_user_frame(frame)]
     return lines[-1] if lines else None
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove the frames of JAX and dflow from the traceback of an error that the user's code or a refusal raised.
+
+    As JAX does, not if `JAX_TRACEBACK_FILTERING=off`. For modules that do not import JAX.
+    """
+    frames = [*_tracebacks(error.__traceback__)]
+    if not frames or os.environ.get("JAX_TRACEBACK_FILTERING") == "off":
+        return
+    kept = None
+    for part in reversed(frames):
+        if is_user_frame(part.tb_frame):
+            kept = TracebackType(kept, part.tb_frame, part.tb_lasti, part.tb_lineno)
+    error.__traceback__ = kept
+
+
+def _tracebacks(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
 
 
 def as_code(name: str) -> str:

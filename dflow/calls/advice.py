@@ -16,6 +16,7 @@ import jax
 from dflow.tracing.derivatives.loops import NOT_REVERSED, REVERSED
 from dflow.tracing.near_names import near_keywords
 from dflow.tracing.source import Loc, at, caller, raised_at
+from dflow.tracing.state.operand_notes import note_operands
 
 _CONCRETE = (
     jax.errors.ConcretizationTypeError,
@@ -58,6 +59,12 @@ _NO_ARGUMENT = re.compile(
     re.DOTALL,
 )
 
+#: Remedy for a leaf of an argument that is no array; {0} is the parameter.
+_PARTS = (
+    "  pass the arrays of {0} alone, and close over its other leaves. For a module of Equinox: arrays, rest =\n"
+    "  equinox.partition({0}, equinox.is_array), pass arrays, and write {0} = equinox.combine(arrays, rest) inside"
+)
+
 #: JAX's error for an argument that looks like an array; the group is its library.
 _NO_TYPE = re.compile(r"^Argument .* of type '?<class '(\w+)[\w.]*'>'? is not a valid JAX type", re.DOTALL)
 
@@ -81,6 +88,7 @@ _OF_LIBRARIES = {
 
 def advise(error: Exception) -> None:
     """Add a note with the remedy to an error that JAX raised for traced code or its arguments, if one is known."""
+    note_operands(error)
     remedy = _remedy(error)
     if remedy is not None and not any(remedy in note for note in getattr(error, "__notes__", ())):
         _note(error, raised_at(error) or caller(), remedy)
@@ -95,8 +103,9 @@ def _remedy(error: Exception) -> str | None:
             return _OF_LIBRARIES[found[1]]
         if found.re is _NO_TYPE:
             return None
-        name = found[2] if found[2].isidentifier() else "..."
-        return f"  name it static: dflow.jit(fn, static_argnames={name!r})"
+        if found[2].isidentifier():
+            return f"  name it static: dflow.jit(fn, static_argnames={found[2]!r})"
+        return _PARTS.format(found[2].split(".")[0].split("[")[0])
     return next((remedy for start, remedy in _REMEDIES.items() if text.startswith(start)), None)
 
 

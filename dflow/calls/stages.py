@@ -107,7 +107,7 @@ class CompiledFunction(_Stage):
             )
         return self._compiled
 
-    @raises_failed_checks()
+    @raises_failed_checks
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it with all arguments except the static ones. Raises TypeError for another type or structure."""
         leaves = self._checked(*handles((args, kwargs)))

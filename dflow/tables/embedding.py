@@ -27,6 +27,7 @@ from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.ir.wide_sums import sum_dtype
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.id_checks import nan_unless
 from dflow.tracing.source import as_code
 
 #: Numbers of the embeddings without a name.
@@ -114,7 +115,7 @@ class Embedding(ShardedVariable):
         refuse_found(ids, self.name)
         given = self.checked(ids)
         is_row = (given >= 0) & (given < self.shape[0])
-        return jnp.where(is_row[..., None], self.rows(jnp.where(is_row, given, 0)), jnp.nan)
+        return nan_unless(is_row[..., None], self.rows(jnp.where(is_row, given, 0)))
 
     @property
     def vocabulary(self) -> Vocabulary | None:

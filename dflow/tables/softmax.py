@@ -19,6 +19,7 @@ from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tracing.errors import InputError, VariableShapeError
 from dflow.tracing.ir.wide_sums import sum_dtype
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.primitives.id_checks import nan_unless
 
 
 @suggests_keywords
@@ -56,7 +57,7 @@ def softmax_cross_entropy(
     peak = jnp.stack(largest).max(0)
     total = sum(part * jnp.exp(own - peak) for part, own in zip(sums, largest, strict=True))
     is_class = (labels >= 0) & (labels < weights.shape[0])  # an exported function has no check of labels
-    return jnp.where(is_class, jnp.log(total) + peak - label_logit, jnp.nan).astype(dtype)
+    return nan_unless(is_class, jnp.log(total) + peak - label_logit).astype(dtype)
 
 
 @suggests_keywords

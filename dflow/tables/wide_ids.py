@@ -48,10 +48,29 @@ def wide_ids(ids: Any) -> WideIds:
     if array.dtype.kind in "US" or (array.dtype == object and all(isinstance(id, str | bytes) for id in array.flat)):
         hashed = [_hash(id) for id in array.flat]
         array = np.array(hashed, np.uint64).reshape(array.shape)
+    if array.dtype == object and all(isinstance(id, int | np.integer) for id in array.flat):
+        array = np.array([int(id) % 2**64 for id in array.flat], np.uint64).reshape(array.shape)
     if not np.issubdtype(array.dtype, np.integer):
-        raise InputError(f"wide ids: expected integers or strings, got {array.dtype}", "convert them first")
+        raise _no_ids(array)
     bits = array.astype(np.int64 if np.issubdtype(array.dtype, np.signedinteger) else np.uint64).view(np.uint64)
     return WideIds((bits >> np.uint64(32)).astype(np.uint32), bits.astype(np.uint32))
+
+
+def _no_ids(array: np.ndarray[Any, Any]) -> InputError:
+    """The error for an array that has other values than integers and strings: it names the first of them."""
+    is_missing = array != array if array.dtype.kind in "fO" else np.zeros(array.shape, bool)
+    for place, id in np.ndenumerate(array):
+        if id is None or bool(np.all(is_missing[place])):
+            return InputError(
+                f"wide ids: expected integers or strings, got {id} at {place}",
+                "leave its row out, or give the missing an id of their own, such as column.fillna('') in pandas",
+            )
+        if array.dtype == object and not isinstance(id, str | bytes):
+            return InputError(
+                f"wide ids: expected strings, or integers alone, got {id!r}, a {type(id).__name__}, at {place}",
+                "convert them first, for instance by column.astype(str)",
+            )
+    return InputError(f"wide ids: expected integers or strings, got {array.dtype}", "convert them first")
 
 
 def _hash(id: Any) -> int:

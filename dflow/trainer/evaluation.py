@@ -52,7 +52,7 @@ class NumberedBatches(Protocol):
 
 
 @suggests_keywords
-@raises_failed_checks()
+@raises_failed_checks
 def evaluate(
     step: Callable[..., Any],
     batches: Iterable[Any] | NumberedBatches,

@@ -27,6 +27,7 @@ from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
 from dflow.tracing.column_tables import refuse_table
 from dflow.tracing.devices.task_name import split_task_name, task_name
 from dflow.tracing.errors import DeadlineExceeded, QueueClosed, TrainingError
+from dflow.tracing.jax_frontend import hides_frames
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.source import caller
 from dflow.trainer.callbacks import Callback, EarlyStopping
@@ -96,6 +97,7 @@ class Trainer:
         self._check()
 
     @suggests_keywords
+    @hides_frames
     def run(self, batches: Callable[[int], Any] | Any, *, steps: int, name: str | None = None) -> TrainingResult:
         """Do the steps up to number `steps`, after those of the restored checkpoint; return what came of them.
 

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from dflow.calls.function import Function, jit
@@ -65,7 +66,9 @@ class Generator:
         Raises VariableError under `vmap`, where the whole batch would get the same key: split before, and map over
         the keys too.
         """
-        shape = () if n is None else tuple(n) if isinstance(n, Sequence) else (operator.index(n),)
+        shape: tuple[Any, ...] = () if n is None else tuple(n) if isinstance(n, Sequence) else (n,)
+        # A size that an export leaves open is no integer.
+        shape = tuple(size if jax.export.is_symbolic_dim(size) else operator.index(size) for size in shape)
         if is_tracing():
             return self._advance(shape)
         with self._lock:

@@ -21,6 +21,7 @@ from dflow.tracing.devices.device import with_state
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.names_of_values import variable_differentiated
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.path_names import path_name
 from dflow.tracing.rare_collections import rare_collections
@@ -333,11 +334,7 @@ class Optimizer:
                     f"apply: expected gradients of {len(self._variables)} variables, got a scalar, such as a loss",
                     "write value, gradients = dflow.value_and_grad(loss, variables)() and apply the gradients",
                 )
-            raise GraphTypeError(
-                f"the gradients have the structure {structure_text(given)}, but the variables "
-                f"{structure_text(self._tree)}",
-                _REMEDY,
-            )
+            raise self._other_variables(gradients)
         flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
         for variable, gradient in zip(self._variables, flat, strict=True):
             shape = gradient.shape if is_row_gradient(gradient) else jnp.shape(gradient)
@@ -348,6 +345,32 @@ class Optimizer:
                     _REMEDY,
                 )
         return flat
+
+    def _other_variables(self, gradients: Any) -> GraphTypeError:
+        """The error for gradients of another structure, which names the variables in question where it knows them."""
+        flat = jax.tree_util.tree_leaves(gradients, is_leaf=is_row_gradient)
+        names, given = [variable.name for variable in self._variables], [*map(variable_differentiated, flat)]
+        if None not in given:
+            strangers = [name for name in given if name not in names]
+            missing = [name for name in names if name not in given]
+            what = f"it has no variable {', '.join(map(repr, strangers))}" if strangers else ""
+            what = what or f"that of {', '.join(map(repr, missing))} is missing" if missing else what
+            if what:
+                return GraphTypeError(
+                    f"apply: expected the gradients of {self.name!r}, of {_listed(names)}, got those of "
+                    f"{_listed(given)}: {what}",
+                    f"make the optimizer of all variables that the loss is differentiated by, or\n  {_REMEDY}",
+                )
+        tree: Any = jax.tree_util.tree_structure(gradients, is_leaf=is_row_gradient)
+        return GraphTypeError(
+            f"the gradients have the structure {structure_text(tree)}, but the variables {structure_text(self._tree)}",
+            _REMEDY,
+        )
+
+    def __repr__(self) -> str:
+        count = len(jax.tree_util.tree_leaves(self.slots, is_leaf=is_variable))
+        names = _listed([variable.name for variable in self._variables])
+        return f"<Optimizer {self.name!r} of {names}: {count} slot{'' if count == 1 else 's'}>"
 
     @rare_collections
     def _make_slots(self) -> Any:
@@ -406,6 +429,11 @@ class Optimizer:
 
     def _initial_state(self) -> Any:
         return self._transformation.init(self._tree.unflatten([variable.read() for variable in self._variables]))
+
+
+def _listed(names: Sequence[Any]) -> str:
+    """The names for a message; of many, the first ones."""
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _check_transformation(given: Any, variables: Any) -> None:

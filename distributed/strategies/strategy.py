@@ -14,8 +14,9 @@ from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.open_runs import closed_at_exit
 from dflow.tracing.accepted_faults import SHORT, is_accepted
-from dflow.tracing.errors import StrategyError
+from dflow.tracing.errors import DflowError, InternalError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.source import hide_own_frames
 
 if TYPE_CHECKING:
     # Every command imports this module, and most need no client.
@@ -195,6 +196,10 @@ class Strategy:
             except Terminated as terminated:
                 if not terminated.is_agreed:
                     self._cluster.coordinator.leave(terminated.reason)
+                raise
+            except DflowError as error:
+                if not isinstance(error, InternalError):
+                    hide_own_frames(error)
                 raise
         cluster: Any = getattr(self, "_cluster", None)
         is_short = supply.has_ended and not supply.may_end and getattr(cluster, "is_standalone", False)

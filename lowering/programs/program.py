@@ -83,12 +83,11 @@ def awaited(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @passes_handles
     def run(*args: Any, **kwargs: Any) -> Any:
-        with raises_failed_checks():
-            results = call(*args, **kwargs)
-            jax.block_until_ready(handles(results))
+        results = call(*args, **kwargs)
+        jax.block_until_ready(handles(results))
         return results
 
-    return run
+    return raises_failed_checks(run)
 
 
 def _moving(compiled: Any, device: jax.Device) -> Callable[..., Any]:

@@ -29,6 +29,7 @@ from dflow.tracing.devices.device_name import is_on_task
 from dflow.tracing.errors import GraphTypeError, VariableError
 from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
+from dflow.tracing.names_of_values import note_gradient
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.rows.lookups import RowsFound, TappedLookups, rows_found
@@ -113,7 +114,7 @@ def grad(
 
 
 @hides_frames
-@raises_failed_checks()
+@raises_failed_checks
 def jvp(
     fun: Callable[..., Any],
     primals: Sequence[Any] = (),
@@ -145,7 +146,7 @@ def jvp(
 
 
 @hides_frames
-@raises_failed_checks()
+@raises_failed_checks
 def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[Any, Callable[[Any], Any]]:
     """`fun(*primals)` and a function from a cotangent of that value to the gradients.
 
@@ -213,6 +214,8 @@ class _Wrt:
 
     def gradient(self, by_variable: Sequence[Any], by_argument: Sequence[Any]) -> Any:
         """Put values for the variables and the leaves into the structure of the gradient that the user gets."""
+        for variable, gradient in zip(self.variables, by_variable, strict=True):
+            note_gradient(gradient, variable.name)
         both = tuple(map(jax.tree_util.tree_unflatten, self._trees, (by_variable, by_argument)))
         return both[1] if not self._by_variable else both[0] if not self._by_argument else both
 

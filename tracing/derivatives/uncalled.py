@@ -24,7 +24,7 @@ class Derivative:
         self._title, self._call = title, call
 
     @hides_frames
-    @raises_failed_checks()
+    @raises_failed_checks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 

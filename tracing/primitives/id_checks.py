@@ -8,23 +8,27 @@ place. An exported program, which runs without Python, returns what the checks f
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.errors import InputError
-from dflow.tracing.jax_frontend import unlogged_callback_error
+from dflow.tracing.jax_frontend import checked_numbers, unlogged_callback_error
 from dflow.tracing.source import at, caller
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: The noun for row numbers in messages.
 IDS = "ids"
@@ -89,6 +93,15 @@ def _checked_now(ids: Any, *values: Any, size: int, table: str, noun: str, line:
     return [ids, *values]
 
 
+def nan_unless(is_row: Any, value: Any) -> jax.Array:
+    """The value of each id, or NaN if it is without a row, which only a program without checks comes to.
+
+    While JAX looks for the op that made a NaN, this is none.
+    """
+    masked: jax.Array = value if checked_numbers() else jnp.where(is_row, value, jnp.nan)
+    return masked
+
+
 @contextmanager
 def without_id_checks() -> Iterator[None]:
     """Return a context that lowers programs without the checks."""
@@ -112,16 +125,20 @@ _failed: OrderedDict[int, InputError] = OrderedDict()
 _NUMBER = re.compile(r"dflow: check (\d+) of row numbers failed")
 
 
-@contextmanager
-def raises_failed_checks() -> Iterator[None]:
-    """Return a context, also a decorator, that raises the error of a check within a program in place of XLA's."""
-    try:
-        yield
-    except (ValueError, RuntimeError) as error:
-        found = failed_check(error)
-        if found is None:
-            raise
-        raise found from None
+def raises_failed_checks(fn: F) -> F:
+    """Decorate a function to raise the error of a check within a program in place of XLA's."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            found = failed_check(error)
+            if found is None:
+                raise
+            raise found from None
+
+    return called  # type: ignore[return-value]
 
 
 def failed_check(error: BaseException) -> InputError | None:

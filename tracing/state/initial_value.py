@@ -77,14 +77,19 @@ def _no_beginning(what: str, name: str | None) -> VariableError:
     )
 
 
+def needed_arguments(function: Callable[..., Any]) -> list[str]:
+    """The arguments that a function cannot be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+
+
 def check_needs_nothing(initial: Callable[..., Any], name: str | None) -> None:
     """Raise VariableError for a function that cannot be called without arguments."""
-    try:
-        parameters = inspect.signature(initial).parameters.values()
-    except (TypeError, ValueError):
-        return
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in optional]
+    needed = needed_arguments(initial)
     if needed:
         raise VariableError(
             f"the initialiser of variable {name or 'unnamed'!r} is called without arguments, but needs "

@@ -26,6 +26,7 @@ from dflow.tracing.ir.row_marks import SUFFIX
 from dflow.tracing.ir.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, lookup_type
 from dflow.tracing.jax_frontend import Handle, is_tracing
+from dflow.tracing.names_of_values import note_value
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.number_range import check_number
 from dflow.tracing.primitives.namesakes import joined_namesakes
@@ -232,6 +233,8 @@ class Variable(RowUpdates, jax.Array):
     def read(self) -> jax.Array:
         """The value: in traced code that at this point of the program, elsewhere the current one."""
         value: jax.Array = read_p.bind(handle=self.handle)
+        if isinstance(value, jax.core.Tracer):
+            note_value(value, self.name)
         return value
 
     def assign(self, value: Any) -> None:

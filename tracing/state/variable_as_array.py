@@ -14,6 +14,7 @@ from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import array_attributes, register_leaf, register_missing
 from dflow.tracing.number_range import check_number
 from dflow.tracing.source import as_code, at, caller
+from dflow.tracing.state.operand_notes import note_operands
 
 #: The operators that have a reflected and an in-place form, with their symbols.
 _SYMBOLS = {
@@ -76,7 +77,14 @@ def register_as_array(cls: type[Any]) -> None:
 
 
 def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda variable, *others: function(variable.read(), *map(_operand, others))
+    def applied(variable: Any, *others: Any) -> Any:
+        try:
+            return function(variable.read(), *map(_operand, others))
+        except (TypeError, ValueError) as error:
+            note_operands(error, (variable, _operand(others[0])) if others else None)
+            raise
+
+    return applied
 
 
 def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -84,7 +92,14 @@ def _converted(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _reflected(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda variable, other: function(_operand(other), variable.read())
+    def applied(variable: Any, other: Any) -> Any:
+        try:
+            return function(_operand(other), variable.read())
+        except (TypeError, ValueError) as error:
+            note_operands(error, (_operand(other), variable))
+            raise
+
+    return applied
 
 
 def _operand(value: Any) -> Any:

@@ -8,17 +8,24 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from dflow.tracing.errors import VariableError
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.path_names import path_name
+from dflow.tracing.state.initial_value import needed_arguments
 from dflow.tracing.state.resources import Variable, is_variable
 
 
 def trainable_variables(tree: Any) -> list[Variable]:
-    """The variables of a pytree that gradients may be taken with respect to, in its order."""
+    """The variables of a pytree that gradients may be taken with respect to, in its order.
+
+    Those made with `trainable=False` are left out, and those of integers, bools and keys, which have no gradient.
+    """
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
-    return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable]
+    return [
+        leaf for leaf in leaves if is_variable(leaf) and leaf.trainable and jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
 
 
 @suggests_keywords
@@ -29,6 +36,14 @@ def variables(tree: Any, *, prefix: str = "", trainable: bool = True) -> Any:
     structure with variables for leaves; `read` gives the arrays back.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    for path, leaf in flat:
+        if callable(leaf) and (needed := needed_arguments(leaf)):
+            raise VariableError(
+                f"leaf {path_name(path)!r} of a pytree: expected an array or a function without arguments, got one "
+                f"that needs {', '.join(needed)}",
+                "wrap an initialiser in a lambda, and leave out other functions; of a module of Equinox:\n"
+                "  arrays, rest = equinox.partition(module, equinox.is_array)",
+            )
     made = [Variable(leaf, name=prefix + path_name(path), trainable=trainable) for path, leaf in flat]
     return jax.tree_util.tree_unflatten(treedef, made)
 

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -170,3 +171,14 @@ def test_on_a_cluster_the_state_lives_with_the_other_variables() -> None:
         drawn = [int(draw()), int(jax.random.bits(generator.split()))]
         worker.close()
     assert drawn == [int(jax.random.bits(twin.split())) for _ in range(2)]
+
+
+def test_an_export_splits_into_as_many_keys_as_an_open_dimension() -> None:
+    generator = dflow.Generator(3, name="open")
+
+    def draw(x: Any) -> Any:
+        return jax.vmap(jax.random.uniform)(generator.split(x.shape[0])) + x
+
+    exported = dflow.export(draw, dflow.spec(("b",), jnp.float32))
+    assert "f32[b]" in str(exported)
+    assert dflow.jit(draw)(jnp.zeros(5)).shape == (5,)

@@ -1,0 +1,43 @@
+"""The variable that a value is of, as long as the value itself lives: for messages alone.
+
+Values of variables are noted as they are read in a trace, and gradients as `grad` and others return them.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from dflow.tracing.weak_by_identity import WeakDict
+
+_values: WeakDict[Any, str] = WeakDict()
+_gradients: WeakDict[Any, str] = WeakDict()
+
+
+def note_value(value: Any, variable: str) -> None:
+    """Remember the variable of which this is the value."""
+    with suppress(TypeError):  # a value without weak references
+        _values[value] = variable
+
+
+def note_gradient(gradient: Any, variable: str) -> None:
+    """Remember the variable of which this is the gradient."""
+    with suppress(TypeError):
+        _gradients[gradient] = variable
+
+
+def variable_read(value: Any) -> str | None:
+    """The name of the variable that this value was read from; None for another value, and for one computed of it."""
+    return _name(_values, value)
+
+
+def variable_differentiated(gradient: Any) -> str | None:
+    """The name of the variable of which this is the gradient; None for another value, and for one computed of it."""
+    return _name(_gradients, gradient)
+
+
+def _name(names: WeakDict[Any, str], value: Any) -> str | None:
+    try:
+        return names.get(value)
+    except TypeError:
+        return None
