@@ -58,7 +58,7 @@ def wide_ids(ids: Any) -> WideIds:
 
 def _no_ids(array: np.ndarray[Any, Any]) -> InputError:
     """The error for an array that has other values than integers and strings: it names the first of them."""
-    is_missing = array != array if array.dtype.kind in "fO" else np.zeros(array.shape, bool)
+    is_missing = array != array if array.dtype.kind in ("f", "O") else np.zeros(array.shape, bool)
     for place, id in np.ndenumerate(array):
         if id is None or bool(np.all(is_missing[place])):
             return InputError(
