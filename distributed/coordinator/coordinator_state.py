@@ -357,6 +357,8 @@ class CoordinatorState:
         if isinstance(answer, Failure) and answer.kind == "VariableError" and (number := self._recovery.resumed):
             text = f"{answer.text}\n  the job goes on from snapshot {number}, which has the first: give the program of "
             return Failure(answer.kind, f"{text}that snapshot, or another folder for --snapshots")
+        if isinstance(answer, Placed) and request.is_saved and self._settings.snapshot_every_s:
+            return msgspec.structs.replace(answer, is_saved=True)
         return answer
 
     @REQUESTS.handles(PlaceVariables)

@@ -4,7 +4,8 @@ Why: on parameter tasks a name is a variable. Workers that give other names trai
 does its part of the steps without an error.
 
 Invariants:
-- the first description of a run and key counts, as long as a worker that gave it is live or has ended normally;
+- the first description of a run and key counts, as long as a worker that gave it is live or has ended normally. A
+  worker may give several, of functions of one name; another worker then gives these;
 - when one differs, its sender and all later ones are refused with both sides, and all live tasks are notified;
 - a run without such a worker is forgotten, so that corrected programs may use its name.
 """
@@ -39,7 +40,7 @@ class _Described:
 class _Run:
     """The descriptions of a run by key; `refusal` says what differs, if anything does."""
 
-    by_key: dict[str, _Described] = field(default_factory=dict)
+    by_key: dict[str, list[_Described]] = field(default_factory=dict)
     tasks: dict[str, None] = field(default_factory=dict)
     refusal: str = ""
 
@@ -58,16 +59,17 @@ class StepComparisons:
         run.tasks[request.task] = None
         if run.refusal:
             return [SendReply(ask, Failure("StrategyError", run.refusal))]
-        known = run.by_key.get(request.key)
-        if known is not None and known.digest == request.digest:
-            known.tasks[request.task] = None
+        known = run.by_key.setdefault(request.key, [])
+        equal = next((one for one in known if one.digest == request.digest), None)
+        if equal is not None:
+            equal.tasks[request.task] = None
             return [SendReply(ask, StepCompared(True))]
         if not request.items:
             return [SendReply(ask, StepCompared(False))]
-        if known is None:
-            run.by_key[request.key] = _Described(request.digest, request.items, {request.task: None})
+        if not known or any(request.task in one.tasks for one in known):
+            known.append(_Described(request.digest, request.items, {request.task: None}))
             return [SendReply(ask, StepCompared(True))]
-        run.refusal = _difference(known, request)
+        run.refusal = _difference(known[0], request)
         told = Broadcast(tuple(live), RunRefused(request.run, run.refusal))
         return [SendReply(ask, Failure("StrategyError", run.refusal)), told]
 
@@ -77,10 +79,10 @@ class StepComparisons:
             return
         for name, run in [*self._runs.items()]:
             run.tasks.pop(task, None)
-            for key, described in [*run.by_key.items()]:
-                described.tasks.pop(task, None)
-                if not described.tasks:
-                    del run.by_key[key]
+            for described in run.by_key.values():
+                for one in described:
+                    one.tasks.pop(task, None)
+                described[:] = [one for one in described if one.tasks]
             if not run.tasks:
                 del self._runs[name]
 

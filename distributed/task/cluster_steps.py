@@ -128,6 +128,7 @@ class ClusterSteps:
         recovered = self._requests.await_recovery(is_joining=is_joining)
         if recovered.epoch != self.epoch:  # the notice was lost with a connection
             self.restored(recovered.epoch, recovered.undone)
+        self._requests.unsaved.make_again()
 
     def while_paused(self, do: Callable[[], Result], what: str) -> Result:
         """Return `do()`, called while no task runs a step that several tasks take part in; `what` is done by it.
@@ -150,6 +151,7 @@ class ClusterSteps:
     def restored(self, epoch: int, undone: int) -> None:
         """Note a return of all tasks to a snapshot, see `StateRestored`; plans are registered again."""
         self._requests.used.restored()
+        self._requests.unsaved.returned(epoch)
         self.undone = undone
         self.epoch = epoch
         self.state_changed()
@@ -230,6 +232,7 @@ class ClusterSteps:
     def _registered(self, parts: Mapping[str, Lowered]) -> dict[str, int]:
         """Register parts of a step with other tasks, concurrently; return the handles."""
         reach("registration", self._task)
+        self._requests.unsaved.make_again()
         exports = SharedExports()
         with self._requests.used.explained([*parts]):
             asked = {task: PlanRegistration(self.server.peer(task), part, exports) for task, part in parts.items()}

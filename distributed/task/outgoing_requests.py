@@ -9,6 +9,7 @@ from functools import partial
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
 from dflow.distributed.task.task_server import TaskServer
+from dflow.distributed.task.unsaved_state import UnsavedState
 from dflow.distributed.task.used_state import UsedState
 from dflow.distributed.transport.base import OnReply, PendingReply, Reply
 from dflow.distributed.wire.codec import Payload
@@ -30,12 +31,14 @@ class OutgoingRequests:
 
     `timeout_s`  longest wait for an answer, in s
     `used`       the state on other tasks that was placed by this, whose loss explains errors
+    `unsaved`    the state that was made by this, and is made again before a request if a return has freed it
     """
 
     def __init__(self, server: TaskServer, coordinator: CoordinatorClient, timeout_s: float) -> None:
         self.task = server.name
         self._server, self.coordinator, self.timeout_s = server, coordinator, timeout_s
         self.used = UsedState(server.name, lambda: coordinator.session.roster)
+        self.unsaved = UnsavedState()
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -61,16 +64,22 @@ class OutgoingRequests:
         raises  TaskLost when the task left, or lost state that this one uses on it; DeadlineExceeded, with a
                 description of the task
         """
+        self.unsaved.make_again()
         with self.explained(task):
             return self._server.peer(task).call(message, payload, timeout_s=self.timeout_s)
 
     def ask_waiting(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
         """Like `ask`, when the task may wait `wait_s` before it answers."""
+        self.unsaved.make_again()
         with self.used.explained([task]):
             return self._server.peer(task).call(message, timeout_s=wait_s + self.timeout_s)
 
     def ask_all(self, requests: Sequence[tuple[str, Request[Answer], Payload]]) -> list[Reply[Answer] | DflowError]:
         """Send requests to tasks concurrently; return the answer or the error of each, in order."""
+        try:
+            self.unsaved.make_again()
+        except DflowError as error:
+            return [error for _ in requests]
         started = [self._started(*request) for request in requests]
         return [self._answer(task, wait) for (task, _, _), wait in zip(requests, started, strict=True)]
 
@@ -115,6 +124,7 @@ class OutgoingRequests:
         """Free a name whose state no longer exists."""
         self.coordinator.ask(Unplace(name))
         self.used.forget(name)
+        self.unsaved.forget(name)
 
     def ask_step(
         self, task: str, message: Callable[[StepId], Request[Answer]], payload: Payload, timeout_s: float
@@ -123,6 +133,7 @@ class OutgoingRequests:
 
         raises  the error that the step ended with; TaskLost when the task left
         """
+        self.unsaved.make_again()
         with self.used.explained([task]):
             started, cancel = self._begun(task, message, payload)
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -154,14 +154,18 @@ class TaskResources:
             made = sorted(self._made.items())
         return tuple(ResourceDepth(name, *checked.held.depth()) for name, checked in made)
 
-    def forget(self, name: str, reason: str, remedy: str) -> None:
-        """Free a resource's contents and its name; does nothing if there is none of this name."""
+    def forget(self, name: str, reason: str, remedy: str, error: type[DflowError] | None = None) -> None:
+        """Free a resource's contents and its name; does nothing if there is none of this name.
+
+        error  raised by later uses; by default that of the resource
+        """
         with self._lock:
             held = self._made.pop(name, None)
         if held is not None:
-            held.forget(reason, remedy)
+            held.forget(reason, remedy, error)
 
 
+ErrorClass: TypeAlias = type[DflowError]
 #: At most this many checked kinds of ops are remembered, since peers decide how many there are.
 _MOST_KINDS = 256
 
@@ -193,9 +197,9 @@ class _Checked:
                 self.fitting.add(kind)
         return self.held.start(op, operands, on_results)
 
-    def forget(self, reason: str, remedy: str) -> None:
+    def forget(self, reason: str, remedy: str, error: ErrorClass | None = None) -> None:
         """See `HeldQueue.forget`."""
-        self.held.forget(reason, remedy)
+        self.held.forget(reason, remedy, error)
 
     def results(self, op: ResourceOp, operands: Sequence[ArrayType]) -> int:
         """Number of arrays that the op returns for operands of these types; raises if they do not match."""

@@ -39,7 +39,7 @@ from dflow.lowering.state.applied_steps import AppliedCall, AppliedCopy
 from dflow.lowering.state.kept_results import KeptRun
 from dflow.lowering.state.store import Store
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import CheckpointError, StepCancelled
+from dflow.tracing.errors import CheckpointError, StepCancelled, TaskLost
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.moments import reach
 
@@ -50,6 +50,11 @@ LOGGER = logging.getLogger("dflow")
 _APPLIED, _KEPT, _ROUNDS, _RESOURCES, _CLUSTER = "applied", "kept", "rounds", "resources", "cluster"
 #: Names of the arrays of results, with their numbers; no variable has a name with the character NUL.
 _RESULT = "result\0"
+
+
+#: The error for state that a return to a snapshot has freed, until a worker has made it again.
+_MADE_SINCE = "was made after the snapshot to which all tasks have returned, and no worker has made it again"
+_MAKE_AGAIN = "make it in the script of each worker that uses it"
 
 
 def _usable(folder: Path, task: str) -> Path:
@@ -121,7 +126,7 @@ class TaskSnapshots:
                 self._report(partial(self._write, message), partial(StateWritten, self._task, number))
             case LoadState(_, epoch, is_set):
                 self._report(partial(self._load, message), partial(StateLoaded, self._task, epoch, is_set))
-            case SnapshotCommitted(number):
+            case SnapshotCommitted(number) if self._folder is not None:
                 reach("commit", self._task)
                 self._remove(lambda other: other < number)
 
@@ -182,6 +187,8 @@ class TaskSnapshots:
                 self._read, self._set_epoch = None, message.epoch
 
     def _read_part(self, message: LoadState) -> _Part:
+        if self._task in message.without:
+            return _Part({}, {}, AppliedCopy(), (), (), {})
         files = read_changed_arrays(self._part(message.number))
         if (made_by := files.metadata.get(_CLUSTER, "")) != message.cluster:
             raise CheckpointError(
@@ -193,10 +200,11 @@ class TaskSnapshots:
         results = [f"{_RESULT}{number}" for number in range(sum(one.arrays for one in kept_results))]
         rounds = msgspec.convert(files.metadata.get(_ROUNDS, []), tuple[RunCopy, ...])
         saved = msgspec.convert(files.metadata.get(_RESOURCES, []), tuple[SavedResource, ...])
-        kept = (one for one in saved if one.created.name not in message.forgotten)
+        freed = {*message.forgotten, *message.unsaved}  # a part may have state whose name was free at the capture
+        kept = (one for one in saved if one.created.name not in freed)
         resources = tuple(one.reopened() if message.reopens else one for one in kept)
         contents = {one.array_name(array) for one in resources for array in one.arrays}
-        others = {*message.forgotten, *results, *(one.array_name(array) for one in saved for array in one.arrays)}
+        others = {*freed, *results, *(one.array_name(array) for one in saved for array in one.arrays)}
         variables = [name for name in files.types if name not in others]
         here = {name: name for name in variables if name in self._store}
         for name in here:
@@ -216,11 +224,16 @@ class TaskSnapshots:
             self._runs.cancel(step, error)
         # First the record: an attempt that has begun before changes nothing any more.
         self._store.applied.return_to(part.applied)
-        for name in [*part.new]:
+        for name in message.unsaved:
+            self._store.table.forget(name, f"{name!r} {_MADE_SINCE}", _MAKE_AGAIN, TaskLost)
+            self._resources.forget(name, f"{name!r} {_MADE_SINCE}", _MAKE_AGAIN, TaskLost)
+        # Also state that was placed when the part had been read.
+        for name in {*part.new}.difference(message.unsaved):
             type, value = part.new.pop(name)  # so that not all of them are in memory twice
             self._store.create(name, type, lambda value=value: value)  # type: ignore[misc]
-        self._store.replace(part.known)
-        self._resources.return_to(part.resources, part.contents)
+        self._store.replace({name: value for name, value in part.known.items() if name not in message.unsaved})
+        resources = (one for one in part.resources if one.created.name not in message.unsaved)
+        self._resources.return_to(resources, part.contents)
         self._rounds.return_to(part.rounds, message.epoch)
 
     def _remove(self, is_removed: Callable[[int], bool]) -> None:

@@ -46,7 +46,7 @@ from dflow.distributed.wire.messages.compared_steps import RunRefused
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
 from dflow.distributed.wire.messages.process_groups import JoinGroup
 from dflow.distributed.wire.messages.roster import EdgeTraffic
-from dflow.distributed.wire.messages.snapshots import StateRestored
+from dflow.distributed.wire.messages.snapshots import SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.status import GetStatus, Report
 from dflow.distributed.worker.cluster_home import ClusterHome
 from dflow.distributed.worker.shared_evaluation import SharedEvaluation
@@ -145,8 +145,10 @@ class Cluster:
         )
         self.requests = OutgoingRequests(self.server, self.coordinator, settings.request_timeout_s)
         self.steps = ClusterSteps(self.server, self.requests, settings.step_timeout_s)
-        self.coordinator.session.call_on(RunRefused, lambda notice: self._refusals.update({notice.run: notice.text}))
-        self.coordinator.session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch, notice.undone))
+        session, unsaved = self.coordinator.session, self.requests.unsaved
+        session.call_on(RunRefused, lambda notice: self._refusals.update({notice.run: notice.text}))
+        session.call_on(StateRestored, lambda notice: self.steps.restored(notice.epoch, notice.undone))
+        session.call_on(SnapshotCommitted, lambda notice: unsaved.snapshot_complete())
         try:
             self._await_other_jobs(settings.join_timeout_s)
             # Variables that the script makes get restored values, if there are any.

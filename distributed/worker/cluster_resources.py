@@ -87,8 +87,11 @@ class ClusterResources:
             raise resource.error(str(error), at=resource.loc) from None
 
     def _created(self, resource: HostResource) -> Slot:
-        said = described(resource.type, resource.settings)
-        size_bytes, on = _size_bytes(resource), task_in_scope(resource.title, resource.loc)
+        return self._created_on(resource, task_in_scope(resource.title, resource.loc))
+
+    def _created_on(self, resource: HostResource, on: str) -> Slot:
+        said, epoch = described(resource.type, resource.settings), self._requests.unsaved.epoch
+        size_bytes = _size_bytes(resource)
         placed = self._requests.place(
             PlaceVariable(
                 resource.name, said, (), size_bytes, self._job, kind=resource.kind, on=on, is_saved=resource.is_saved
@@ -99,6 +102,8 @@ class ClusterResources:
             placed.task,
             CreateResource(resource.name, str(resource.type), resource.settings, placed.process, resource.is_saved),
         )
+        if placed.is_saved:
+            self._requests.unsaved.note(resource.name, epoch, (self, resource, placed.task), _make_again)
         return Slot(placed.task, resource.name)
 
     def use_resource(self, resource: HostResource, op: ResourceOp, operands: Sequence[Any]) -> Sequence[jax.Array]:
@@ -210,6 +215,12 @@ class TaskQueueProducer:
 
     def _call(self, op: ResourceOp, operands: tuple[ArrayInfo, ...], step: StepId) -> CallResource:
         return CallResource(self.key, op, step.origin, step.number, operands)
+
+
+def _make_again(freed: Sequence[tuple[ClusterResources, HostResource, str]]) -> None:
+    """Create resources that a return to a snapshot has freed, on the same tasks."""
+    for resources, resource, task in freed:
+        resources._created_on(resource, task)
 
 
 def refuse_unnamed(resource: HostResource | Variable, what: str, error: type[DflowError]) -> None:

@@ -237,6 +237,7 @@ class _Creation:
         #: Results of initialisers that several variables share, by the initialiser's identity.
         self._computed: dict[int, HostArray] = {}
         self._failed: dict[Variable, DflowError] = {}
+        self._epoch = requests.unsaved.epoch
 
     def create(self, wanted: Sequence[PendingVariable]) -> dict[Variable, DflowError]:
         """Create all of these; return the errors by failed variable."""
@@ -300,8 +301,20 @@ class _Creation:
                 elif place in created.missing:
                     missing.append(each)
                 else:
-                    each.variable.key, each.variable.device = each.variable.name, parcel.task
+                    self._created(each, parcel.task)
         return missing
+
+    def _created(self, each: PendingVariable, task: str) -> None:
+        each.variable.key, each.variable.device, each.on = each.variable.name, task, task
+        if each.placed.is_saved:
+            self._requests.unsaved.note(each.variable.name, self._epoch, (self._requests, each), _make_again)
+
+
+def _make_again(freed: Sequence[tuple[OutgoingRequests, PendingVariable]]) -> None:
+    """Create variables that a return to a snapshot has freed, on the same tasks, with the same initial values."""
+    failed = _Creation(freed[0][0]).create([each for _, each in freed])
+    for variable, error in failed.items():
+        raise type(error)(f"{error}{at(variable.loc)}") from None
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,11 @@ class HeldResource(Protocol):
         """Start an op; `on_results` is called once, from any thread. The returned function ends it with an error."""
         ...
 
-    def forget(self, reason: str, remedy: str) -> None:
-        """Free the contents. Pending operations and later uses get an error with this reason and remedy."""
+    def forget(self, reason: str, remedy: str, error: type[DflowError] | None = None) -> None:
+        """Free the contents. Pending operations and later uses get an error with this reason and remedy.
+
+        error  class of these errors; by default that of the resource
+        """
         ...
 
 
@@ -135,11 +138,12 @@ class SharedResource(ABC):
             raise InternalError(f"no {self.kind} does {op.name!r}")
         return self.rules[op.name](self, op, operands, on_results)
 
-    def forget(self, reason: str, remedy: str) -> None:
+    def forget(self, reason: str, remedy: str, error: type[DflowError] | None = None) -> None:
         """See `HeldResource`."""
+        kind = error or self.error
 
         def decide(answers: Answers) -> None:
-            self._gone = lambda where: self.error(f"{reason}{where}", remedy)
+            self._gone = lambda where: kind(f"{reason}{where}", remedy)
             self._clear()
             for ticket, waiter in list(self._waiters.items()):
                 if waiter.answer is None:

@@ -33,7 +33,7 @@ import jax
 
 from dflow.lowering.state.held_value import HeldValue, StepState, within_the_step
 from dflow.lowering.values.variable_key import shown
-from dflow.tracing.errors import DeadlineExceeded, VariableError
+from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.row_marks import SUFFIX
 from dflow.tracing.jax_frontend import passes_handles
 
@@ -73,8 +73,8 @@ class VariableTable:
         self._changed = threading.Condition(self.lock)
         #: Keys of values to free when no step is being dispatched with them.
         self._dropped: deque[str] = deque()
-        #: Reason and remedy of each value that was freed by `forget`.
-        self._gone: dict[str, tuple[str, str]] = {}
+        #: Error, reason and remedy of each value that was freed by `forget`.
+        self._gone: dict[str, tuple[type[DflowError], str, str]] = {}
 
     def runner(self, writes: Collection[str]) -> Callable[..., Any]:
         """Return the method that runs a step that writes these variables."""
@@ -244,14 +244,14 @@ class VariableTable:
             self._gone.pop(key, None)
         self._dropped.extend(kept)
 
-    def forget(self, key: str, reason: str, remedy: str) -> None:
-        """Free a value that may still be used: a later use raises VariableError with this reason and remedy."""
+    def forget(self, key: str, reason: str, remedy: str, error: type[DflowError] = VariableError) -> None:
+        """Free a value that may still be used: a later use raises `error` with this reason and remedy."""
 
         def forget() -> None:
             if key in self.entries:
                 self._released([key])
                 del self.entries[key]
-                self._gone[key] = reason, remedy
+                self._gone[key] = error, reason, remedy
 
         self.section(forget)
 
@@ -387,8 +387,8 @@ class VariableTable:
         """Return the entry of a variable. Raises VariableError when there is none."""
         entry = self.entries.get(key)
         if entry is None and key in self._gone:
-            reason, remedy = self._gone[key]
-            raise VariableError(reason, remedy)
+            error, reason, remedy = self._gone[key]
+            raise error(reason, remedy)
         if entry is None:
             there = sorted(map(shown, self.entries)) or "none"
             raise VariableError(f"no variable {shown(key)!r} is held here; there are {there}")

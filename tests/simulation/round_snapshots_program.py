@@ -96,9 +96,16 @@ class RoundSnapshotsWorker(RoundsWorker):
         request = PlaceVariable(
             made.name, made.handle, (), 0, "ps", kind="accumulator", on=name_of(host), is_saved=made.is_saved
         )
-        placed = self._variables.place(request)
+        unsaved = self._variables.unsaved
+        epoch, placed = unsaved.epoch, self._variables.place(request)
         with self._variables.used.explained([placed.task]):
             self._member.ask(host, replace(made, process=placed.process), timeout_s=REQUEST_S)
+        if placed.is_saved:
+            unsaved.note(made.name, epoch, (host, made), self._create_again)
+
+    def _create_again(self, freed: Sequence[tuple[str, CreateResource]]) -> None:
+        for host, made in freed:
+            self._create(host, made)
 
     # As a cluster.
 
@@ -120,11 +127,13 @@ class RoundSnapshotsWorker(RoundsWorker):
 
     def open(self, step: Callable[..., Any], batch: Any, steps: int, wanted: int) -> RoundsWorker | None:
         """Open the run, or join it if it is open; return None if it is complete."""
+        self._variables.unsaved.make_again()
         with self._variables.used.explained(self._tasks_used):
             return super().open(step, batch, steps, wanted)
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`."""
+        self._variables.unsaved.make_again()
         with self._variables.used.explained(self._tasks_used):
             return super().next(done)
 

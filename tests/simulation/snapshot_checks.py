@@ -5,9 +5,10 @@ By the names that a report gives them:
 - `one moment`     the variables of all tasks have the same steps, among them all that the ledger counts as done: in a
                    committed snapshot, after a return to it, and at the end. Excepted is a step that is not done and
                    was left by a worker when no other took part in the run: its record is in each part;
-- `none lost`      a step that is counted as done is applied to each variable. Lost state is restored, unless no
-                   snapshot is committed, the newest one lacks a variable, or the schedule damaged a part of it;
-- `same variable`  no value is read or changed that began with another initial value than the variable did first;
+- `none lost`      a step that is counted as done is applied to each variable. Lost state is restored, or made again
+                   from the beginning, unless the schedule damaged a part of the newest snapshot;
+- `same variable`  no value is read or changed that began with another initial value than the variable did first, since
+                   a return has freed it;
 - `all read`       no task sets the state of a snapshot before each has read its part;
 - `bounded`        at the end a task's folder has at most three parts.
 """
@@ -61,6 +62,8 @@ class SnapshotChecks(Checks, ABC):
         self._creations = itertools.count(1)
         #: The number at the end of each variable, which its first user has seen.
         self._created: dict[str, int] = {}
+        #: The names that the return frees which tasks carry out.
+        self._freed: tuple[str, ...] = ()
         #: The values in each committed snapshot, without damaged parts.
         self._committed: dict[int, Values] = {}
         #: The tasks that have read their parts for each return.
@@ -94,33 +97,30 @@ class SnapshotChecks(Checks, ABC):
         committed = recovery._committed
         if "the lost state is not restored: " not in why:
             return  # the worker has left
-        if " could not return to the snapshot" in why and committed is not None:
-            is_right = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
-        else:
-            names = () if committed is None else committed.names
-            is_known = "before the first snapshot" in why or " has no " in why
-            is_right = is_known and not {*self.state._directory.names()} <= {*names}
-        self.require(is_right, "none lost", why)
+        is_damaged = any((short_task_name(task), committed.number) in self.disks.damaged for task in committed.tasks)
+        self.require(is_damaged and " could not return to the snapshot" in why, "none lost", why)
 
     # Messages.
 
     def tells(self, message: Message) -> None:
         """The coordinator is about to send a message to a task."""
         committed = self.state._recovery._committed
-        if committed is None:
-            return
         if isinstance(message, SnapshotCommitted) and message.number not in self._committed:
             self._check_commit()
         elif isinstance(message, StateRestored):
             self._check_one_moment(f"after the return to snapshot {committed.number}", self.present())
             self._check_same_as(committed.number)
         elif isinstance(message, LoadState) and message.is_set:
+            self._freed = message.unsaved
             missing = {*committed.tasks} - self._have_read.get(message.epoch, set())
             text = f"return {message.epoch} is carried out, and {sorted(missing)} have not read their parts"
             self.require(not missing, "all read", text)
 
     def hears(self, message: Message) -> None:
         """The coordinator is about to handle a message of a task."""
+        if isinstance(message, StateLoaded) and message.is_set and not message.failure:
+            for name in {*names_on(short_task_name(message.task))}.intersection(self._freed):
+                self._created.pop(name, None)
         if isinstance(message, StateLoaded) and not message.failure:
             self._have_read.setdefault(message.epoch, set()).add(message.task)
 
@@ -140,7 +140,6 @@ class SnapshotChecks(Checks, ABC):
 
     def _check_commit(self) -> None:
         committed, found = self.state._recovery._committed, dict[str, Any]()
-        assert committed is not None
         for task in committed.tasks:
             host = short_task_name(task)
             if (host, committed.number) in self.disks.damaged:

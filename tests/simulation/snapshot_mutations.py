@@ -23,6 +23,9 @@ _HALF = "cut=worker:0/ps:1@2.3+8,kill=worker:0@3.5+5"
 _TWICE, _BOTH = "kill=ps:0@3+0.5,kill=ps:0@6+0.5", "kill=ps:0@3+0.5,kill=worker:1@3.2+0.5"
 _DIES, _FULL = "kill=ps:0@3+0.5", "full=ps:1@2.5+9,kill=ps:0@4.5+0.5"
 
+#: A ps task dies before the first snapshot is complete, which no disk takes.
+_EARLY = "full=ps:1@0+5,kill=ps:0@1.2+0.5"
+
 #: Steps take longer than their deadline.
 _LOSSES = "loss=0.3,mixed=0.3,breaks=0.2"
 
@@ -75,6 +78,10 @@ def _the_newest(original: Any) -> Any:
         return commands
 
     return load
+
+
+def _none_freed(original: Any) -> Any:
+    return lambda parts, message: original(parts, msgspec.structs.replace(message, unsaved=()))
 
 
 def _without_reading(original: Any) -> Any:
@@ -152,6 +159,7 @@ SNAPSHOT_MUTATIONS = (
     _planted("a part that failed counts as written", _RECOVERY, "written", _successful, "one moment", _FULL),
     _planted("a task returns once only", _PARTS, "_load", _always_the_first, "one moment", _TWICE),
     _planted("a task returns before others have read", _RECOVERY, "_load", _without_reading, "all read"),
+    _planted("state made since is not freed", _PARTS, "_load", _none_freed, "one moment", _EARLY),
     _planted("the ledger does not return", step_ledger.StepLedger, "return_to", doing_nothing, "one moment"),
     _planted("claims outlive a return", step_ledger._LedgerRun, "return_to", _claims_kept, "done once"),
     _planted(

@@ -6,17 +6,18 @@ its end a number that no other initial value has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
+from dflow.distributed.task.unsaved_state import UnsavedState
 from dflow.distributed.task.used_state import UsedState
 from dflow.distributed.wire.codec import encode_array
 from dflow.distributed.wire.failures import error_of
 from dflow.distributed.wire.messages.connection import ArrayInfo
 from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
-from dflow.distributed.wire.messages.snapshots import AwaitRecovery, StateRestored
+from dflow.distributed.wire.messages.snapshots import AwaitRecovery, SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables
 from dflow.tracing.errors import DflowError
 from tests.simulation.blocking_program import end_wait
@@ -49,8 +50,9 @@ class SnapshotVariables:
     ) -> None:
         self._worker, self._member, self._checks = worker, member, checks
         self._length, self._on_restore = length, on_restore
-        self.used = UsedState(member.name, lambda: member.roster)
+        self.used, self.unsaved = UsedState(member.name, lambda: member.roster), UnsavedState()
         member.driver.call_on(StateRestored, self._restored)
+        member.driver.call_on(SnapshotCommitted, lambda notice: self.unsaved.snapshot_complete())
 
     def train(self, train: Callable[[], None]) -> None:
         """Call `train` until it returns, or until lost state cannot be restored several times in a row."""
@@ -78,9 +80,11 @@ class SnapshotVariables:
             raise
         if recovered.epoch != self._worker.epoch:  # the notice was lost with a connection
             self._restored(StateRestored(recovered.epoch, recovered.undone))
+        self.unsaved.make_again()
 
     def _restored(self, notice: StateRestored) -> None:
         self.used.restored()
+        self.unsaved.returned(notice.epoch)
         self._worker.epoch, self._worker.undone = notice.epoch, notice.undone
         self._on_restore()
 
@@ -91,6 +95,7 @@ class SnapshotVariables:
         while not gate.enter(partial(end_wait, may_try := Future[None](), None)):
             self._member.wait("the end of a pause", PAUSE_S, may_try)
         try:
+            self.unsaved.make_again()
             yield
         finally:
             gate.leave()
@@ -103,7 +108,7 @@ class SnapshotVariables:
 
     def create_on(self, host: str) -> None:
         """Place the variables of a ps task, and create them there unless they exist."""
-        shape = (self._length,)
+        shape, epoch = (self._length,), self.unsaved.epoch
         for name in names_on(host):
             placed = self.place(PlaceVariable(name, "int32", shape, 4 * self._length, "ps", on=name_of(host)))
             variable = CreateVariable(name, "int32", shape, arrays=1, process=placed.process)
@@ -112,3 +117,9 @@ class SnapshotVariables:
             answer = self._member.ask(host, message, initial, timeout_s=REQUEST_S)
             for failure in answer.message.failures.values():
                 raise error_of(failure)
+            if placed.is_saved:
+                self.unsaved.note(name, epoch, host, self._create_again)
+
+    def _create_again(self, hosts: Sequence[str]) -> None:
+        for host in dict.fromkeys(hosts):
+            self.create_on(host)

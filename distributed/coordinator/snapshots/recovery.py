@@ -9,7 +9,8 @@ Invariants:
   record of it has the ledger of that pause. An uncommitted snapshot is never loaded;
 - tasks return to a snapshot in a pause of the steps, which ends when all of them have set its state, so that no step
   sees a mixture; none sets it before each has read and checked its part;
-- a task returns only to a snapshot that has all of the state that was lost. Other lost state stays lost;
+- before the first snapshot is complete, tasks return to the beginning: no state, and no step done;
+- state that the snapshot does not have was made later. It is freed on all tasks, and the workers make it again;
 - a task that announces its leave is answered when a snapshot with its state is committed. The steps stay paused from
   its capture until all tasks have returned to it, so no step is lost or done again;
 - a cluster that resumes the snapshot of an earlier one (`resumption.py`) loads it as if all tasks had lost their state;
@@ -26,7 +27,7 @@ from dflow.distributed.coordinator.coordinator_events import Broadcast, Command,
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
 from dflow.distributed.coordinator.snapshots.recovery_waits import AWAY, BUSY, PAUSING, RETURN_S, RecoveryWaits
-from dflow.distributed.coordinator.snapshots.resumption import EPOCH, SNAPSHOT, Epoch, Snapshot
+from dflow.distributed.coordinator.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot
 from dflow.distributed.coordinator.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.coordinator.snapshots.snapshot_attempt import SnapshotAttempt, overdue
 from dflow.distributed.coordinator.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
@@ -75,7 +76,7 @@ class Recovery:
         self._ledger, self._pauses = ledger, pauses
         self._schedule = SnapshotSchedule(every_s)
         self._counted = records.load_one(EPOCH, Epoch())
-        self._committed = next((found for _, found in records.load(SNAPSHOT, Snapshot)), None)
+        self._committed = records.load_one(SNAPSHOT, BEGINNING)
         #: Bytes of the newest committed snapshot.
         self.size: SnapshotSize | None = None
         #: Time since which a pause for the next snapshot is awaited; the attempt at it, when the pause is reached.
@@ -121,7 +122,7 @@ class Recovery:
 
     def start(self, at_s: float, jobs: Mapping[str, int]) -> list[Command]:
         """The coordinator has started, and expects this many tasks of each job, or any if there is none."""
-        if not self._counted.is_resuming or self._committed is None:
+        if not self._counted.is_resuming:
             return []
         number, age_s = self._committed.number, at_s - self._committed.at_s
         if jobs:
@@ -282,8 +283,7 @@ class Recovery:
         snapshot = Snapshot(number, tasks, self._directory.names(), self._ledger.copy(), at_s, placed, cluster)
         self._pausing_s, self._is_broken = None, False
         self._attempt = SnapshotAttempt(snapshot, at_s, self._schedule.changes)
-        committed = 0 if self._committed is None else self._committed.number
-        return [self._to(tasks, CaptureState(number, committed, cluster))]
+        return [self._to(tasks, CaptureState(number, self._committed.number, cluster))]
 
     def _end_capture(self, attempt: SnapshotAttempt, at_s: float) -> list[Command]:
         if missing := attempt.missing:
@@ -297,12 +297,13 @@ class Recovery:
 
     def _commit(self, attempt: SnapshotAttempt, at_s: float) -> list[Command]:
         commands: list[Command] = []
-        if self._committed is None:
+        if self._committed is BEGINNING:
             commands.append(Log(f"the first snapshot, of {len(attempt.snapshot.names)} variables, is complete"))
         self._attempt, self._committed, self.size = None, attempt.snapshot, attempt.size
         self._schedule.complete(self._committed.names, attempt.changes)
         self._records.put(SNAPSHOT, self._committed)
-        commands.append(self._to(self._committed.tasks, SnapshotCommitted(self._committed.number)))
+        live, message = self._members.connections(), SnapshotCommitted(self._committed.number)
+        commands.append(Broadcast(_peers(live.values()), message))  # also to workers: they need not make it again
         if self._leaving:
             self._holding_s = at_s
             names = ", ".join(map(short_task_name, sorted(self._leaving)))
@@ -359,8 +360,8 @@ class Recovery:
         if not lost and not self._is_returning:
             self._hopeless = ""
         is_paused = self._pauses.reached == _RETURN or (is_held and self._is_returning)
-        if self._return is None and is_paused and self._committed is not None:
-            tasks, live = self._committed.tasks, self._members.connections()
+        if self._return is None and is_paused:
+            tasks, live = self._returning_tasks(), self._members.connections()
             if any(live.get(task) is None for task in tasks):
                 return commands  # it is started again, or declared dead and replaced
             self._count(epoch=self._counted.epoch + 1)
@@ -373,8 +374,18 @@ class Recovery:
             commands += self._load(self._return.tasks)
         return commands
 
+    def _returning_tasks(self) -> tuple[str, ...]:
+        """Return the tasks that have a part of the snapshot, or state that was made after it."""
+        made = (info.task for info in self._directory.saved() if info.process)
+        return tuple(dict.fromkeys([*self._committed.tasks, *made]))
+
+    def _made_since(self) -> tuple[str, ...]:
+        """Return the names of state that was made after the snapshot."""
+        return tuple(name for name in self._directory.names() if name not in self._committed.names)
+
     def _returned(self) -> list[Command]:
-        assert self._committed is not None
+        assert self._return is not None
+        where = ", ".join(map(short_task_name, self._return.tasks))
         self._return = None
         redone, undone = 0, self._counted.undone
         if self._holding_s is None or self._is_broken:
@@ -382,12 +393,16 @@ class Recovery:
             self._ledger.return_to(self._committed.ledger)
             undone += 1
         self._count(undone=undone, is_resuming=False)
+        unsaved = self._made_since()
+        for name in unsaved:
+            self._directory.give_up(name)
         self._directory.restored(self._committed.names)
         self._schedule.returned(self._directory.names())
-        where = ", ".join(map(short_task_name, self._committed.tasks))
-        live, what = self._members.connections(), f"{where} returned to snapshot {self._committed.number}"
+        which = "the beginning" if self._committed is BEGINNING else f"snapshot {self._committed.number}"
+        live, what = self._members.connections(), f"{where} returned to {which}"
+        made = f"; {len(unsaved)} variables and queues made since are made again" if unsaved else ""
         return [
-            Log(f"{what}; {max(0, redone)} steps are done again", "returned"),
+            Log(f"{what}; {max(0, redone)} steps are done again{made}", "returned"),
             *self._refuse_unsaved(f"{what}, which was made before it"),
             *map(Log, self._ledger.take_news()),
             Broadcast(_peers(live.values()), StateRestored(self._counted.epoch, self._counted.undone)),
@@ -395,26 +410,24 @@ class Recovery:
         ]
 
     def _load(self, tasks: Collection[str]) -> list[Command]:
-        assert self._committed is not None
         assert self._return is not None
         snapshot, known = self._committed, {*self._directory.names()}
         forgotten = tuple(name for name in snapshot.names if name not in known)
         numbers, reopens = (snapshot.number, self._counted.epoch), self._counted.is_resuming
-        message = LoadState(*numbers, self._return.is_setting, snapshot.cluster, forgotten, reopens)
+        without = tuple(task for task in tasks if task not in snapshot.tasks)
+        message = LoadState(
+            *numbers, self._return.is_setting, snapshot.cluster, forgotten, reopens, self._made_since(), without
+        )
         return [self._to(tasks, message)]
 
     def _why_not(self) -> str:
         """Why lost state cannot be restored; empty if it can."""
         if not self._schedule.every_s:
             return NO_SNAPSHOTS
-        if self._committed is None:
-            return "it was lost before the first snapshot was complete"
         if self._unexpected:
             names = ", ".join(map(short_task_name, self._unexpected))
             return f"snapshot {self._committed.number} has state of {names}: expect as many tasks as it was made with"
-        # Also state that is not lost: steps done again would change it twice.
-        missing = sorted({*self._directory.names()} - {*self._committed.names})
-        return f"snapshot {self._committed.number} has no {', '.join(missing[:MOST_NAMED])}" if missing else ""
+        return ""
 
     def _answered(self, at_s: float) -> list[Command]:
         """Answer the requests that wait, if their answer is known."""
@@ -456,7 +469,7 @@ class Recovery:
     def _recovered(self) -> Recovered:
         return Recovered(self._counted.epoch, self._counted.undone)
 
-    def _to(self, tasks: Collection[str], message: CaptureState | LoadState | SnapshotCommitted) -> Broadcast:
+    def _to(self, tasks: Collection[str], message: CaptureState | LoadState) -> Broadcast:
         live = self._members.connections()
         return Broadcast(_peers(live.get(task) for task in tasks), message)
 

@@ -38,6 +38,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     cluster: str
 
 
+#: The moment before all state, to which tasks return if they lose some before the first snapshot is complete.
+BEGINNING = Snapshot(0, (), (), LedgerCopy({}), 0.0, (), "")
+
+
 class Epoch(msgspec.Struct, frozen=True):
     """Number of returns to a snapshot, and the number of the newest snapshot, committed or not.
 

@@ -7,10 +7,14 @@ from dflow.distributed.wire.messages.message import Marked, Message, Request
 
 
 class Placed(Marked, frozen=True):
-    """The task that holds the variable, and its `process`, empty until the task has joined."""
+    """The task that holds the variable, and its `process`, empty until the task has joined.
+
+    Snapshots have its state if it `is_saved`.
+    """
 
     task: str
     process: str = ""
+    is_saved: bool = False
 
 
 class PlaceVariable(Request[Placed], frozen=True):

@@ -44,7 +44,10 @@ class StateWritten(Notice, frozen=True):
 
 
 class SnapshotCommitted(Notice, frozen=True):
-    """To a task: the snapshot `number` is complete, so earlier and abandoned ones can be removed."""
+    """To a task: the snapshot `number` is complete, so earlier and abandoned ones can be removed.
+
+    Sent to all tasks: it has all state that was made before the notice of the snapshot before it.
+    """
 
     number: int
 
@@ -55,6 +58,8 @@ class LoadState(Notice, frozen=True):
     cluster    id of the cluster that made it
     forgotten  names in it whose state has been freed since, and is not made again
     reopens    whether closed queues are open again, since the processes that closed them begin again
+    unsaved    names that are not in it, whose state is freed, since it was made later
+    without    tasks that have no part of it
     """
 
     number: int
@@ -63,6 +68,8 @@ class LoadState(Notice, frozen=True):
     cluster: str = ""
     forgotten: tuple[str, ...] = ()
     reopens: bool = False
+    unsaved: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
 
 
 class StateLoaded(Notice, frozen=True):

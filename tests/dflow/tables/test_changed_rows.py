@@ -302,7 +302,7 @@ def test_all_rows_are_yielded_after_a_return_to_a_snapshot(tmp_path: Path) -> No
         with tasks.worker.parameter_servers():
             later = dflow.Variable(0, name="later")
         assert later.read() == 0
-        until(lambda: recovery._committed is not None and "later" in recovery._committed.names)
+        until(lambda: "later" in recovery._committed.names)
         table.scatter_add(jnp.array([1, 39]), jnp.ones((2, 2)))
         copy.renew()
         tasks.start_again(0)

@@ -49,7 +49,8 @@ class Tasks:
     """Two ps tasks and a worker; a ps holds the set of the steps that it has applied, and its disk the parts.
 
     A task handles its notices one by one, when the test has it do so. `fresh` has the ps tasks that are empty since
-    they were started again, `created` the names that have been created on each.
+    they were started again, `created` the names that have been created on each, `freed` those that a return has freed,
+    with their task.
     """
 
     def __init__(self, every_s: float = 5.0) -> None:
@@ -72,6 +73,7 @@ class Tasks:
         self.set_epoch: dict[str, int] = dict.fromkeys(PS, 0)
         self.created: dict[str, set[str]] = {task: set() for task in PS}
         self.fresh: set[str] = set()
+        self.freed: dict[str, str] = {}
         self.gate = 0
         self.start_coordinator()
         for task in (*PS, WORKER):
@@ -191,21 +193,32 @@ class Tasks:
                 self.writing[task] = number, set(self.applied[task])
                 self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept == committed}
                 self.tell(task, StateCaptured(task, number, tuple(sorted(self.created[task]))))
-            case SnapshotCommitted(number):
+            case SnapshotCommitted(number) if task in self.disk:
                 self.disk[task] = {kept: part for kept, part in self.disk[task].items() if kept >= number}
-            case LoadState(number, epoch, is_set):
-                self.load(task, number, epoch, is_set)
+            case LoadState() as message:
+                self.load(task, message)
             case StateRestored():
                 assert task in PS or self.applied[PS[0]] == self.applied[PS[1]]
+                self.make_again(task)
         return True
 
-    def load(self, task: str, number: int, epoch: int, is_set: bool) -> None:
+    def load(self, task: str, message: LoadState) -> None:
+        epoch = message.epoch
         if epoch != self.set_epoch[task]:
-            self.read.setdefault(task, set(self.disk[task][number]))
-            if is_set:
+            part = set() if task in message.without else self.disk[task][message.number]
+            self.read.setdefault(task, set(part))
+            if message.is_set:
                 self.applied[task], self.set_epoch[task] = self.read.pop(task), epoch
                 self.fresh.discard(task)
-        self.tell(task, StateLoaded(task, epoch, is_set))
+                self.freed |= dict.fromkeys(self.created[task].intersection(message.unsaved), task)
+                self.created[task].difference_update(message.unsaved)
+        self.tell(task, StateLoaded(task, epoch, message.is_set))
+
+    def make_again(self, task: str) -> None:
+        """Have the worker make again what a return has freed."""
+        freed, self.freed = (self.freed, {}) if task == WORKER else ({}, self.freed)
+        for name, holder in freed.items():
+            self.place(name, holder)
 
     def settle(self) -> None:
         """Have all tasks handle everything."""

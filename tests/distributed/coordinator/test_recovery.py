@@ -193,13 +193,12 @@ def test_a_variable_that_is_placed_and_not_created_is_in_no_snapshot() -> None:
     tasks.place("late", PS[0], is_created=False)
     for _ in range(3):
         tasks.snapshot()
-    assert tasks.state._recovery._committed is None
+    assert not tasks.state._recovery._committed.names
     assert tasks.gate == 0
     tasks.created[PS[0]].add("late")
     for _ in range(3):
         tasks.snapshot()
     known = tasks.state._recovery._committed
-    assert known is not None
     assert known.names == ("v0", "v1", "late")
 
 
@@ -210,7 +209,7 @@ def test_a_task_may_write_its_part_before_another_has_captured_its_own() -> None
         tasks.deliver(task)
     assert [*tasks.disk[PS[0]]] == [1]
     tasks.settle()
-    assert tasks.state._recovery._committed is not None
+    assert tasks.state._recovery._committed.number == 1
 
 
 def test_state_that_was_restored_by_the_program_is_saved_at_once() -> None:
@@ -311,7 +310,7 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
     tasks.created[PS[0]].add("never")
     tasks.tick(60.0)
     tasks.settle()
-    assert tasks.state._recovery._committed is not None
+    assert tasks.state._recovery._committed.number > 0
 
 
 def test_freed_state_is_not_made_again_by_a_return() -> None:
@@ -413,18 +412,39 @@ def test_without_snapshots_there_is_no_recovery() -> None:
     )
 
 
-def test_state_lost_before_the_first_snapshot_stays_lost() -> None:
+def test_state_lost_before_the_first_snapshot_is_made_again_from_the_beginning() -> None:
     tasks = Tasks()
+    assert claim(tasks, 1) == Claimed(0, 15)
+    tasks.applied = {task: {*range(9)} for task in PS}
     tasks.start_again(PS[0])
-    assert refusal(tasks) == "the lost state is not restored: it was lost before the first snapshot was complete"
+    assert tasks.ask(AwaitRecovery(WORKER)) is None
+    ask = tasks.asks
+    tasks.settle()
+    assert tasks.answers[ask] == Recovered(1, 1)
+    assert tasks.applied == {task: set() for task in PS}
+    assert (
+        "ps:0, ps:1 returned to the beginning; 0 steps are done again; 2 variables and queues made since are made again"
+        in tasks.log
+    )
+    assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1"}}
+    assert claim(tasks, 2, 1, 9) == Claimed(0, 15)
 
 
-def test_state_that_no_snapshot_has_is_named() -> None:
+def test_state_that_no_snapshot_has_is_freed_everywhere_and_made_again() -> None:
     tasks = Tasks()
     tasks.snapshot()
     tasks.place("late", PS[1])
+    tasks.place("later", PS[0], is_created=False)
     tasks.start_again(PS[0])
-    assert refusal(tasks) == "the lost state is not restored: snapshot 1 has no late"
+    for task in (*PS, WORKER, *PS):
+        tasks.deliver(task)
+    setting = [tasks.inbox[task][-1] for task in PS]
+    assert {one.unsaved for one in setting if isinstance(one, LoadState)} == {("late", "later")}
+    tasks.settle()
+    assert tasks.ask(AwaitRecovery(WORKER)) == Recovered(1, 1)
+    assert tasks.created == {PS[0]: {"v0"}, PS[1]: {"v1", "late"}}
+    tasks.snapshot()
+    assert tasks.state._recovery._committed.names == ("v0", "v1", "late")
 
 
 def test_a_task_that_does_not_come_back_is_named() -> None:

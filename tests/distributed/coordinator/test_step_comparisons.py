@@ -75,3 +75,11 @@ def test_the_newest_runs_are_kept() -> None:
         compared(steps, A, "w", run=f"run {number}")
     assert compared(steps, B, "w2", run="run 0") == StepCompared(True)
     assert isinstance(compared(steps, B, "w2", run=f"run {2 * KEPT_RUNS - 1}"), Failure)
+
+
+def test_functions_of_one_name_on_one_worker_may_differ_and_are_those_of_the_others() -> None:
+    steps = StepComparisons()
+    for task in (A, B):
+        for what in ("v", "w"):
+            assert compared(steps, task, what) == StepCompared(True)
+    assert isinstance(compared(steps, C, "x"), Failure)

@@ -33,7 +33,7 @@ from dflow.lowering.queues.channel import StepId
 from dflow.lowering.queues.pending_operations import wait
 from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.state.store import Store
-from dflow.tracing.errors import CheckpointError, FeedError, StepCancelled
+from dflow.tracing.errors import CheckpointError, FeedError, StepCancelled, TaskLost
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
@@ -230,6 +230,27 @@ def test_state_that_was_freed_is_not_made_again(tmp_path: Path) -> None:
     other.do(LoadState(1, 1, is_set=True, forgotten=("w", "q")))
     assert {*other.store.keys()} == {*VALUES} - {"w"}
     assert not other.store.resources
+
+
+@pytest.mark.parametrize("has_part", [True, False])
+def test_state_that_was_made_after_the_snapshot_is_freed_and_can_be_made_again(tmp_path: Path, has_part: bool) -> None:
+    task, made = Task(tmp_path), CreateResource("q", "queue<i32[]>", QueueSettings(QueueKind.FIFO, 4))
+    task.create()
+    task.resources.create(made)
+    if has_part:
+        task.do(CaptureState(1))  # the names were free then, and the part has them
+    others, queue = () if has_part else (PS,), held(task, "q")
+    for is_set in (False, True):
+        message = LoadState(1, 1, is_set, unsaved=("w", "q") if is_set else ("q",), without=others)
+        assert task.do(message) == [StateLoaded(PS, 1, is_set)]
+    with pytest.raises(TaskLost, match="'w' was made after the snapshot to which all tasks have returned"):
+        task.store.read("w")
+    with pytest.raises(TaskLost, match="'q' was made after the snapshot to which all tasks have returned"):
+        queue.with_machine(lambda machine: machine, "")
+    task.create()
+    task.resources.create(made)
+    same(task, {"w": VALUES["w"]()})
+    assert held(task, "q").depth() == (0, 4)
 
 
 def test_a_closed_queue_is_open_again_in_a_job_that_is_resumed(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ class Tasks:
 
         def is_there() -> bool:
             known = recovery._committed
-            return known is not None and known.ledger.steps_done >= steps
+            return known.number > 0 and known.ledger.steps_done >= steps
 
         until(is_there)
 
@@ -56,7 +56,7 @@ class Tasks:
         """Wait for a committed snapshot that is begun from now on."""
         recovery = self.coordinator._state._recovery
         newest = recovery._counted.number
-        until(lambda: recovery._committed is not None and recovery._committed.number > newest)
+        until(lambda: recovery._committed.number > newest)
 
     def close(self) -> None:
         for worker in self.workers:

@@ -16,6 +16,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
+from dflow.distributed.coordinator.snapshots.snapshot_schedule import SnapshotSchedule
 from dflow.tracing import moments
 from tests.distributed.waiting import until
 from tests.distributed.worker.tasks_with_snapshots import Tasks
@@ -119,6 +120,28 @@ def eager(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
     return step
 
 
+def creating(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
+    """A step that makes a variable, and a queue, when it is called for the first time."""
+    found: list[Any] = []
+
+    @dflow.jit
+    def update(numbers: jax.Array) -> None:
+        found[0].assign_add(1.0)
+        found[1].enqueue(numbers[0])
+        for variable in made:
+            variable.scatter_add(numbers[:1], jnp.ones(1))
+
+    def step(numbers: jax.Array) -> None:
+        with tasks.worker.parameter_servers(), dflow.device("ps:0"):
+            found.extend([] if found else [dflow.Variable(0.0, name="total")])
+            found.extend([] if found[1:] else [dflow.FIFOQueue(2 * STEPS, jnp.int32(0), name="queue")])
+        update(numbers)
+        if numbers[0] == STEPS - 1:
+            assert (float(found[0].read()), int(found[1].size())) == (STEPS, STEPS)
+
+    return step
+
+
 @pytest.mark.parametrize(
     ("made_step", "moment", "count"),
     [
@@ -130,6 +153,8 @@ def eager(tasks: Tasks, made: list[dflow.Variable]) -> Callable[..., Any]:
         (of_two_calls, "registration", 2),
         (eager, "registration", 1),
         (eager, "registration", 2),
+        (creating, "creation", 1),
+        (creating, "creation", 2),
     ],
 )
 def test_an_asynchronous_step_is_done_again(
@@ -175,6 +200,59 @@ def test_an_evaluation_captures_the_values_again(tasks: Tasks, lost: Callable[..
         lambda: dflow.evaluate(lambda x: jnp.mean(x) + made[0].read()[0], [np.ones(4), np.ones(2)], **shared)
     )
     assert found == {"loss": 1.0, "examples": 6}
+    loss.check()
+
+
+def test_a_variable_is_created_again(tasks: Tasks, lost: Callable[..., Loss]) -> None:
+    counts(tasks)
+    loss = lost("creation")
+    loss.arm()
+    in_time(lambda: counts(tasks, "other"))
+    assert float(counts(tasks, "other")[0].read().sum()) == 0.0
+    loss.check()
+
+
+@pytest.mark.parametrize("strategy", [Async, Sync])
+def test_a_task_is_lost_before_the_first_snapshot_is_complete(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch, strategy: Any
+) -> None:
+    """All that was made and done is made and done again, in the same processes."""
+    monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
+    made, kills = counts(tasks, "w"), [3, 7]
+    with tasks.worker.parameter_servers():
+        optimizer = dflow.Optimizer(optax.sgd(1.0, momentum=0.0), made, name="sgd")
+
+    @dflow.jit
+    def step(number: jax.Array) -> None:
+        optimizer.apply([-jnp.zeros(STEPS).at[number].set(1.0) for _ in made])
+
+    def batch(number: int) -> Any:
+        if number in kills:
+            kills.remove(number)
+            tasks.start_again(number // 7)
+        return jnp.int32(number)
+
+    in_time(lambda: list(strategy(tasks.worker).run(step, batch, steps=STEPS, name="run")))
+    assert (kills, tasks.worker.epoch) == ([], 2)
+    for variable in made:
+        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
+
+
+def test_a_wait_for_a_return_does_not_keep_a_step_of_another_thread_from_ending(
+    tasks: Tasks, lost: Callable[..., Loss]
+) -> None:
+    """One thread waits for the return with a batch of variables, and the return waits for a step that uses one."""
+    counts(tasks)
+    loss = lost("creation")
+    loss.arm()
+    with ThreadPoolExecutor(1) as pool, tasks.worker.parameter_servers():
+        variable = dflow.Variable(1.0, name="late")
+        with tasks.worker.server.gate.step(DEADLINE_S):
+            reading = pool.submit(variable.read)
+            until(lambda: bool(tasks.coordinator._state._recovery._waits._asks))
+            with pytest.raises(dflow.TaskLost):
+                variable.read()
+        assert float(reading.result(DEADLINE_S)) == 1.0
     loss.check()
 
 

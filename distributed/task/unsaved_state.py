@@ -1,0 +1,91 @@
+"""The state on other tasks that this process has made and that no complete snapshot may have yet.
+
+Why: when a task is lost, all tasks return to a snapshot, and state that was made after it is freed on all of them. Each
+process that made it makes it again, with the same first values and on the same tasks, before its next request.
+Invariant: state that is freed in a return is here, or is in no process's program any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class _Made(NamedTuple):
+    """State that `make` makes from a list of `item`s, made in the epoch `epoch` when `snapshots` were complete."""
+
+    snapshots: int
+    epoch: int
+    item: Any
+    make: Callable[[Sequence[Any]], None]
+
+
+class UnsavedState:
+    """The state that one process has made, by name; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._making = threading.Lock(), threading.Lock()
+        self._maker: int | None = None
+        self._made: dict[str, _Made] = {}
+        #: Number of snapshots of whose completion this process knows.
+        self._snapshots = 0
+        #: Number of times that all tasks have returned to a snapshot.
+        self.epoch = 0
+        self._is_stale = False
+
+    def note(self, name: str, epoch: int, item: Any, make: Callable[[Sequence[Any]], None]) -> None:
+        """Note that this process has made state.
+
+        epoch  `epoch` before it was placed
+        make   makes such state from several items, in the order in which they were noted, and notes them again
+        """
+        with self._lock:
+            self._made[name] = _Made(self._snapshots, epoch, item, make)
+            self._is_stale = self._is_stale or epoch != self.epoch
+
+    def forget(self, name: str) -> None:
+        """Note that state was freed."""
+        with self._lock:
+            self._made.pop(name, None)
+
+    def snapshot_complete(self) -> None:
+        """Note that a snapshot is complete.
+
+        Its capture began after this process had this notice of the snapshot before. So it has what was made until then.
+        """
+        with self._lock:
+            self._snapshots += 1
+            self._made = {
+                name: made
+                for name, made in self._made.items()
+                if made.snapshots > self._snapshots - 2 or made.epoch != self.epoch
+            }
+
+    def returned(self, epoch: int) -> None:
+        """Note that all tasks have returned to a snapshot."""
+        with self._lock:
+            self.epoch, self._is_stale = epoch, bool(self._made)
+
+    def make_again(self) -> None:
+        """Make what a return has freed; does nothing within `make`."""
+        if not self._is_stale or self._maker == threading.get_ident():
+            return
+        with self._making:
+            self._maker = threading.get_ident()
+            try:
+                for make, items in self._freed().items():
+                    make(items)
+            finally:
+                self._maker = None
+        with self._lock:
+            self._is_stale = any(made.epoch != self.epoch for made in self._made.values())
+
+    def _freed(self) -> dict[Callable[[Sequence[Any]], None], list[Any]]:
+        found: defaultdict[Callable[[Sequence[Any]], None], list[Any]] = defaultdict(list)
+        with self._lock:
+            for made in self._made.values():
+                if made.epoch != self.epoch:
+                    found[made.make].append(made.item)
+        return found
