@@ -16,8 +16,9 @@ from dflow.training.metric_direction import better, missing_metric, mode_of
 class Callback:
     """Called by a `Trainer` on each worker, in the thread of the loop. Override the methods that you need.
 
-    `steps` is the number of steps of the run that are done, by all workers. A method that returns a text ends the run
-    for this worker, with the text as its reason; so methods must decide the same on all workers, or it ends on some.
+    `steps` is the number of steps of the run that are done, by all workers. A method that returns a text ends the run,
+    with the text as its reason, on all workers: where their loops end together after the same step, else when the step
+    that each of them does has ended, or, if they have decided to go on, at the next evaluation or checkpoint.
     """
 
     def on_start(self, steps: int, cluster: Cluster) -> None:

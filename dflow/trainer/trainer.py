@@ -4,8 +4,8 @@ The steps are done in segments, from one evaluation or checkpoint to the next. E
 its own name. A run ends on all workers when all its steps are done. So an evaluation or a checkpoint on a cluster is of
 exactly the steps before it, and a program that is started again goes on with the step and the batch after it.
 
-Invariants: the end of a segment is handled once on each worker, in the order of the segments; all workers decide the
-same there, since they have the same results of the evaluation.
+Invariants: the end of a segment is handled once on each worker, in the order of the segments; what is decided there is
+decided once for all workers (`shared_decisions`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from dflow.trainer.callbacks import Callback, EarlyStopping
 from dflow.trainer.evaluation import evaluate, is_on_tasks, metric_names
 from dflow.trainer.progress_bar import ProgressBar
 from dflow.trainer.running_means import RunningMeans
+from dflow.trainer.shared_decisions import SharedDecisions
 from dflow.training.checkpoint_manager import CheckpointManager
 from dflow.training.metric_direction import missing_metric
 
@@ -191,6 +192,9 @@ class _TrainingRun:
         self._first, self._total = first, total
         self._means = RunningMeans()
         self._done, self._reason = first, ""
+        #: A reason of this worker that came after the others had decided to go on; it counts at the next point.
+        self._late_reason = ""
+        self._decisions = SharedDecisions(self._cluster, name, is_together=self._strategy.ends_together)
         self._metrics: dict[str, float] = {}
         self._found: dict[str, float] = {}
         #: Whether the batches have ended before the steps were done, and the error that says so.
@@ -207,8 +211,10 @@ class _TrainingRun:
             self._steps(*segment, bar)
             self._repeat(begun, bar)
             self._look(bar, waits=True)
-            if self._has_reason():  # other workers go on; alone, this is the end of the run
-                if self._cluster.is_standalone or (self._has_ended and self._is_saver):
+            self._decide(_point(segment[1]))
+            if self._has_reason():
+                is_one_step = self._cluster.is_standalone or self._strategy.ends_together
+                if is_one_step or (self._has_ended and self._is_saver):
                     self._save(self._done, {})
                 break
             self._done = segment[1]
@@ -250,18 +256,28 @@ class _TrainingRun:
                 if time.monotonic() >= look_s:
                     self._look(bar)
                     self._save_by_time()
+                    self._note(self._decisions.known_reason(_point(stop)))
                     look_s = time.monotonic() + LOOK_S
-                if self._reason:
+                if self._reason and not self._strategy.ends_together:
                     return
-        # Where all workers end together, those of another one may have ended.
+        # Where all workers end together, the batches of another one may have ended, or it has a reason.
+        if self._strategy.ends_together and self._done < stop:
+            self._decide(f"{_point(stop)}, which the loop has not come to")
         if batches.has_ended or (self._strategy.ends_together and self._done < stop):
             self._note_end("the batches have ended")
 
     def _batch(self, number: int) -> Any:
-        """Return the batch of a number; `END` after the last one."""
+        """Return the batch of a number; `END` after the last one, and where all loops end with this worker's."""
+        if self._reason:
+            return END
         try:
             return self._by_number(number)
         except (IndexError, StopIteration) as error:
+            self._ended = error
+            return END
+        except QueueClosed as error:
+            if not self._strategy.ends_together:
+                raise
             self._ended = error
             return END
 
@@ -327,10 +343,11 @@ class _TrainingRun:
         """Evaluate and save if the schedule has that after `stop` steps."""
         is_last, found = stop == self._total, dict[str, float]()
         if self._evaluate_every is not None and (is_last or stop % self._evaluate_every == 0):
-            found = self._found = self._evaluated(stop)
+            found = self._found = self._decisions.results(f"{_point(stop)}, evaluated", self._evaluated(stop))
             LOGGER.info("%s: after %d steps: %s", self.name, stop, found)
             for callback in self._callbacks:
                 self._note(callback.on_evaluation(stop, found))
+            self._decide(f"{_point(stop)}, after the evaluation")
         every = self._checkpoints.every if self._checkpoints else None
         if is_last or self._reason or (isinstance(every, int) and stop % every == 0):
             self._save(stop, found)
@@ -377,8 +394,16 @@ class _TrainingRun:
             self._checkpoints is None or not self._checkpoints.is_shared or split_task_name(self._cluster.task)[1] == 0
         )
 
+    def _decide(self, point: str) -> None:
+        """Take the decision of all workers whether the run ends here; batches that have ended are one worker's own."""
+        if self._has_ended:
+            return
+        mine = self._reason or self._late_reason
+        self._reason = self._decisions.reason(point, mine)
+        self._late_reason = "" if self._reason else mine
+
     def _has_reason(self) -> bool:
-        """Whether a callback has ended the run."""
+        """Whether the run ends."""
         return bool(self._reason)
 
     def _note(self, reason: str | None) -> None:
@@ -400,6 +425,10 @@ class _TrainingRun:
             prefix = f"{number}/{type(callback).__name__}/"
             state = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}
             callback.restore(state)
+
+
+def _point(stop: int) -> str:
+    return f"the end of step {stop - 1}"
 
 
 def _checked_strategy(strategy: Any) -> Strategy:

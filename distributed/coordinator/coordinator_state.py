@@ -37,6 +37,7 @@ from dflow.distributed.coordinator.coordinator_events import (
     Ticked,
     Told,
 )
+from dflow.distributed.coordinator.decisions import Decisions
 from dflow.distributed.coordinator.durable_records import DurableRecords, apply_changes, replacing
 from dflow.distributed.coordinator.elections import Elections
 from dflow.distributed.coordinator.membership import Membership, MembershipCommand, ReleaseTask
@@ -54,7 +55,7 @@ from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.compared_steps import CompareStep
 from dflow.distributed.wire.messages.connection import Failure, Ok
-from dflow.distributed.wire.messages.coordination import AwaitBarrier, Elected, ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, Decided, DecideOnce, Elected, ElectOnce
 from dflow.distributed.wire.messages.message import Marked, Message
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps, StepsHeld, StepsResumed
@@ -149,7 +150,7 @@ class CoordinatorState:
         self._directory = VariableDirectory(self._membership, records)
         self._ledger = StepLedger(records)
         self._comparisons = StepComparisons()
-        self._elections = Elections(records)
+        self._elections, self._decisions = Elections(records), Decisions(records)
         self._traffic, self._costs = TrafficTotals(), CostTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
         self._pauses = StepPauses()
@@ -381,10 +382,6 @@ class CoordinatorState:
         self._recovery.changed(event.ask, event.at_s + request.wait_s)
         return []
 
-    @REQUESTS.handles(PauseSteps)
-    def _pause(self, request: PauseSteps, event: Asked) -> list[Command]:
-        return [*self._pauses.ask(request.task, event.ask)]
-
     @REQUESTS.handles(ResumeSteps)
     def _resume(self, request: ResumeSteps, event: Asked) -> list[Command]:
         live = self._membership.connections()
@@ -513,3 +510,7 @@ REQUESTS.handles(AnnounceLeave)(lambda state, request, event: state._recovery.an
 REQUESTS.handles(CompareStep)(
     lambda state, request, event: [*state._comparisons.compare(event.ask, request, state._membership.live_peers())]
 )
+REQUESTS.handles(DecideOnce)(
+    lambda state, request, event: Decided(state._decisions.decide(request.what, request.value))
+)
+REQUESTS.handles(PauseSteps)(lambda state, request, event: [*state._pauses.ask(request.task, event.ask)])

@@ -43,7 +43,7 @@ from dflow.distributed.task.task_server import TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, TcpAddress, parse_endpoints
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.wire.messages.compared_steps import RunRefused
-from dflow.distributed.wire.messages.coordination import AwaitBarrier, ElectOnce
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.process_groups import JoinGroup
 from dflow.distributed.wire.messages.roster import EdgeTraffic
 from dflow.distributed.wire.messages.snapshots import SnapshotCommitted, StateRestored
@@ -321,6 +321,14 @@ class Cluster:
     def elect(self, what: str) -> bool:
         """Return whether this task is the one that does `what`: the first live task that asks."""
         return self.coordinator.ask(ElectOnce(what, self.task)).elected
+
+    def decide(self, what: str, value: str | None) -> str | None:
+        """Return what was decided by the first task that asked with a value; None if there is none, and none is given.
+
+        Decisions outlive the coordinator's process. A job that goes on from a snapshot, all of whose processes had
+        ended, decides again.
+        """
+        return self.coordinator.ask(DecideOnce(what, self.task, value)).value
 
     @suggests_keywords
     def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:

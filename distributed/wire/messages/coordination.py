@@ -1,4 +1,4 @@
-"""Elections of one task for an action that must happen once, and barriers at which tasks wait for each other."""
+"""Elections of one task for an action that must happen once, decisions for all tasks, and barriers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ class ElectOnce(Request[Elected], frozen=True):
 
     what: str
     task: str
+
+
+class Decided(Marked, frozen=True):
+    """The value that was decided; None if none was yet, and the request gave none."""
+
+    value: str | None
+
+
+class DecideOnce(Request[Decided], frozen=True):
+    """Decide `what` by `value`, unless it is decided; None only asks for it."""
+
+    speaker = "task"
+
+    what: str
+    task: str
+    value: str | None
 
 
 class BarrierPassed(Marked, frozen=True):

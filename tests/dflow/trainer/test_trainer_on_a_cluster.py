@@ -257,3 +257,80 @@ def test_checkpoints_by_time_are_refused(tmp_path: Path) -> None:
             text = r"(?s)checkpoints: expected every= a number of steps on a cluster, got 'auto'.*every=1000"
             with pytest.raises(dflow.TrainingError, match=text):
                 dflow.Trainer(lambda x: x, Async(workers[0]), checkpoints=manager)
+
+
+class Stops(dflow.Callback):
+    """Ends the run of one worker by what only it has seen, in one of the methods."""
+
+    def __init__(self, cluster: Cluster, where: str) -> None:
+        self.where, self.is_mine, self.ended = where, cluster.index == 1, list[str]()
+
+    def _reason(self, where: str) -> str | None:
+        return f"worker 1 has seen enough in {where}" if self.is_mine and where == self.where else None
+
+    def on_step(self, steps: int, outcome: Any) -> str | None:
+        """End in the midst of steps."""
+        return self._reason("on_step") if steps > 3 else None
+
+    def on_metrics(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        """End at the end of steps."""
+        return self._reason("on_metrics") if steps > 3 else None
+
+    def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+        """End at an evaluation."""
+        return self._reason("on_evaluation") if steps > 3 else None
+
+    def on_end(self, steps: int, reason: str) -> None:
+        """Record the reason."""
+        self.ended.append(reason)
+
+
+@pytest.mark.parametrize("strategy", [Async, Sync])
+@pytest.mark.parametrize("where", ["on_step", "on_metrics", "on_evaluation"])
+def test_all_workers_end_by_the_reason_of_one(strategy: Any, where: str, tmp_path: Path) -> None:
+    def run(index: int, cluster: Cluster) -> tuple[str, list[str], int]:
+        stops = Stops(cluster, where)
+        program = Program(cluster, strategy, tmp_path, callbacks=[stops])
+        result = program.run(90)
+        return result.reason, stops.ended, result.steps
+
+    with cluster_of_workers() as (_, workers):
+        reasons = on_all(workers, run)
+    expected = f"worker 1 has seen enough in {where}"
+    assert [(reason, ended) for reason, ended, _ in reasons] == [(expected, [expected])] * WORKERS
+    assert all(steps < 90 for *_, steps in reasons)
+
+
+def test_workers_with_results_of_their_own_follow_those_of_one(tmp_path: Path) -> None:
+    found: list[Mapping[str, float]] = []
+
+    def run(index: int, cluster: Cluster) -> dflow.TrainingResult:
+        with cluster.parameter_servers():
+            w = dflow.Variable(lambda: jnp.zeros(()), name="w")
+            optimizer = dflow.Optimizer(optax.sgd(0.1), [w], name="sgd")
+        step = dflow.jit(lambda x: optimizer.apply([x]))
+        # It reads no variable of a task, so that each worker evaluates for itself.
+        own = dflow.Variable(np.float32(index), name=f"own {index}")
+        numbers = iter(range(9))
+        seen = dflow.jit(lambda x: {"loss": x * 0 + own})
+
+        class Better(dflow.Callback):
+            """Makes the result of worker 1 better each time, and keeps that of worker 0."""
+
+            def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> str | None:
+                found.append(dict(metrics))
+                own.assign(own - index * 10.0 - next(numbers))
+                return None
+
+        return dflow.Trainer(
+            step,
+            Async(cluster),
+            evaluation=(seen, HELD_OUT),
+            evaluate_every=2,
+            callbacks=[Better(), dflow.EarlyStopping(patience=2)],
+        ).run(np.float32, steps=40, name="own")
+
+    with cluster_of_workers() as (_, workers):
+        first, second = on_all(workers, run)
+    assert (first.reason, first.evaluation) == (second.reason, second.evaluation)
+    assert len(found) % WORKERS == 0

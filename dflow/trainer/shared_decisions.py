@@ -1,0 +1,52 @@
+"""Decisions of a trainer that all workers follow: whether the run ends, and the results of an evaluation.
+
+Workers see different results: each has the metrics of its own steps, and perhaps statistics of its own. If each decided
+by these, one would end while the others wait for it. So there are points that all workers come to, where one decision
+is taken for all. Where the workers' loops end together they exchange their words there. Other workers come and go: the
+first one that comes to a point decides, and a reason of a later one counts at the next point.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from dflow.distributed.worker.cluster import Cluster
+
+
+class SharedDecisions:
+    """The decisions of one run of a trainer.
+
+    is_together  whether the workers' loops end together, after the same step
+    """
+
+    def __init__(self, cluster: Cluster, run: str, *, is_together: bool) -> None:
+        self._cluster, self._run = cluster, run
+        self._group = cluster.group if is_together else None
+
+    def reason(self, point: str, mine: str) -> str:
+        """Return why the run ends at this point; empty if it goes on. `mine` is this worker's reason."""
+        what = self._what(point)
+        if self._cluster.is_standalone:
+            return mine
+        if self._group is not None:
+            return next(filter(None, self._group.exchange(what, mine)), "")
+        return self._cluster.decide(what, mine) or ""
+
+    def known_reason(self, point: str) -> str:
+        """Return why the run will end at a point that this worker has not come to; empty if none is known."""
+        if self._cluster.is_standalone or self._group is not None:
+            return ""
+        return self._cluster.decide(self._what(point), None) or ""
+
+    def results(self, point: str, mine: Mapping[str, float]) -> dict[str, float]:
+        """Return the results that all workers use at this point; `mine` are this worker's."""
+        if self._cluster.is_standalone:
+            return dict(mine)
+        what, word = self._what(point), json.dumps(dict(mine))
+        decided = self._group.exchange(what, word)[0] if self._group is not None else self._cluster.decide(what, word)
+        found: dict[str, float] = json.loads(decided or word)
+        return found
+
+    def _what(self, point: str) -> str:
+        return f"{self._run}: {point}"

@@ -1,0 +1,31 @@
+"""Decisions that all workers of a run follow, such as whether it ends: the first value that one of them gives counts.
+
+Invariant: what was decided stays so, also for workers that are started again, which come to the same points.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dflow.distributed.coordinator.durable_records import DurableRecords
+
+_DECISION = "decision/"
+
+
+class _Decision(msgspec.Struct, frozen=True):
+    value: str
+
+
+class Decisions:
+    """The decisions of one cluster, kept in `records`."""
+
+    def __init__(self, records: DurableRecords) -> None:
+        self._records = records
+        self._values = {what: found.value for what, found in records.load(_DECISION, _Decision)}
+
+    def decide(self, what: str, value: str | None) -> str | None:
+        """Return what was decided, else decide for `value` and return it; None if there is neither."""
+        if what not in self._values and value is not None:
+            self._values[what] = value
+            self._records.put(_DECISION + what, _Decision(value))
+        return self._values.get(what)
