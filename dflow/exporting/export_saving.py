@@ -104,7 +104,7 @@ def _refuse_divided(array: str, variables: Iterable[Variable]) -> None:
     for variable in filter(is_divided, variables):
         raise ExportError(
             f"array {array!r}: expected shards that each process has whole, got parts of {variable.name!r}",
-            "make it a dflow.Variable, which the mesh divides",
+            "leave shards out, or make it a dflow.Variable: the mesh divides it",
         )
 
 

@@ -357,7 +357,7 @@ def _in_order(name: str, entry: NamedArray) -> NamedArray:
     if len(variables) > 1 and (spread := [*filter(is_divided, variables)]):
         raise CheckpointError(
             f"array {name!r}: expected shards that each process has whole, got parts of {spread[0].name!r}",
-            "make it a dflow.Variable, which the mesh divides",
+            "leave shards out, or make it a dflow.Variable: the mesh divides it",
         )
     return replace(entry, variables=tuple(variables))
 

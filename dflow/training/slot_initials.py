@@ -15,18 +15,26 @@ import jax.numpy as jnp
 from dflow.lowering.programs.discharge import Discharged, discharge
 from dflow.lowering.programs.initial_ops import InitialOps
 from dflow.lowering.programs.shared_exports import computation
+from dflow.tracing.errors import VariableError
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.types import ArrayType
+from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.state.initial_value import TypedInitial
 
 
 class _Computed(TypedInitial):
-    """An initial value that depends on the parameters, computed from their values on demand."""
+    """An initial value that depends on the parameters, computed from their values on demand.
+
+    Not within a trace: all slots share what was computed, and a value of one trace has no meaning outside of it. Raises
+    VariableError there, so that the value is computed and then moved to the devices of the slot.
+    """
 
     def __init__(self, type: ArrayType, value: Callable[[], Any]) -> None:
         self.type, self._value = type, value
 
     def __call__(self) -> Any:
+        if is_tracing():
+            raise VariableError(f"the initial value of a slot of {self.type} is computed from variables, not traced")
         return self._value()
 
 

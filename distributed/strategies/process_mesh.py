@@ -91,6 +91,8 @@ class ProcessMesh:
             yield
 
     def _has(self, variable: Any) -> bool:
+        if self.mesh.size == 1:  # the only process, where variables have no sharding
+            return not variable.home.shares_names
         sharding = variable.sharding
         return isinstance(sharding, NamedSharding) and sharding.mesh == self.mesh
 

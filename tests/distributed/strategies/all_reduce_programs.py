@@ -100,3 +100,26 @@ class Program:
             **options,
         )
         return [float(metrics["loss"]) for metrics in run]
+
+
+#: Optimizers with slots that begin at values of the parameters.
+MAKERS = {
+    "prodigy": optax.contrib.prodigy,
+    "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.1),
+    "mechanize": lambda: optax.contrib.mechanize(optax.adam(0.1)),
+}
+
+
+def sum_by_optimizer(strategy: Any, kind: str) -> float:
+    """Return the sum of the parameters after two steps."""
+    with strategy.variables():
+        w = dflow.Variable(np.linspace(-1, 1, 8, dtype=np.float32).reshape(4, 2), name=f"{kind}/w")
+        optimizer = dflow.Optimizer(MAKERS[kind](), [w], name=kind)
+
+    @dflow.jit
+    def step(x: Any, y: Any) -> None:
+        optimizer.apply(dflow.grad(lambda: jnp.mean((x @ w - y[:, :2]) ** 2), [w])())
+
+    batches = [part_of(strategy, number) for number in range(2)]
+    assert len([*strategy.run(step, batches, steps=2, name=kind)]) == 2
+    return float(jnp.abs(w.read()).sum())

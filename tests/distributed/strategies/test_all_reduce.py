@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import dflow
@@ -22,7 +23,7 @@ from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import DeviceError, StrategyError
 from tests.distributed.processes import Spawned
 from tests.distributed.strategies import all_reduce_programs
-from tests.distributed.strategies.all_reduce_programs import Program, TableProgram
+from tests.distributed.strategies.all_reduce_programs import MAKERS, Program, TableProgram, sum_by_optimizer
 
 PROGRAM = Path(all_reduce_programs.__file__).read_text()
 
@@ -66,6 +67,8 @@ for name, options, spec in (
         dflow.save(f"{name}-alone", program.state)
         dflow.export(predict, jax.ShapeDtypeStruct((2, 4), np.float32)).save(f"{name}-export-alone")
 
+for kind in MAKERS:
+    print(kind, "gave", sum_by_optimizer(AllReduce(cluster), kind))
 print("hybrid gave", TableProgram(cluster, dflow.distributed.Hybrid(cluster)).train())
 program = Program(AllReduce(cluster), "refusals")
 run, x = program.strategy.run, np.ones((2, 4), np.float32)
@@ -167,6 +170,9 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
     behind = "worker:1 waits for dflow.save('behind') by worker:0, which has gone on without it / "
     assert f"{behind}  call it on all workers, or on worker:0 alone" in found[1]["behind", "raised"]
     standalone = dflow.connect()
+    for kind in MAKERS:
+        alone = sum_by_optimizer(dflow.distributed.AllReduce(standalone), kind)
+        np.testing.assert_allclose([float(told[kind, "gave"]) for told in found], alone, rtol=1e-4)
     sums = TableProgram(standalone, dflow.distributed.Hybrid(standalone)).train()
     np.testing.assert_allclose(json.loads(one["hybrid", "gave"]), sums, rtol=1e-5)
     assert found[1]["hybrid", "gave"] == one["hybrid", "gave"]
@@ -217,6 +223,16 @@ def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> Non
         add(1)
     add(1)
     assert int(count.read()) == 2
+
+
+def test_the_only_process_of_a_group_has_its_variables_on_one_device() -> None:
+    mesh = dflow.connect().process_mesh({"data": -1}, "data", fully_sharded=True)
+    with mesh.variables(None, dflow.connect().store):
+        kernel = dflow.Variable(np.ones(2, np.float32), name="only")
+        optimizer = dflow.Optimizer(optax.sgd(1.0), [kernel], name="of only")
+    with mesh.shared_step():
+        dflow.jit(lambda: optimizer.apply([jnp.ones(2)]))()
+    assert kernel.read().tolist() == [0, 0]
 
 
 def test_copies_in_each_process_have_no_spec() -> None:
