@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -311,7 +312,7 @@ def test_workers_with_results_of_their_own_follow_those_of_one(tmp_path: Path) -
         step = dflow.jit(lambda x: optimizer.apply([x]))
         # It reads no variable of a task, so that each worker evaluates for itself.
         own = dflow.Variable(np.float32(index), name=f"own {index}")
-        numbers = iter(range(9))
+        numbers = itertools.count()
         seen = dflow.jit(lambda x: {"loss": x * 0 + own})
 
         class Better(dflow.Callback):
