@@ -42,6 +42,7 @@ from dflow.tracing.jax_frontend import (
     closed_parts,
     compiled_by_jax,
     is_resource,
+    is_tracing,
     names_the_dead,
     replayed,
     resources_returned,
@@ -116,7 +117,8 @@ class Planner:
                 shared.touches_state(self.fn)
             trace_ms = (time.perf_counter() - started) * 1e3
             note_trace(source_of(jaxpr), shared.log.name)
-            shared.log.add(described(self.fn, args, kwargs, shared.static.test_of(args)), caller(), trace_ms)
+            arguments = described(self.fn, args, kwargs, shared.static.test_of(args))
+            shared.log.add(arguments, caller(), trace_ms, is_within=is_tracing())
             shared.traced(stage.jaxpr)
         return stage
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import time
 import weakref
 from collections import Counter
@@ -30,6 +32,11 @@ WARN_AFTER_REMAKING = 50
 _remade: weakref.WeakKeyDictionary[CodeType, Counter[Any]] = weakref.WeakKeyDictionary()
 
 
+#: The type of an array: its dtype, the rows, and the other axes.
+_ROWS = re.compile(r"(\w+\[)([0-9]+)((?:,[0-9,]*)?\])")
+LOGGER = logging.getLogger("dflow")
+
+
 class RetraceWarning(UserWarning):
     """Warning that a function is traced again and again; the message has the cause and the remedy."""
 
@@ -45,6 +52,7 @@ class TraceRecord:
     `trace_ms`    time that JAX took to trace the function, in ms
     `total_ms`    time of the whole call: trace, passes, compilation and first run; None inside another trace
     `captured`    types of the closed-over arrays of 64 KiB or more, which became inputs
+    `is_within`   whether it was made within another trace
     """
 
     number: int
@@ -54,6 +62,7 @@ class TraceRecord:
     trace_ms: float
     total_ms: float | None = None
     captured: tuple[str, ...] = ()
+    is_within: bool = False
 
     def __str__(self) -> str:
         total = "within another trace" if self.total_ms is None else f"{self.total_ms:.1f} ms in all"
@@ -74,6 +83,7 @@ class TraceLog:
     records: list[TraceRecord] = field(default_factory=list)
     #: By thread, while its first call for some types runs: the trace's index, and the start time (`perf_counter`).
     _calls: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _has_told_short: bool = False
 
     def __len__(self) -> int:
         return len(self.records)
@@ -97,14 +107,34 @@ class TraceLog:
             total_ms = (time.perf_counter() - started) * 1e3
             self.records[index] = replace(self.records[index], total_ms=total_ms)
 
-    def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float) -> None:
-        """Append a trace. Warns with RetraceWarning when traces for new types or new functions become too many."""
-        changes = _changes(arguments, [record.arguments for record in self.records])
-        self.records.append(TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms))
-        if changes != (_SAME,) and sum(record.changes != (_SAME,) for record in self.records) == WARN_AFTER:
+    def add(self, arguments: Mapping[str, str], call: Loc | None, trace_ms: float, *, is_within: bool = False) -> None:
+        """Append a trace. Warns with RetraceWarning when traces for new types or new functions become too many.
+
+        is_within  whether it is made within another trace, as a strategy does to see which gradients a step applies.
+                   Traces of both kinds are compared with those of their own: a program is compiled for each
+        """
+        earlier = [record for record in self.records if record.is_within == is_within]
+        changes = _changes(arguments, [record.arguments for record in earlier])
+        record = TraceRecord(len(self.records) + 1, arguments, changes, call, trace_ms, is_within=is_within)
+        self.records.append(record)
+        if changes != (_SAME,) and sum(one.changes != (_SAME,) for one in [*earlier, record]) == WARN_AFTER:
             self._warn_of_changes()
+        if earlier and not is_within and not self._has_told_short:
+            self._tell_if_short(earlier, record)
         if len(self.records) == 1 and self.code is not None and self.made is not None:
             self._count_remaking(self.code, self.made)
+
+    def _tell_if_short(self, earlier: Sequence[TraceRecord], newest: TraceRecord) -> None:
+        """Log a warning if the trace is of a batch that has fewer rows than those before, as the last of an epoch."""
+        for record in earlier:
+            if (rows := _rows_lost(record.arguments, newest.arguments)) is not None:
+                self._has_told_short = True
+                LOGGER.warning(
+                    "%s is traced and compiled again for a batch of %d rows in place of %d (called at %s)\n"
+                    "  leave short batches out, dflow.data.batches(..., drop_remainder=True), or pad them",
+                    *(self.name, *rows, newest.call or "an unknown line"),
+                )
+                return
 
     def _count_remaking(self, code: CodeType, made: Loc) -> None:
         counted = _remade.setdefault(code, Counter())
@@ -144,6 +174,18 @@ def _changes(new: Mapping[str, str], earlier: Sequence[Mapping[str, str]]) -> tu
 def _differences(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[str, ...]:
     pairs = {name: (old.get(name, "absent"), new.get(name, "absent")) for name in [*old, *new]}
     return tuple(f"{name}: {before} -> {now}" for name, (before, now) in pairs.items() if before != now)
+
+
+def _rows_lost(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the rows of a batch and those of an earlier one, if it differs in nothing but that it has fewer."""
+    pairs = [(before, new.get(name, "")) for name, before in old.items() if before != new.get(name)]
+    found = [(_ROWS.fullmatch(before), _ROWS.fullmatch(now)) for before, now in pairs]
+    both = [(one, other) for one, other in found if one is not None and other is not None]
+    is_other = len(old) != len(new) or len(both) < len(pairs)
+    if is_other or any((one[1], one[3]) != (other[1], other[3]) for one, other in both):
+        return None
+    rows = {(int(other[2]), int(one[2])) for one, other in both}
+    return next(iter(rows)) if len(rows) == 1 and all(now < before for now, before in rows) else None
 
 
 def described(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dflow
-from dflow.calls.trace_log import WARN_AFTER, RetraceWarning
+from dflow.calls.trace_log import WARN_AFTER, RetraceWarning, TraceLog
 
 
 def test_the_argument_that_changed_is_named() -> None:
@@ -188,3 +188,34 @@ def test_so_does_one_that_a_function_within_closes_over_however_deep(state: bool
     assert outer.trace_log()[0].captured == ("f32[128,256]",)
     if state:
         assert len(outer.lower(3).as_text()) < 128 * 256
+
+
+def test_a_short_batch_is_told_once_with_the_remedy(caplog: pytest.LogCaptureFixture) -> None:
+    @dflow.jit
+    def step(x: Any, y: Any, scale: Any) -> Any:
+        return (x.sum() + y["a"].sum()) * scale
+
+    def called(rows: int, width: int = 3, more: int = 0) -> list[str]:
+        caplog.clear()
+        step(np.ones((rows, width), np.float32), {"a": np.ones(rows + more, np.float32)}, 2.0)
+        return [record.getMessage() for record in caplog.records]
+
+    assert called(8) == called(9) == called(7, 2) == called(6, 3, 1) == []
+    (told,) = called(4)
+    assert re.match(r"step is traced and compiled again for a batch of 4 rows in place of [89] \(called at .*py:", told)
+    assert "drop_remainder=True" in told
+    assert called(3) == []
+
+
+def test_a_trace_is_compared_with_those_of_its_kind() -> None:
+    """A strategy looks at a step within a trace of its own, before it runs it for the same arguments."""
+    log = TraceLog("step")
+    for rows in (8, 4):
+        for is_within in (True, False):
+            log.add({"x": f"f32[{rows}]"}, None, 1.0, is_within=is_within)
+    assert [(record.is_within, record.changes) for record in log] == [
+        (True, ("first trace",)),
+        (False, ("first trace",)),
+        (True, ("x: f32[8] -> f32[4]",)),
+        (False, ("x: f32[8] -> f32[4]",)),
+    ]
