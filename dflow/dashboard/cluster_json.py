@@ -50,9 +50,10 @@ def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Lo
     }
 
 
-def curve_values(state: Data, reported: Collection[str]) -> dict[SeriesName, float]:
+def curve_values(state: Data, reported: Collection[str], results: Collection[str] = ()) -> dict[SeriesName, float]:
     """Return the new value of each curve, from the JSON data of a state.
 
+    results   names of the results, as of evaluations, that have changed since the last state
     reported  short names of the workers that have reported steps since the last state. The metrics of the others are
               old: a worker that has died keeps its last ones.
     """
@@ -67,6 +68,9 @@ def curve_values(state: Data, reported: Collection[str]) -> dict[SeriesName, flo
     rates = [task["bytes_per_s"] for task in state["tasks"] if task["bytes_per_s"] is not None]
     if rates:
         add("", "bytes/s", "B/s", sum(rates))
+    for name in results:
+        value = state["results"][name]
+        add("", name, "", float("nan") if value is None else value)
     # Metrics first: they are what a program reports, should there be more series than are kept.
     for task in state["tasks"]:
         for name, value in task["metrics"].items() if task["task"] in reported else ():

@@ -83,10 +83,12 @@ class DashboardRecord:
         rate = self._rate.add(status.now_s, status.steps_done)
         earlier = {} if self._look is None else {worker.task: worker.steps for worker in self._look.status.workers}
         reported = {short_task_name(one.task) for one in status.workers if one.steps != earlier.get(one.task)}
+        before = {} if self._look is None else self._look.status.results
+        results = [name for name, value in status.results.items() if before.get(name) != value]
         self._cluster = cluster_json(self._look, look, rate, self._recent[0] if self._recent else None)
         self._recent.append(look)
         self._look, self._wall_s = look, wall_s
-        values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster, reported))
+        values = self.history.add(status.now_s, status.steps_done, curve_values(self._cluster, reported, results))
         points: Data = {"run": self._run(), "at_s": status.now_s, "step": status.steps_done, "values": values}
         return [*self._told(news), PageUpdate("points", points)]
 

@@ -22,6 +22,7 @@ from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
+from dflow.distributed.wire.messages.training import TrainingEvent, TrainingPlan
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.accepted_faults import NOT_FINITE, SHORT, is_accepted
 from dflow.tracing.column_tables import refuse_table
@@ -205,6 +206,7 @@ class _TrainingRun:
     def result(self, bar: ProgressBar) -> TrainingResult:
         """Do the steps, and the evaluations and checkpoints between them."""
         begun: list[tuple[int, int]] = []
+        self._tell_plan()
         self._undone = self._cluster.undone
         for segment in self._segments():
             begun.append(segment)
@@ -222,7 +224,20 @@ class _TrainingRun:
             self._repeat(begun, bar)
             if self._has_reason():
                 break
+        if self._has_reason() and not self._has_ended:
+            self._tell_plan(is_over=True)
         return TrainingResult(self._done, self._metrics, self._found, self._reason)
+
+    def _tell_plan(self, *, is_over: bool = False) -> None:
+        """Tell the coordinator the steps of the whole run, of which each segment is a part."""
+        plan = TrainingPlan(self.name, self._cluster.task, self._first, self._total, is_over)
+        self._cluster.coordinator.tell(plan)
+
+    def _tell_event(self, kind: str, steps: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Tell the coordinator of an evaluation or a checkpoint of all workers, once."""
+        task = self._cluster.task
+        if split_task_name(task)[1] == 0:
+            self._cluster.coordinator.tell(TrainingEvent(self.name, task, kind, steps, dict(metrics or {})))
 
     def _repeat(self, begun: list[tuple[int, int]], bar: ProgressBar) -> None:
         """Do steps again that a return of the tasks to a snapshot has undone, in the last segment and before it."""
@@ -345,6 +360,7 @@ class _TrainingRun:
         if self._evaluate_every is not None and (is_last or stop % self._evaluate_every == 0):
             found = self._found = self._decisions.results(f"{_point(stop)}, evaluated", self._evaluated(stop))
             LOGGER.info("%s: after %d steps: %s", self.name, stop, found)
+            self._tell_event("evaluation", stop, found)
             for callback in self._callbacks:
                 self._note(callback.on_evaluation(stop, found))
             self._decide(f"{_point(stop)}, after the evaluation")
@@ -367,6 +383,7 @@ class _TrainingRun:
             return
         if not manager.is_shared:
             manager.save(stop - 1, metrics, extra=self._callback_state())
+            self._tell_event("checkpoint", stop)
             return
         # The other workers begin no step until worker 0 has captured the state, or one of them was elected to go on
         # without a checkpoint, because it has left.
@@ -374,6 +391,7 @@ class _TrainingRun:
         if self._cluster.task == saver:
             if self._cluster.elect(election):
                 manager.save(stop - 1, metrics, extra=self._callback_state())
+                self._tell_event("checkpoint", stop)
             return
         until = time.monotonic() + manager.timeout_s
         while manager.last_step < stop - 1 and self._cluster.undone == self._undone:

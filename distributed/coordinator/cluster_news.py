@@ -36,7 +36,7 @@ class ClusterNews:
             self._note_members()
         for command in commands:
             if isinstance(command, Log):
-                self._add(at_s, command.kind, "", command.text)
+                self.add(at_s, command.kind, "", command.text)
 
     def since(self, request: GetEvents) -> ClusterEvents:
         """Return the events that were asked for."""
@@ -70,8 +70,9 @@ class ClusterNews:
             self._known[info.life] = info
             names.add(info.task)
         for at_s, kind, task, text in sorted(found, key=lambda one: one[0]):
-            self._add(at_s, kind, task, f"{short_task_name(task)} {text}")
+            self.add(at_s, kind, task, f"{short_task_name(task)} {text}")
 
-    def _add(self, at_s: float, kind: str, task: str, text: str) -> None:
+    def add(self, at_s: float, kind: str, task: str, text: str) -> None:
+        """Record an event."""
         self._newest += 1
         self._kept.append(ClusterEvent(self._newest, at_s, kind, task, text[:LONGEST_TEXT]))

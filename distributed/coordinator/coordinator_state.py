@@ -51,6 +51,7 @@ from dflow.distributed.coordinator.state_marks import StateMarks
 from dflow.distributed.coordinator.step_comparisons import StepComparisons
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.traffic_totals import TrafficTotals, largest
+from dflow.distributed.coordinator.training_plans import TrainingPlans
 from dflow.distributed.coordinator.variable_directory import VariableDirectory
 from dflow.distributed.wire.handler_table import HandlerTable
 from dflow.distributed.wire.messages.compared_steps import CompareStep
@@ -80,6 +81,7 @@ from dflow.distributed.wire.messages.status import (
     Status,
     TaskHealth,
 )
+from dflow.distributed.wire.messages.training import TrainingEvent, TrainingPlan
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
 from dflow.tracing.errors import DeviceError
 
@@ -148,7 +150,7 @@ class CoordinatorState:
             records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s, settings.holder_timeout_s
         )
         self._directory = VariableDirectory(self._membership, records)
-        self._ledger = StepLedger(records)
+        self._ledger, self._plans = StepLedger(records), TrainingPlans(records)
         self._comparisons = StepComparisons()
         self._elections, self._decisions = Elections(records), Decisions(records)
         self._traffic, self._costs = TrafficTotals(), CostTotals()
@@ -266,14 +268,14 @@ class CoordinatorState:
 
     def status(self, at_s: float) -> Status:
         """Return a snapshot for people and tools."""
-        roster = self._membership.roster()
+        roster, (steps_done, steps_total) = self._membership.roster(), self._plans.steps(self._ledger.counts())
         return Status(
             now_s=at_s,
             tasks=roster.tasks,
             expected=roster.expected,
             workers=self._ledger.workers(),
-            steps_done=self._ledger.steps_done,
-            steps_total=self._ledger.steps_total,
+            steps_done=steps_done,
+            steps_total=steps_total,
             variables=tuple(one for one in self._directory.variables() if one.kind != "run"),
             traffic=largest(self._traffic.totals()),
             results=dict(self._results),
@@ -373,9 +375,12 @@ class CoordinatorState:
 
     @REQUESTS.handles(Report)
     def _report(self, report: Report, event: Asked) -> Ok:
-        self._results[report.name] = report.value
-        self._records.put(_RESULT + report.name, _Result(report.value))
+        self._put_result(report.name, report.value)
         return Ok()
+
+    def _put_result(self, name: str, value: float) -> None:
+        self._results[name] = value
+        self._records.put(_RESULT + name, _Result(value))
 
     @REQUESTS.handles(SaveChanges)
     def _save_changes(self, request: SaveChanges, event: Asked) -> list[Command]:
@@ -465,6 +470,18 @@ class CoordinatorState:
     @NOTICES.handles(RoundsDone)
     def _note_rounds(self, report: RoundsDone, event: Told) -> list[Command]:
         self._ledger.note_rounds(report, self._recovery.undone)
+        return []
+
+    @NOTICES.handles(TrainingPlan)
+    def _note_plan(self, plan: TrainingPlan, event: Told) -> list[Command]:
+        self._plans.note(plan)
+        return []
+
+    @NOTICES.handles(TrainingEvent)
+    def _note_event(self, told: TrainingEvent, event: Told) -> list[Command]:
+        for name, value in told.metrics.items():
+            self._put_result(f"{told.kind}/{name}", value)
+        self._news.add(event.at_s, told.kind, told.task, told.text)
         return []
 
     @NOTICES.handles(Leave)

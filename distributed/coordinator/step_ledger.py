@@ -184,16 +184,19 @@ class StepLedger:
         """The first non-finite loss of each run and name."""
         return tuple(self._not_finite.values())
 
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return the number of steps or rounds done, and of all, in each run of training."""
+        return {run.name: (run.done, run.total_steps) for run in self._runs.values() if run.is_training} | self._rounds
+
     @property
     def steps_done(self) -> int:
         """Number of steps done in all runs."""
-        return _done(self._runs.values()) + sum(done for done, _ in self._rounds.values())
+        return sum(done for done, _ in self.counts().values())
 
     @property
     def steps_total(self) -> int:
         """Number of steps of all runs, done or not."""
-        totals = [run.total_steps for run in self._runs.values() if run.is_training]
-        return sum(totals) + sum(total for _, total in self._rounds.values())
+        return sum(total for _, total in self.counts().values())
 
     def holds(self, task: str) -> bool:
         """Whether the task has claimed steps that it has not reported."""

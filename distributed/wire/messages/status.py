@@ -133,7 +133,7 @@ class Status(Message, frozen=True):
 class ClusterEvent(msgspec.Struct, frozen=True):
     """Something that happened to the cluster, at `at_s`; `number` counts the events of one start of the coordinator.
 
-    `kind`  joined, restarted, left, stalled, returned or log
+    `kind`  joined, restarted, left, stalled, returned, evaluation, checkpoint or log
     `task`  full name of the task that it is about, or empty
     """
 

@@ -7,6 +7,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dflow.dashboard.dashboard_record import GIVE_UP_S, MOST_EVENTS, DashboardRecord, PageUpdate
+from dflow.dashboard.history import SeriesName
 from dflow.dashboard.looks import Look
 from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
@@ -309,3 +310,13 @@ def test_workers_that_failed_end_the_run_after_its_steps_or_a_long_time() -> Non
         run.kill(W1)
         run.look(seconds, steps_total=total)
         assert run.record.state()["phase"] == "ended"
+
+
+def test_results_such_as_those_of_evaluations_are_curves_with_a_value_for_each_change() -> None:
+    run = SimulatedRun()
+
+    def shown(**results: float) -> Any:
+        (points,) = [update.data for update in run.look(results=results) if update.name == "points"]
+        return points["values"].get(SeriesName("", "auc", "").id)
+
+    assert [shown(), shown(auc=0.5), shown(auc=0.5), shown(auc=0.75, other=1.0)] == [None, 0.5, None, 0.75]

@@ -15,6 +15,7 @@ import pytest
 
 import dflow
 from dflow.distributed import Async, Sync
+from dflow.distributed.wire.messages.status import GetEvents, GetStatus
 from dflow.trainer import trainer as trainer_module
 from dflow.trainer.running_means import RunningMeans
 
@@ -376,3 +377,40 @@ def test_a_misspelt_metric_is_an_error_before_the_first_step(once: bool, tmp_pat
         says = r"best=: expected 'losss' among .*(.|\n)*did you mean loss\?"
         with pytest.raises(dflow.TrainingError, match=says):
             trainer.run(DATA, steps=4)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_the_status_is_of_the_whole_run_with_its_evaluations_and_checkpoints(stops: bool, tmp_path: Path) -> None:
+    program, name, cluster = Program(), f"whole {stops}", dflow.connect()
+    ask = cluster.coordinator.ask
+    seen: list[tuple[int, int]] = []
+
+    def look(what: str, steps: int) -> str | None:
+        status = ask(GetStatus())
+        seen.append((status.steps_done, status.steps_total))
+        return "enough" if stops and steps == 6 and what == "evaluation" else None
+
+    with program.manager(tmp_path, every=6) as manager:
+        trainer = dflow.Trainer(
+            program.step,
+            Async(cluster),
+            evaluation=(program.errors, HELD_OUT),
+            evaluate_every=3,
+            checkpoints=manager,
+            callbacks=[Recorder(look)],
+        )
+        result = trainer.run(DATA, steps=9, name=name)
+    assert {total for _, total in seen} == {9}
+    assert max(done for done, _ in seen) == result.steps
+    after = ask(GetStatus())
+    assert after.steps_done == after.steps_total == result.steps
+    assert after.results["evaluation/loss"] == result.evaluation["loss"]
+    events = [(event.kind, event.text) for event in ask(GetEvents()).events if event.kind != "joined"]
+    assert [kind for kind, _ in events] == [
+        "evaluation",
+        "evaluation",
+        "checkpoint",
+        *([] if stops else ["evaluation", "checkpoint"]),
+    ]
+    assert events[0][1].startswith(f"evaluation of run '{name}' after 3 steps: loss ")
+    assert events[2][1] == f"checkpoint of run '{name}' after 6 steps"

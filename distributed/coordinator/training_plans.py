@@ -1,0 +1,48 @@
+"""The whole runs of trainers, of which each run that workers claim steps of is a part.
+
+Invariant: a part counts in the plan whose name it begins with, if it begins at the first step of the plan or later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.wire.messages.training import TrainingPlan
+
+_PART = re.compile(r"(.*) ([0-9]+)-[0-9]+", re.DOTALL)
+
+
+class TrainingPlans:
+    """The plans of one cluster by name, kept in `records`."""
+
+    def __init__(self, records: DurableRecords) -> None:
+        self._records = records
+        self._plans = dict(records.load(_PLAN, TrainingPlan))
+
+    def note(self, plan: TrainingPlan) -> None:
+        """Record a plan. A worker that is started again tells the steps that are done by then as earlier ones."""
+        if (known := self._plans.get(plan.run)) is not None:
+            plan = msgspec.structs.replace(
+                plan, first=min(plan.first, known.first), is_over=plan.is_over or known.is_over
+            )
+        self._plans[plan.run] = plan
+        self._records.put(_PLAN + plan.run, plan)
+
+    def steps(self, counts: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """Return the numbers of steps done and of all steps, from those of each run that workers take part in."""
+        done_of, others = {name: plan.first for name, plan in self._plans.items()}, (0, 0)
+        for run, (done, total) in counts.items():
+            part = _PART.fullmatch(run)
+            if part is None or part[1] not in self._plans:
+                others = others[0] + done, others[1] + total
+            elif int(part[2]) >= self._plans[part[1]].first:
+                done_of[part[1]] += done
+        totals = [done_of[name] if plan.is_over else plan.total for name, plan in self._plans.items()]
+        return others[0] + sum(done_of.values()), others[1] + sum(totals)
+
+
+_PLAN = "training plan/"
