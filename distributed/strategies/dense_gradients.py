@@ -1,7 +1,8 @@
 """The gradients of a step for the variables that each process of a group has for itself: all apply their mean.
 
 In the step the gradients go into variables of this process. After it, a collective gives their mean to all processes,
-and each updates its own variables by that. All begin with the same values, so they stay the same.
+and each updates its own variables by that. All begin with the same values, so they stay the same. What a step itself
+writes to such variables, as batch norms write their statistics, is averaged too.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ from dflow.distributed.strategies.applying import GivenOptimizer, is_own
 from dflow.lowering.state_backend import StateBackend
 from dflow.tracing.errors import StrategyError
 from dflow.tracing.ir.wide_sums import sum_dtype
-from dflow.tracing.jaxprs.trace import trace
+from dflow.tracing.jaxprs.trace import Traced, trace, written_keys
 from dflow.tracing.rows.row_gradient import is_row_gradient
 from dflow.tracing.state.context import default_home, home
 from dflow.tracing.state.resources import Variable, is_variable
 from dflow.tracing.syntax.listing import listing
+from dflow.tracing.weak_by_identity import WeakSet
 
 _serials = itertools.count()
 #: Shape and dtype of each array, and the structure of all.
@@ -50,6 +52,14 @@ class KeptGradients:
     update: Callable[[Sequence[Any]], Any] | None = None
 
 
+@dataclass(frozen=True)
+class KeptStep:
+    """What a step writes in this process: gradients, and the variables whose new values are averaged."""
+
+    gradients: Sequence[KeptGradients] = ()
+    statistics: Sequence[Variable] = ()
+
+
 class DenseGradients:
     """Receives gradients in a step, and applies their means. Made once for a cluster.
 
@@ -65,6 +75,8 @@ class DenseGradients:
         self._programs = programs
         self.name = f"dense gradients {next(_serials)}"
         self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, KeptGradients]] = WeakKeyDictionary()
+        #: The variables of which all processes have copies.
+        self.copies: WeakSet[Variable] = WeakSet()
         #: Computes the means, on the processes' first devices.
         self._mean_program: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None
 
@@ -80,9 +92,18 @@ class DenseGradients:
             )
         return bool(own)
 
-    def use(self, found: Sequence[tuple[GivenOptimizer, Any]]) -> list[KeptGradients]:
-        """Prepare for steps that give these optimizers gradients of these types; return what such a step writes."""
-        return [self._prepared(optimizer, types) for optimizer, types in found]
+    def use(self, found: Sequence[tuple[GivenOptimizer, Any]], traced: Traced | None = None) -> KeptStep:
+        """Prepare for steps that give these optimizers gradients of these types; return what such a step writes.
+
+        traced  the step, without the updates by the optimizers
+        """
+        written = frozenset[str]() if traced is None else written_keys(traced)
+        statistics = [
+            one
+            for one in (() if traced is None else traced.variables)
+            if one.key in written and one in self.copies and jnp.issubdtype(one.dtype, jnp.inexact)
+        ]
+        return KeptStep([self._prepared(optimizer, types) for optimizer, types in found], statistics)
 
     def _prepared(self, optimizer: GivenOptimizer, types: Any) -> KeptGradients:
         key = leaves, tree = _key(_dense(types))
@@ -103,20 +124,19 @@ class DenseGradients:
         for variable, gradient in zip(kept.variables, jax.tree_util.tree_leaves(dense), strict=True):
             variable.assign(gradient)
 
-    def apply_means(self, step: Sequence[KeptGradients]) -> None:
-        """Update the variables by the means of the gradients of all processes, which all call this after a step.
-
-        step  what the step has written
-        """
-        values = [variable.home.read(variable) for kept in step for variable in kept.variables]
-        means = iter(self._means(values))
-        for kept in step:
+    def apply_means(self, step: KeptStep) -> None:
+        """Update the variables by the means of the gradients of all processes, which all call this after a step."""
+        written = [variable for kept in step.gradients for variable in kept.variables]
+        means = iter(self._means([one.home.read(one) for one in (*written, *step.statistics)]))
+        for kept in step.gradients:
             own = tuple(next(means) for _ in kept.variables)
             if kept.update is None:
                 optimizer = kept.optimizer()
                 assert optimizer is not None  # the step has it
                 kept.update = self._update(optimizer, kept.tree, own)
             kept.update(own)
+        for variable, mean in zip(step.statistics, means, strict=True):
+            variable.home.update(variable, "assign", mean)
 
     def _update(self, optimizer: GivenOptimizer, tree: Any, means: tuple[Any, ...]) -> Callable[[Sequence[Any]], Any]:
         """Return the compiled update of an optimizer's variables by the arrays of `tree`."""
@@ -141,10 +161,16 @@ class DenseGradients:
         ]
         if self._mean_program is None:
             self._mean_program = jax_jit(
-                lambda stacked: [jnp.mean(one, 0, sum_dtype(one.dtype)).astype(one.dtype) for one in stacked],
+                lambda stacked: list(map(_mean, stacked)),
                 out_shardings=NamedSharding(mesh, PartitionSpec()),
             )
         return [mean.addressable_data(0) for mean in self._mean_program(stacked)]
+
+
+def _mean(stacked: jax.Array) -> jax.Array:
+    """Return the mean of the values of all processes; where they are equal, the value without rounding."""
+    mean = jnp.mean(stacked, 0, sum_dtype(stacked.dtype)).astype(stacked.dtype)
+    return jnp.where(jnp.all(stacked == stacked[:1], 0), stacked[0], mean)
 
 
 def _dense(gradients: Any) -> Any:

@@ -43,9 +43,10 @@ class Hybrid(AllReduce):
     job      the job whose tasks have the tables
 
     Tables are made within `cluster.parameter_servers()`, and the other variables within `variables()`, where each
-    worker has a copy on its first device. Each kind has its own optimizer, and the step gives gradients to
-    each once. All else is as in `AllReduce`, but the step sees the worker's own
-    part of the batch alone: the result is that of one process with all parts if the loss is a mean over the batch.
+    worker has a copy on its first device. Floating-point variables of `variables()` that the step itself writes, such
+    as the statistics of a batch norm, have the mean over the workers after each step. Each kind has its own optimizer,
+    and the step gives gradients to each once. All else is as in `AllReduce`, but the step sees the worker's own part of
+    the batch alone: the result is that of one process with all parts if the loss is a mean over the batch.
     `run` also raises StrategyError for a step that gives no gradients to tables: train that by `AllReduce`.
     """
 
@@ -58,7 +59,7 @@ class Hybrid(AllReduce):
         self._job, self._dense = job, cluster.dense_gradients()
 
     def variables(self) -> AbstractContextManager[None]:
-        return self._on.copies(self._group, self._cluster.store)
+        return self._on.copies(self._group, self._cluster.store, self._dense.copies)
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:
         # Of this group alone: after a death the next one begins with the tables of the checkpoint.

@@ -33,6 +33,7 @@ from dflow.tracing.path_names import leaf_names
 from dflow.tracing.state.context import spreading
 from dflow.tracing.state.resources import Variable, is_variable
 from dflow.tracing.syntax.listing import ListedItem
+from dflow.tracing.weak_by_identity import WeakSet
 
 
 class ProcessMesh:
@@ -111,8 +112,8 @@ class ProcessMesh:
             compare_variables(group, store, made)
 
     @contextmanager
-    def copies(self, group: ProcessGroup | None, store: Store) -> Iterator[None]:
-        """Compare the variables made inside with the copies of the other processes."""
+    def copies(self, group: ProcessGroup | None, store: Store, known: WeakSet[Variable]) -> Iterator[None]:
+        """Compare the variables made inside with the copies of the other processes, and add them to those known."""
         made: list[Variable] = []
 
         def keep(variable: Variable) -> Sharding | None:
@@ -123,6 +124,7 @@ class ProcessMesh:
                     "leave it out, or train by AllReduce",
                     at=variable.loc,
                 )
+            known.add(variable)
             made.append(variable)
             return variable.sharding
 

@@ -36,9 +36,14 @@ class TableProgram:
         with strategy.variables():
             self.w = dflow.Variable(lambda: jax.random.normal(jax.random.key(0), (4, 8)), name="dense")
             self.optimizer = dflow.Optimizer(optax.adam(0.1), [self.w], name="of dense")
+            self.seen = dflow.Variable(np.zeros(8, np.float32), name="moving mean")
+            self.steps = dflow.Variable(0, name="steps")
 
         @dflow.jit
         def step(ids: Any, y: Any) -> Any:
+            self.seen.assign(0.9 * self.seen + 0.1 * jnp.mean(y, 0))
+            self.steps.assign_add(1)
+
             def loss() -> Any:
                 return jnp.mean((self.table[ids] @ self.w - y) ** 2)
 
@@ -55,7 +60,8 @@ class TableProgram:
         ids = [(np.abs(x[:, 0]) * 20).astype(np.int32) for x, _ in parts]
         batches = [(one, y) for one, (_, y) in zip(ids, parts, strict=True)]
         assert len(list(self.strategy.run(self.step, batches, steps=4, name="table"))) == 4
-        return [float(jnp.sum(variable.read() ** 2)) for variable in (self.table, self.w)]
+        state = self.table, self.w, self.seen, self.steps
+        return [float(jnp.sum(variable.read() ** 2)) for variable in state]
 
 
 class Program:

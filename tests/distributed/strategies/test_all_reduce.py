@@ -25,6 +25,8 @@ from tests.distributed.processes import Spawned
 from tests.distributed.strategies import all_reduce_programs
 from tests.distributed.strategies.all_reduce_programs import MAKERS, Program, TableProgram, sum_by_optimizer
 
+#: Compares no programs.
+ALONE: Any = SimpleNamespace(step=lambda *_, **__: nullcontext())
 PROGRAM = Path(all_reduce_programs.__file__).read_text()
 
 #: Two workers of two devices each: each way to divide a model, and each way to do another step than the other worker.
@@ -217,9 +219,8 @@ def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> Non
     add = dflow.jit(count.assign_add)
     add(1)
     mesh = worker.process_mesh({"data": -1}, "data", fully_sharded=False)
-    programs: Any = SimpleNamespace(step=lambda *_, **__: nullcontext())
     fact = r"got one with variables or queues on other tasks(.|\n)*train by Hybrid"
-    with pytest.raises(StrategyError, match=fact), mesh.shared_step(programs, "step 0", is_one_call=True):
+    with pytest.raises(StrategyError, match=fact), mesh.shared_step(ALONE, "step 0", is_one_call=True):
         add(1)
     add(1)
     assert int(count.read()) == 2
@@ -230,7 +231,7 @@ def test_the_only_process_of_a_group_has_its_variables_on_one_device() -> None:
     with mesh.variables(None, dflow.connect().store):
         kernel = dflow.Variable(np.ones(2, np.float32), name="only")
         optimizer = dflow.Optimizer(optax.sgd(1.0), [kernel], name="of only")
-    with mesh.shared_step():
+    with mesh.shared_step(ALONE, "step 0", is_one_call=True):
         dflow.jit(lambda: optimizer.apply([jnp.ones(2)]))()
     assert kernel.read().tolist() == [0, 0]
 
