@@ -7,8 +7,9 @@ Invariants:
   in the order of their versions;
 - the changes of an event are written to the store before its commands are carried out; events that arrive during a
   write are written together;
-- when a write fails, or an event or command raises an unexpected error, the coordinator answers nothing more and ends,
-  so that the next one resumes from the last write;
+- when a write fails, the changes are written later, and no snapshot is committed until then (`surviving_store`);
+- when an event or command raises an unexpected error, the coordinator answers nothing more and ends, so that the next
+  one resumes from the last write;
 - carrying out a command never waits for a peer.
 """
 
@@ -44,6 +45,7 @@ from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings,
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change
 from dflow.distributed.coordinator.snapshots.resumption import SNAPSHOT
+from dflow.distributed.coordinator.surviving_store import SurvivingStore
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
 from dflow.distributed.process.stop_signal import StopSignal
 from dflow.distributed.transport.base import Peer, Responder, Transport
@@ -51,7 +53,7 @@ from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Roster
-from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState
+from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, SnapshotCommitted
 from dflow.distributed.wire.messages.status import Status
 from dflow.lowering.queues.mailbox import Mailbox
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
@@ -93,7 +95,9 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         on_fault: Callable[[str], None] = lambda fault: None,
     ) -> None:
-        self._store = store or MemoryStore()
+        self._store = SurvivingStore(store or MemoryStore())
+        #: Commands that wait until the store has what they tell.
+        self._held: list[Command] = []
         rows = self._store.load()
         self._state = CoordinatorState(jobs, settings or CoordinatorSettings(), rows)
         self._clock = clock
@@ -194,13 +198,24 @@ class Coordinator:
                     changes += command.changes
                 else:
                     commands.append(command)
-        if changes:
-            if any(change.key == SNAPSHOT for change in changes):
-                reach("commit", NAME)
-            now_s = self._clock() - self._started_s
-            self._store.write([*changes, Change(_TIME, msgspec.msgpack.encode(now_s))])
-        for command in commands:
+        if any(change.key == SNAPSHOT for change in changes):
+            reach("commit", NAME)
+        for command in self._written(changes, commands):
             self._carry_out(command)
+
+    def _written(self, changes: list[Change], commands: list[Command]) -> list[Command]:
+        """Write the changes; return the commands that may be carried out then."""
+        now_s = self._clock() - self._started_s
+        if changes:
+            changes.append(Change(_TIME, msgspec.msgpack.encode(now_s)))
+        is_durable = self._store.write(changes, now_s)
+        self._state.is_durable = is_durable
+        if is_durable:
+            held, self._held = self._held, []
+            return [*held, *commands]
+        # Tasks remove the parts of the snapshot before.
+        self._held += filter(_tells_of_commit, commands)
+        return [command for command in commands if not _tells_of_commit(command)]
 
     def _end_by_fault(self, fault: str) -> None:
         LOGGER.error("the coordinator ends: %s", fault)
@@ -237,6 +252,10 @@ class Coordinator:
         become_reader()
         while not self._closed.wait(tick_s):
             self.tick()
+
+
+def _tells_of_commit(command: Command) -> bool:
+    return isinstance(command, Broadcast) and isinstance(command.message, SnapshotCommitted)
 
 
 def serve_coordinator(

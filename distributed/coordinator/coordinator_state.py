@@ -142,6 +142,15 @@ class CoordinatorState:
         self._is_open = settings.snapshot_every_s > 0 and bool(self._membership.connections())
         self._started = Started(0.0, "")
 
+    @property
+    def is_durable(self) -> bool:
+        """Whether all changes are written; no snapshot is committed while some are not."""
+        return self._recovery.is_durable
+
+    @is_durable.setter
+    def is_durable(self, is_durable: bool) -> None:
+        self._recovery.is_durable = is_durable
+
     def _begin(self, rows: Mapping[str, bytes]) -> None:
         jobs, settings = self._jobs, self._settings
         self._records = records = DurableRecords(rows)

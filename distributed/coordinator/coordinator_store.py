@@ -13,6 +13,7 @@ from __future__ import annotations
 import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from dflow.distributed.coordinator.durable_records import Change, apply_changes
@@ -54,6 +55,10 @@ class SqliteStore:
         #: The checksum of each record, by key, and their total.
         self._sums: dict[str, int] = {}
         self._total = 0
+        self._connect(wait_s)
+
+    def _connect(self, wait_s: float) -> None:
+        path = self._path
         try:
             self._database = sqlite3.connect(path, timeout=wait_s, isolation_level=None, check_same_thread=False)
         except sqlite3.Error as error:
@@ -63,11 +68,14 @@ class SqliteStore:
         try:
             self._open()
             self._check()
+            #: Identity of the file: another one may come in its place.
+            self._file = _identity(path)
         except sqlite3.OperationalError as error:
             self._database.close()
+            is_used = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+            remedy = "end the other coordinator that uses it" if is_used else "make room and give leave to write there"
             raise ConfigError(
-                f"the coordinator's state cannot be kept in {path}: {error}; end the other coordinator that uses it, "
-                "or name another file"
+                f"the coordinator's state cannot be kept in {path}: {error}; {remedy}, or name another file"
             ) from error
         except sqlite3.Error as error:
             self._database.close()
@@ -90,8 +98,9 @@ class SqliteStore:
                 f"{self._path} is no coordinator's state of this version of dflow: its format is {version}, and "
                 f"{FORMAT} is needed; name another file"
             )
-        database.execute("CREATE TABLE IF NOT EXISTS records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
-        database.execute(f"PRAGMA user_version = {FORMAT}")
+        if not tables:  # a file of before is opened without a write, which a full disk would refuse
+            database.execute("CREATE TABLE records (key TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID")
+            database.execute(f"PRAGMA user_version = {FORMAT}")
         database.execute("COMMIT")
 
     def _check(self) -> None:
@@ -104,7 +113,7 @@ class SqliteStore:
             raise self._damaged("records of other types")
         self._sums = {key: _sum(key, value) for key, value in rows if key != _TOTAL}
         self._total = sum(self._sums.values())
-        if rows and dict(rows).get(_TOTAL) != self._encoded_total():
+        if rows and dict(rows).get(_TOTAL) != _encoded(self._total):
             raise self._damaged("records with other checksums")
 
     def _damaged(self, found: str) -> ConfigError:
@@ -113,9 +122,6 @@ class SqliteStore:
             "of it there, or name another file to start with an empty state"
         )
 
-    def _encoded_total(self) -> bytes:
-        return (self._total % (1 << 64)).to_bytes(8, "little")
-
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""
         rows = dict(self._database.execute("SELECT key, value FROM records").fetchall())
@@ -123,25 +129,64 @@ class SqliteStore:
         return rows
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Apply the changes in one transaction; raises OSError when the file cannot be written, which ends its use."""
+        """Apply the changes in one transaction; raises OSError, and changes nothing, if the file cannot be written."""
+        sums, database = dict[str, int | None](), self._database
+        total = self._total
         try:
-            self._database.execute("BEGIN IMMEDIATE")
+            if _identity(self._path) != self._file:
+                raise OSError(f"the coordinator's state {self._path} was removed, or replaced by another file")
+            database.execute("BEGIN IMMEDIATE")
             for change in changes:
-                self._total -= self._sums.pop(change.key, 0)
+                total -= sums[change.key] or 0 if change.key in sums else self._sums.get(change.key, 0)
                 if change.value is None:
-                    self._database.execute("DELETE FROM records WHERE key = ?", (change.key,))
+                    sums[change.key] = None
+                    database.execute("DELETE FROM records WHERE key = ?", (change.key,))
                 else:
-                    self._sums[change.key] = added = _sum(change.key, change.value)
-                    self._total += added
-                    self._database.execute("REPLACE INTO records VALUES (?, ?)", (change.key, change.value))
-            self._database.execute("REPLACE INTO records VALUES (?, ?)", (_TOTAL, self._encoded_total()))
-            self._database.execute("COMMIT")
+                    sums[change.key] = added = _sum(change.key, change.value)
+                    total += added
+                    database.execute("REPLACE INTO records VALUES (?, ?)", (change.key, change.value))
+            database.execute("REPLACE INTO records VALUES (?, ?)", (_TOTAL, _encoded(total)))
+            database.execute("COMMIT")
         except sqlite3.Error as error:
+            with suppress(sqlite3.Error):
+                database.execute("ROLLBACK")
             raise OSError(f"the coordinator's state could not be written to {self._path}: {error}") from error
+        self._total = total
+        for key, one in sums.items():
+            self._sums.pop(key, None)
+            self._sums.update({} if one is None else {key: one})
+
+    def renew(self, rows: Mapping[str, bytes]) -> None:
+        """Make these all records of the file, which is opened again, or made again if it is gone.
+
+        raises  OSError, and the file is as it was, when it cannot be written
+        """
+        self.close()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._sums, self._total = {}, 0
+            self._connect(0.0)
+        except ConfigError as error:
+            raise OSError(str(error)) from error
+        gone = (Change(key, None) for key in self._sums if key not in rows)
+        self.write([*gone, *(Change(key, value) for key, value in rows.items())])
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+
+def _encoded(total: int) -> bytes:
+    return (total % (1 << 64)).to_bytes(8, "little")
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Return the identity of a file; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _sum(key: str, value: bytes) -> int:

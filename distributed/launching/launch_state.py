@@ -7,6 +7,7 @@ finds there is that of this launch, which goes on, or begins with a snapshot of 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from dflow.tracing.errors import ConfigError
 
 #: Longest wait for the coordinator of a launch that was killed to end, in s.
 WAIT_S = 10.0
+LOGGER = logging.getLogger("dflow")
 _STATE, _LOCK = "coordinator.sqlite", "launch.lock"
 _LAUNCH = f"{SHELL}launch"
 Value = TypeVar("Value")
@@ -95,12 +97,18 @@ class LaunchState:
         return Change(_LAUNCH, msgspec.msgpack.encode(_LaunchRecord(self._script, is_finished)))
 
     def finish(self) -> None:
-        """Note that the launch has ended with success, and is not to be resumed. Its coordinator must have ended."""
-        store = SqliteStore(self.path, wait_s=WAIT_S)
+        """Note that the launch has ended with success, and is not to be resumed. Its coordinator must have ended.
+
+        Logs a warning if the folder cannot be written: the results are as they are.
+        """
         try:
-            store.write([self._launch(is_finished=True)])
-        finally:
-            store.close()
+            store = SqliteStore(self.path, wait_s=WAIT_S)
+            try:
+                store.write([self._launch(is_finished=True)])
+            finally:
+                store.close()
+        except (OSError, ConfigError) as error:
+            LOGGER.warning("the next launch at %s goes on with this job, which has finished: %s", self._folder, error)
 
     def close(self) -> None:
         """Leave the folder to other launches."""

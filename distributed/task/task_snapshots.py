@@ -58,7 +58,10 @@ _MAKE_AGAIN = "make it in the script of each worker that uses it"
 
 
 def _usable(folder: Path, task: str) -> Path:
-    """Return the folder of a task's parts within `folder`. Raises CheckpointError if no file can be written there."""
+    """Return the folder of a task's parts within `folder`.
+
+    Raises CheckpointError if no file can be written there, unless the folder has a part, which can be read.
+    """
     own = folder / task.replace(":", "-")
     try:
         own.mkdir(parents=True, exist_ok=True)
@@ -66,6 +69,9 @@ def _usable(folder: Path, task: str) -> Path:
             pass
         tidy_all(own)  # parts that an earlier process had not written to the end
     except OSError as error:
+        if own.is_dir() and any(part.name.isdigit() for part in own.iterdir()):
+            LOGGER.warning("%s: no snapshot can be written to %s: %s", task, own, error.strerror or error)
+            return own
         raise CheckpointError(
             f"{task}: expected a folder that can be written for --snapshots, got {folder}: {error.strerror or error}",
             "give another folder",

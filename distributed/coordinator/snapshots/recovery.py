@@ -75,6 +75,8 @@ class Recovery:
         self._records, self._members, self._directory = records, members, directory
         self._ledger, self._pauses = ledger, pauses
         self._schedule = SnapshotSchedule(every_s)
+        #: Whether the records are written; a snapshot whose record is not could not be loaded.
+        self.is_durable = True
         self._counted = records.load_one(EPOCH, Epoch())
         self._committed = records.load_one(SNAPSHOT, BEGINNING)
         #: Bytes of the newest committed snapshot.
@@ -146,7 +148,7 @@ class Recovery:
 
     def _may_begin(self) -> bool:
         """Whether a snapshot can begin now."""
-        is_ready = self._schedule.every_s and self.is_idle and not self._is_returning
+        is_ready = self._schedule.every_s and self.is_idle and not self._is_returning and self.is_durable
         if not is_ready or self._counted.is_resuming or not self._directory.names():
             return False
         return not self._directory.lost() and not self._members.away()
@@ -263,6 +265,8 @@ class Recovery:
     def _snapshot_on(self, at_s: float) -> list[Command]:
         """Go on with the snapshot that is being made, as far as it goes."""
         commands: list[Command] = []
+        if not self.is_durable and (self._attempt is not None or self._pausing_s is not None):
+            return self._abandon("the coordinator's state cannot be written")
         if self._leaving and self._schedule.is_allowed(at_s) and self._may_begin():
             self._begin(at_s)
         if self._pausing_s is not None and self._pauses.reached == _SNAPSHOT:

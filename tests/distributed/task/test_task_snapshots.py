@@ -39,6 +39,7 @@ from dflow.tracing.ir.accumulator_settings import AccumulatorSettings, Reduction
 from dflow.tracing.ir.queue_settings import QueueKind, QueueSettings
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import ArrayType, array_type_of
+from tests.disk_faults import FAULTS
 
 PS = "/job:ps/task:0"
 #: Values of several types, by key.
@@ -329,6 +330,28 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"ps:0: expected a folder that can be written .* got .*/file: Not a dir"):
         Task(tmp_path / "file")
+
+
+def test_a_process_that_is_started_again_on_a_full_disk_loads_its_part(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = Task(tmp_path)
+    task.create()
+    task.do(CaptureState(1))
+    with FAULTS.within(tmp_path / "ps-0", 1, 3):
+        other = Task(tmp_path)
+    assert "no snapshot can be written to" in caplog.text
+    other.do(LoadState(1, 1, is_set=True))
+    same(other, {key: make() for key, make in VALUES.items()})
+
+
+def test_a_folder_that_was_removed_is_made_again_by_the_next_part(tmp_path: Path) -> None:
+    task = Task(tmp_path)
+    task.create()
+    task.do(CaptureState(1))
+    shutil.rmtree(tmp_path / "ps-0")
+    assert task.do(CaptureState(2, committed=1))[-1] == StateWritten(PS, 2, written_bytes=42, full_bytes=42)
+    assert [part.name for part in (tmp_path / "ps-0").iterdir()] == ["2"]
 
 
 @pytest.mark.parametrize("harm", ["missing", "damaged", "none"])

@@ -1,0 +1,110 @@
+"""A coordinator whose disk takes no writes for a while: it goes on, commits no snapshot, and writes all when it can."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.coordinator.coordinator import Coordinator
+from dflow.distributed.coordinator.coordinator_store import MemoryStore, SqliteStore
+from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.coordinator.surviving_store import RETRY_S, SurvivingStore
+from dflow.distributed.transport.memory import MemoryNetwork
+from dflow.distributed.wire.messages.status import Report
+from tests.distributed.coordinator.recovering_tasks import PS, Tasks
+from tests.distributed.waiting import until
+
+
+class Disk(MemoryStore):
+    """A store whose disk may be full; `tries` counts its writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full, self.tries = False, 0
+
+    def write(self, changes: Iterable[Change]) -> None:
+        self.tries += 1
+        if self.is_full:
+            raise OSError("the coordinator's state could not be written: no space left")
+        super().write(changes)
+
+
+def test_changes_that_cannot_be_written_are_written_later_in_their_order(caplog: pytest.LogCaptureFixture) -> None:
+    disk = Disk()
+    store = SurvivingStore(disk)
+    assert store.write([Change("a", b"1"), Change("b", b"1")], 0.0)
+    disk.is_full = True
+    assert not store.write([Change("a", b"2"), Change("c", b"2")], 1.0)
+    assert not store.write([Change("a", b"3"), Change("b", None)], 1.1)
+    assert disk.tries == 2, "not at each event"
+    assert store.load() == {"a": b"3", "c": b"2"}
+    assert disk.load() == {"a": b"1", "b": b"1"}
+    assert not store.write([], 1.0 + RETRY_S)
+    disk.is_full = False
+    assert not store.write([], 1.1 + RETRY_S)
+    assert store.write([], 1.0 + 2 * RETRY_S)
+    assert disk.load() == store.load() == {"a": b"3", "c": b"2"}
+    first, second = caplog.messages
+    assert first.startswith("the coordinator's state could not be written: no space left; steps go on, no snapshot is")
+    assert second == "the coordinator's state is written again, after 2 s"
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "snapshots"
+    folder.mkdir()
+    store = SurvivingStore(SqliteStore(folder / "state"))
+    store.write([Change("a", b"1"), Change("b", b"1")], 0.0)
+    shutil.rmtree(folder)
+    assert not store.write([Change("a", b"2")], 1.0)
+    assert store.write([Change("b", None)], 1.0 + RETRY_S)
+    store.close()
+    again = SqliteStore(folder / "state")
+    assert again.load() == {"a": b"2"}
+    again.close()
+
+
+def test_a_coordinator_goes_on_and_a_later_one_has_all(caplog: pytest.LogCaptureFixture) -> None:
+    network, disk, faults = MemoryNetwork(), Disk(), list[str]()
+    disk.is_full = True
+    coordinator = Coordinator(network, "", {}, store=disk, tick_s=0.01, on_fault=faults.append)
+    client = CoordinatorClient(network, coordinator.address, name="/job:worker/task:0")
+    client.join("/job:worker/task:0", "here")
+    client.ask(Report("accuracy", 1.0))
+    assert not disk.load()
+    with caplog.at_level(logging.ERROR, "dflow"):
+        disk.is_full = False
+        until(lambda: bool(disk.load()))
+        assert coordinator._store.load() == disk.load()
+        client.close()
+        coordinator.close()
+    assert not faults
+    again = Coordinator(network, "", {}, store=disk, tick_s=None)
+    assert again.status().results == {"accuracy": 1.0}
+    again.close()
+
+
+def test_no_snapshot_is_made_while_the_records_are_not_written() -> None:
+    tasks = Tasks()
+    tasks.snapshot()
+    tasks.tick(6.0)
+    tasks.state.is_durable = False
+    tasks.settle()
+    tasks.tick(6.0)
+    tasks.settle()
+    assert "the coordinator's state cannot be written" in "".join(tasks.log)
+    assert tasks.state._recovery._committed.number == 1
+    assert tasks.gate == 0, "steps go on"
+    for _ in range(20):
+        tasks.tick(6.0)
+        tasks.settle()
+    assert len([line for line in tasks.log if "is abandoned" in line]) == 1
+    assert all(1 in tasks.disk[task] for task in PS)
+    tasks.state.is_durable = True
+    tasks.tick(6.0)
+    tasks.settle()
+    assert tasks.state._recovery._committed.number > 1
