@@ -29,6 +29,7 @@ from dflow.lowering.values.computed import about_to_wait
 from dflow.tracing.errors import DeadlineExceeded, TaskLost, TransportClosed
 
 _GONE = "the task has left or moved"
+_AGAIN = "the task has connected again, since the connection broke"
 #: Called when a task is connected, with None, or with the error.
 OnConnected = Callable[[Exception | None], None]
 
@@ -43,6 +44,8 @@ class _Place:
     process: str
     connecting: threading.Lock = field(default_factory=threading.Lock)
     peer: Peer | None = None
+    #: Whether the other task opened that connection.
+    is_adopted: bool = False
 
 
 class Peers:
@@ -128,6 +131,7 @@ class Peers:
         with place.connecting:
             peer = place.peer
             if peer is None or peer.closed:
+                place.is_adopted = False
                 peer = self._introduce(place, self._connect(task, place))
         if self._places.get(task) is not place:
             peer.close(_GONE)
@@ -189,13 +193,21 @@ class Peers:
         return sum(place.peer is not None and not place.peer.closed for place in places)
 
     def adopt(self, peer: Peer) -> None:
-        """Use a connection that a task opened also for messages to that task, if there is none yet."""
+        """Use a connection that a task opened also for messages to that task, unless this one has opened another.
+
+        An earlier connection that the task opened has ended there, though this task may not know it yet.
+        """
         with self._lock:
             place = self._places.get(peer.name)
-        if place is not None and place.peer is None:
-            with contextlib.suppress(TaskLost):
-                self._introduce(place, peer)
-            self._note(CONNECTED, None, peer.name, "by its own will")
+            before = None if place is None else place.peer
+            if place is None or before is peer or not (before is None or before.closed or place.is_adopted):
+                return
+            place.is_adopted = True
+        if before is not None:
+            before.close(_AGAIN)
+        with contextlib.suppress(TaskLost):
+            self._introduce(place, peer)
+        self._note(CONNECTED, None, peer.name, "by its own will")
 
     def close(self) -> None:
         """Close every connection and forget every address, for good."""

@@ -160,6 +160,29 @@ def test_a_task_introduces_itself_over_a_connection_that_it_takes_over() -> None
     listener.close()
 
 
+def test_a_task_that_connects_again_is_answered_over_the_new_connection() -> None:
+    network, accepted = MemoryNetwork(), SimpleQueue[Peer]()
+    peers = Peers(network, name="/job:worker/task:0", handler=Recorder(), connect_timeout_s=DEADLINE_S)
+    peers.set_addresses({PS0: "nowhere"})
+    listener = network.listen("", name="/job:worker/task:0", handler=Recorder(lambda peer, *rest: accepted.put(peer)))
+
+    def connect() -> Peer:
+        opened = network.connect(listener.address, name=PS0, handler=Recorder(), who="worker", timeout_s=1.0)
+        opened.start(Ok())  # type: ignore[arg-type]
+        return accepted.get(timeout=DEADLINE_S)
+
+    first, second = connect(), connect()
+    peers.adopt(first)
+    peers.adopt(first)
+    assert peers.get(PS0) is first
+    assert not first.closed
+    peers.adopt(second)  # where the task is, the first one has ended
+    assert peers.get(PS0) is second
+    assert first.closed
+    peers.close()
+    listener.close()
+
+
 class Refusing:
     """A transport that fails attempts to connect, when they may end."""
 
