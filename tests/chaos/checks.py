@@ -66,7 +66,8 @@ def _check_parts(snapshots: Path, snapshot: Snapshot) -> Iterator[str]:
     for task in map(short_task_name, snapshot.tasks):
         files = read_arrays(snapshots / task.replace(":", "-") / str(snapshot.number))
         counters |= files.read({name: None for name in files.types if _COUNTER.fullmatch(name)})
-        calls = files.metadata["applied"]
+        # A round is an update of all tasks; each worker's step in it is recorded beside it.
+        calls = [call for call in files.metadata["applied"] if "\nsteps of " not in call["run"]]
         applied[task] = sorted(step for call in calls for first, end in call["whole"] for step in range(first, end))
         if begun := {step: counts for call in calls for step, counts in call["begun"].items() if any(counts.values())}:
             yield f"{task} has applied parts of steps: {begun}"

@@ -31,7 +31,12 @@ LIMIT_S = 400.0
 @pytest.mark.once
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("program", "seed", "steps"), [("bounded", 711, 600), pytest.param("model", 9, 200, marks=pytest.mark.long)]
+    ("program", "seed", "steps"),
+    [
+        ("bounded", 711, 600),
+        pytest.param("model", 9, 200, marks=pytest.mark.long),
+        pytest.param("elements", 34, 300, marks=pytest.mark.long),
+    ],
 )
 def test_a_round_with_faults_of_all_roles(tmp_path: Path, program: str, seed: int, steps: int) -> None:
     schedule = drawn_schedule(seed, {program: PROGRAMS[program].hazards})

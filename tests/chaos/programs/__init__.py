@@ -15,7 +15,7 @@ import numpy as np
 
 from dflow.lowering.files.array_files import read_arrays
 from tests.chaos.programs.integer_model import states
-from tests.chaos.schedule import COORDINATOR, GROUP_KINDS, Hazards
+from tests.chaos.schedule import COORDINATOR, GROUP_KINDS, MOST_ENDS, Hazards
 
 ROOT = Path(__file__).parents[3]
 #: Time that a batch takes to come, in s: training is long enough for faults, and leaves processor time to recovery.
@@ -54,6 +54,22 @@ def _bounded(steps: int, results: Mapping[str, float], folder: Path) -> Iterator
     yield from _counters(steps, {name: value for name, value in results.items() if name not in missed}, folder)
     if not missed or max(missed.values()) > MAX_STALENESS:
         yield f"staleness: expected at most {MAX_STALENESS}, got {missed}"
+
+
+def _elements(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    expected = {"elements once": steps, "tickets once": steps, "gradients": steps, "keys": steps, "updates": steps}
+    expected |= {"elements more often": 0, "tickets more often": 0}
+    if results != expected:
+        yield f"elements: expected {expected}, got {results}"
+
+
+def _elements_of_rounds(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    # A worker that dies takes the element of its step along, which may have brought its ticket.
+    counts = [results.get(f"{name} more often", -1) for name in ("elements", "tickets")]
+    used = [results.get(name, 0) for name in ("tickets once", "elements once", "keys")]
+    is_exact = counts == [0, 0] and results.get("updates") == steps
+    if not is_exact or min(used) < steps or max(used) - min(used) > 3 * MOST_ENDS:
+        yield f"elements: expected none twice in {steps} updates, got {results}"
 
 
 def _model(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
@@ -115,6 +131,12 @@ MODEL = Program(
     lambda steps, folder: (str(steps), str(BATCH_S), str(folder / WEIGHTS)),
     _model,
 )
+ELEMENTS = Program(
+    ROOT / "tests/chaos/programs/elements.py", 1500, lambda steps, _: ("Async", str(steps), str(BATCH_S)), _elements
+)
+ELEMENTS_OF_ROUNDS = replace(
+    ELEMENTS, steps=400, arguments=lambda steps, _: ("Sync", str(steps), str(BATCH_S)), check=_elements_of_rounds
+)
 DIGITS = Program(ROOT / "examples/digits.py", 800, lambda steps, _: ("--steps", str(steps)), _digits)
 
 HYBRID = Program(
@@ -136,6 +158,8 @@ PROGRAMS = {
     "counters": COUNTERS,
     "bounded": BOUNDED,
     "model": MODEL,
+    "elements": ELEMENTS,
+    "elements-of-rounds": ELEMENTS_OF_ROUNDS,
     "digits": DIGITS,
     "all-reduce": ALL_REDUCE,
     "hybrid": HYBRID,
