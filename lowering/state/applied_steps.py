@@ -142,8 +142,7 @@ class AppliedSteps:
         """
         with self._lock:
             results = self._results.setdefault(step.run, RunResults())
-            if step.number in results.ended:
-                raise StepEnded(f"step {step.number} of run {step.run!r} has ended on all tasks")
+            _refuse_ended(step, results)
             applied = self._by_call.setdefault((step.run, step.call), _CallRecord(results))
         return StepAttempt(step, applied, self._lock, owner)
 
@@ -158,6 +157,12 @@ class AppliedSteps:
         with self._lock:
             self._results.pop(run, None)
             self._by_call = {key: record for key, record in self._by_call.items() if key[0] != run}
+
+
+def _refuse_ended(step: StepOfRun, results: RunResults) -> None:
+    """Raise StepEnded if the results of a step are not kept any more, since it has ended on all tasks."""
+    if step.number in results.ended:
+        raise StepEnded(f"step {step.number} of run {step.run!r} has ended on all tasks")
 
 
 class StepAttempt:
@@ -243,6 +248,8 @@ class StepAttempt:
         """Count the next change of the state under `keys`, and return its identity. The lock is held."""
         if self._applied.is_void:
             raise StepCancelled(f"the state that step {self._step.number} uses was restored meanwhile")
+        # The process that did it may have gone on since this attempt was made.
+        _refuse_ended(self._step, self._applied.results)
         counts = self._counts
         if not counts:
             self._applied.results.begins(self._step.number, self._owner, self._step.unfinished)

@@ -107,8 +107,7 @@ def numbers(tasks: Tasks, returns: dict[int, int]) -> Iterator[jax.Array]:
 OPTIONS: list[dict[str, Any]] = [{}, {"prefetch": 1}, {"max_staleness": 1}]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("place", ["ps:0", "ps:1"])
+@pytest.mark.parametrize(("place", "options"), [*zip(["ps:0", "ps:1", "ps:0"], OPTIONS, strict=True)], ids=str)
 def test_returns_to_snapshots_between_steps_that_were_not_reported(
     tasks: Tasks, place: str, options: dict[str, Any]
 ) -> None:
@@ -132,8 +131,7 @@ def lose(monkeypatch: pytest.MonkeyPatch, is_lost: Callable[[str], bool], error:
     monkeypatch.setattr(StepParts, "ended", losing)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("place", ["ps:0", "ps:1", "worker"])
+@pytest.mark.parametrize(("place", "options"), [*zip(["worker", "ps:0", "ps:1"], OPTIONS, strict=True)], ids=str)
 def test_steps_that_fail_and_are_tried_again(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch, place: str, options: dict[str, Any]
 ) -> None:
@@ -146,8 +144,7 @@ def test_steps_that_fail_and_are_tried_again(
     program.check()
 
 
-@pytest.mark.parametrize("place", ["ps:0", "ps:1"])
-@pytest.mark.parametrize("lost", ["ps/task:0", "ps/task:1"])
+@pytest.mark.parametrize(("place", "lost"), [("ps:0", "ps/task:1"), ("ps:1", "ps/task:1")])
 def test_steps_of_a_worker_that_leaves_are_done_by_another_one(
     tasks: Tasks, monkeypatch: pytest.MonkeyPatch, place: str, lost: str
 ) -> None:

@@ -137,10 +137,15 @@ class Run:
 
     def go_on(self, worker: Worker) -> None:
         """Do the next phase of a step: take, draw a ticket, bring both to the second task, end there, end here."""
-        step = worker.step
-        if step is None:
+        if worker.step is None:
             self.begin(worker)
             return
+        try:
+            self._go_on(worker, worker.step)
+        except StepEnded:
+            worker.step, worker.done = None, worker.done + 1
+
+    def _go_on(self, worker: Worker, step: Step) -> None:
         match step.phase:
             case 0:
                 step.element = taken(step.first, self.tasks.queue)
@@ -285,6 +290,17 @@ def test_results_are_freed_by_the_next_step_of_their_process_and_the_step_is_the
     assert taken(applied.attempt(StepOfRun("run", 4), "a"), queue) == 4
     with pytest.raises(StepEnded):
         applied.attempt(StepOfRun("run", 2))
+
+
+def test_a_step_that_ends_after_an_attempt_was_made_is_refused_too() -> None:
+    applied, queue = AppliedSteps(), Elements()
+    assert taken(applied.attempt(StepOfRun("run", 0), "a"), queue) == 0
+    late = applied.attempt(StepOfRun("run", 0), "b")
+    assert taken(applied.attempt(StepOfRun("run", 1), "a"), queue) == 1
+    with pytest.raises(StepEnded):
+        taken(late, queue)
+    with pytest.raises(StepEnded):
+        late.once(["w"], tuple, tuple)
 
 
 def test_a_copy_has_the_results() -> None:
