@@ -199,31 +199,40 @@ class RequestQueue:
         return [request for (request,) in elements]
 
     def _compute(self, live: list[PendingRequest], taken: float) -> None:
+        """Answer requests by one call; if it fails, by one call each, since their rows do not depend on each other."""
         rows = [self._rows(request) for request in live]
         outcomes: Sequence[list[np.ndarray[Any, Any]] | Exception]
         try:
-            arrays = self._batch([request.arrays for request in live], rows)
-            self._bound_shapes(arrays)
-            with self._exclusive:
-                outputs = self.tensors.call(self._fn, arrays)
-                if self._on_update is not None:
-                    self._on_update()
+            outputs = self._called([request.arrays for request in live], rows)
             outcomes = _split(outputs, rows) if self.most else [outputs]
-        except InputError as error:
-            if len(live) > 1:  # one request's ids are no reason to refuse the others
+        except Exception as error:
+            if len(live) > 1:
                 for request in live:
                     self._compute([request], taken)
                 return
-            outcomes = [RefusedRequest(400, self.tensors.refusal_of(error, live[0].arrays))]
-        except SignatureError as error:
-            outcomes = [RefusedRequest(400, str(error))] * len(live)
-        except Exception as error:
-            LOGGER.exception("a call of %s failed", self.tensors.name)
-            text = str(error) if isinstance(error, DflowError) else f"{type(error).__name__}: {error}"
-            outcomes = [RefusedRequest(500, f"{self.tensors.name} failed: {text.splitlines()[0]}")] * len(live)
+            outcomes = [self._refusal(error, live[0].arrays)]
         ended = time.monotonic()
         self._observer.batch(self.tensors.name, sum(rows), ended - taken, [taken - request.came_s for request in live])
         _deliver(live, outcomes)
+
+    def _called(self, given: list[Mapping[str, np.ndarray[Any, Any]]], rows: list[int]) -> list[np.ndarray[Any, Any]]:
+        arrays = self._batch(given, rows)
+        self._bound_shapes(arrays)
+        with self._exclusive:
+            outputs = self.tensors.call(self._fn, arrays)
+            if self._on_update is not None:
+                self._on_update()
+        return outputs
+
+    def _refusal(self, error: Exception, arrays: Mapping[str, np.ndarray[Any, Any]]) -> RefusedRequest:
+        """Return the answer to a request whose call failed, by its values or by a fault."""
+        if isinstance(error, InputError):
+            return RefusedRequest(400, self.tensors.refusal_of(error, arrays))
+        text = str(error) if isinstance(error, DflowError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, SignatureError):
+            return RefusedRequest(400, f"{self.tensors.name}: {text.splitlines()[0]}")
+        LOGGER.error("a call of %s failed", self.tensors.name, exc_info=error)
+        return RefusedRequest(500, f"{self.tensors.name} failed: {text.splitlines()[0]}")
 
     def _batch(self, given: list[Mapping[str, np.ndarray[Any, Any]]], rows: list[int]) -> dict[str, Any]:
         """Return the rows of all requests, padded with zeros to the next size."""

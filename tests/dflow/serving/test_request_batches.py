@@ -17,7 +17,7 @@ import dflow
 from dflow.serving.request_batches import RequestQueue, batch_sizes, outputs_of
 from dflow.serving.request_members import RefusedRequest
 from dflow.serving.signature_tensors import SignatureTensors
-from dflow.tracing.errors import QueueClosed
+from dflow.tracing.errors import InputError, QueueClosed
 from tests.distributed.waiting import until
 
 pytestmark = pytest.mark.once
@@ -33,6 +33,7 @@ class Doubling:
         self.seen: list[list[float]] = []
         self.began, self.go_on = threading.Semaphore(0), threading.Event()
         self.cleared = 0
+        self.error: Exception = ArithmeticError("a negative number")
 
     def __call__(self, x: Any) -> Any:
         self.seen.append(x.tolist())
@@ -41,7 +42,7 @@ class Doubling:
         if (x > 100).any():
             raise dflow.InputError("ids outside", "give others")
         if (x < 0).any():
-            raise ArithmeticError("a negative number")
+            raise self.error
         return 2 * x
 
     def clear_cache(self) -> None:
@@ -182,16 +183,24 @@ def test_a_request_whose_computation_began_is_answered_after_its_deadline(loop: 
     bench.queue.close()
 
 
-def test_an_error_answers_all_requests_of_its_batch_and_no_other(loop: asyncio.AbstractEventLoop) -> None:
-    bench = Bench(loop, most=2)
+@pytest.mark.parametrize(
+    ("error", "status", "text"),
+    [
+        (ArithmeticError("a negative number"), 500, "f failed: ArithmeticError: a negative number"),
+        (InputError("ids: expected 0 to 9, got 10", "give others"), 400, "f: ids: expected 0 to 9, got 10"),
+    ],
+)
+def test_an_error_answers_the_request_that_causes_it_and_no_other_of_its_batch(
+    loop: asyncio.AbstractEventLoop, error: Exception, status: int, text: str
+) -> None:
+    bench = Bench(loop, most=4)
+    bench.fn.error = error
     first = bench.ask_first(1)
     more = bench.ask_more([-1], [2], [3])
     bench.fn.go_on.set()
-    assert values(first) == [2]
-    for asked in more[:2]:
-        failed = refusal(asked)
-        assert (failed.status, str(failed)) == (500, "f failed: ArithmeticError: a negative number")
-    assert values(more[2]) == [6]
+    assert [values(asked) for asked in (first, *more[1:])] == [[2], [4], [6]]
+    failed = refusal(more[0])
+    assert (failed.status, str(failed)) == (status, text)
     bench.queue.close()
 
 
