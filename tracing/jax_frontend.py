@@ -31,7 +31,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
@@ -64,6 +64,7 @@ from jaxlib import _jax
 
 from dflow.tracing.devices.device import METADATA_KEY
 from dflow.tracing.errors import DflowError, InternalError
+from dflow.tracing.own_scopes import PREFIX
 from dflow.tracing.parallel_iterations import PARALLEL_KEY
 from dflow.tracing.source import Loc, caller, is_generated, is_installed, is_user_file
 
@@ -165,12 +166,20 @@ for _allowed in (
     _allowed.add_type(NoteEffect)
 
 
+#: Whether programs are lowered within `without_callers`.
+_ARE_EQUAL: ContextVar[bool] = ContextVar("_ARE_EQUAL", default=False)
+
+
 @dataclass(frozen=True)
 class EquationOrigin:
-    """Context of an equation's trace, to bind it again the same way, and the user's line."""
+    """Context of an equation's trace, to bind it again the same way, and the user's line.
+
+    `within`  the name scopes of the call that the equation was inlined from
+    """
 
     context: Any
     source_info: Any
+    within: str = ""
 
     @cached_property
     def loc(self) -> Loc | None:
@@ -190,7 +199,7 @@ class EquationOrigin:
     @property
     def scope(self) -> str:
         """The name scopes the equation was traced under, as JAX prints them."""
-        return str(self.source_info.name_stack)
+        return "/".join(filter(None, (self.within, str(self.source_info.name_stack))))
 
     @property
     def device(self) -> str | None:
@@ -204,10 +213,19 @@ class EquationOrigin:
         said = (self.context.xla_metadata or {}).get(PARALLEL_KEY)
         return None if said is None else int(said)
 
+    def _bound_scopes(self) -> Any:
+        """The name scopes to bind it under: all, but where programs are to be equal the user's alone."""
+        stack = self.source_info.name_stack
+        if not _ARE_EQUAL.get():
+            return stack
+        return source_info_util.NameStack(
+            tuple(one for one in stack.stack if not str(getattr(one, "name", "")).startswith(PREFIX))
+        )
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Bind primitives inside with the context and the line of the equation."""
-        stack = source_info_util.current_name_stack() + self.source_info.name_stack
+        stack = source_info_util.current_name_stack() + self._bound_scopes()
         with (
             source_info_util.user_context(self.source_info.traceback, name_stack=stack),
             self.context.manager,
@@ -215,10 +233,15 @@ class EquationOrigin:
             yield
 
 
-def without_callers() -> AbstractContextManager[None]:
-    """Lower programs with only each op's own line, not the lines of its callers, so that equal programs are equal."""
-    setting: AbstractContextManager[None] = jax_config.include_full_tracebacks_in_locations(False)
-    return setting
+@contextmanager
+def without_callers() -> Iterator[None]:
+    """Lower programs so that equal ones are equal: without the lines of an op's callers, and names of tables."""
+    token = _ARE_EQUAL.set(True)
+    try:
+        with jax_config.include_full_tracebacks_in_locations(False):
+            yield
+    finally:
+        _ARE_EQUAL.reset(token)
 
 
 @contextmanager
@@ -249,9 +272,9 @@ def line_of_program() -> Loc | None:
     return EquationOrigin(None, source_info_util.current()).own_loc or caller()
 
 
-def origin_of(equation: Equation) -> EquationOrigin:
-    """The origin of an equation."""
-    return EquationOrigin(equation.ctx, equation.source_info)
+def origin_of(equation: Equation, within: str = "") -> EquationOrigin:
+    """The origin of an equation; `within` are the name scopes of the call that it is inlined from."""
+    return EquationOrigin(equation.ctx, equation.source_info, within)
 
 
 def bind(primitive: Any, params: Any, values: Sequence[Any], origin: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from dflow.tracing.ir import ops
 from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Node, Operand, Value
 from dflow.tracing.ir.types import TokenType
+from dflow.tracing.own_scopes import PREFIX
 
 #: A value with more consuming boxes than this is listed instead of drawn.
 MOST_TAKERS = 6
@@ -118,11 +119,19 @@ def _runs(nodes: Sequence[Node], key: Callable[[Node], str]) -> list[OpGroup]:
 
 def scope_path(node: Node) -> tuple[str, ...]:
     """Return the name scopes, outermost first; the first is `dense, backward` for ops of the gradient of `dense`."""
-    parts = node.scope.split("/")
-    names = [name for part in parts if (name := re.sub(r"^(?:\w+\()+|\)+$", "", part))]
-    if names and "transpose(" in parts[0]:
+    names = [name.removeprefix(PREFIX) for name in _scopes_of(node)]
+    if names and "transpose(" in node.scope.partition("/")[0]:
         names[0] += ", backward"
     return tuple(names)
+
+
+def are_own(node: Node) -> list[bool]:
+    """Return, for each name scope of `scope_path`, whether it is of ops that dflow makes itself."""
+    return [name.startswith(PREFIX) for name in _scopes_of(node)]
+
+
+def _scopes_of(node: Node) -> list[str]:
+    return [name for part in node.scope.split("/") if (name := re.sub(r"^(?:\w+\()+|\)+$", "", part))]
 
 
 def _scope(node: Node) -> str:

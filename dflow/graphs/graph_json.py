@@ -8,13 +8,14 @@ more than `MOST_CHILDREN` children, so a page that lays out only the groups that
      "lines": [{"at": "/home/me/train.py:10", "short": "train.py:10", "text": "hidden = x @ w"}],
      "variables": [{"name": "w", "kind": "variable", "type": "f32[64,10]", "size_bytes": 2560, "device": "ps:0"}],
      "values": [{"name": "%1", "type": "f32[8,10]", "size_bytes": 320}],
-     "nodes": [{"kind": "scope", "title": "dense"},
+     "nodes": [{"kind": "scope", "title": "lookup users", "folded": true},
                {"kind": "op", "title": "dot_general", "op": "jax.dot_general", "within": 0, "line": 0, "gives": [0]}],
      "edges": [[1, 2, 0]]}
 
-Numbers in `within`, `line`, `gives`, `reads`, `writes` and in edges are indices of the lists; a key without a value is
-left out. An edge has its source, its target, and its value, or null where only the order matters. It may begin or end
-at a function; then it is of the function as a whole.
+A group that is `folded` is one of ops that dflow makes itself, and closed at first. Numbers in `within`, `line`,
+`gives`, `reads`, `writes` and in edges are indices of the lists; a key without a value is left out. An edge has its
+source, its target, and its value, or null where only the order matters. It may begin or end at a function; then it is
+of the function as a whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from dflow.graphs.graph_drawing import device_of, orders, scope_path, title_of
+from dflow.graphs.graph_drawing import are_own, device_of, orders, scope_path, title_of
 from dflow.tracing.devices.device import WITH_STATE
 from dflow.tracing.devices.device_name import short_device_name
 from dflow.tracing.ir.effects import Effect
@@ -99,10 +100,12 @@ class _GraphData:
         devices = _devices(nodes)
         own = []
         for node, device in zip(nodes, devices, strict=True):
-            path = _path(node) if within is None else ()
+            path = _path(node) if within is None else scope_path(node)
+            own_of = dict(enumerate(are_own(node)))
             for depth in range(1, len(path) + 1):
                 if path[:depth] not in scopes:
-                    scopes[path[:depth]] = self._add("scope", path[depth - 1], scopes[path[: depth - 1]])
+                    folded = own_of.get(depth - 1) or None
+                    scopes[path[:depth]] = self._add("scope", path[depth - 1], scopes[path[: depth - 1]], folded=folded)
             own.append(self._op(node, device, scopes[path], made, refs))
         for before, after in orders([(node,) for node in nodes]):
             if (own[before], own[after]) not in self._joined:
@@ -261,8 +264,7 @@ def _divide(nodes: list[dict[str, Any]]) -> None:
     waiting = [(group, own) for group, own in children.items() if len(own) > MOST_CHILDREN]
     while waiting:
         group, own = waiting.pop()
-        if group is None:
-            own = _without_ends(nodes, own)
+        own = _without(nodes, own, ("input", "output", "scope") if group is None else ("scope",))
         runs = _runs_of_lines(nodes, own) if group is None or nodes[group]["kind"] != "line" else [[one] for one in own]
         size = 1
         if len(runs) > MOST_CHILDREN:
@@ -273,9 +275,9 @@ def _divide(nodes: list[dict[str, Any]]) -> None:
                 waiting += _group(nodes, group, joined, is_line=size == 1)
 
 
-def _without_ends(nodes: Sequence[Mapping[str, Any]], own: Sequence[int]) -> list[int]:
-    """Return the children of the graph that may be in a group: arguments and results may not, unless they are many."""
-    for kind in ("input", "output"):
+def _without(nodes: Sequence[Mapping[str, Any]], own: Sequence[int], kinds: Sequence[str]) -> list[int]:
+    """Return the children that may be in a run: those of these kinds may not, unless they are many."""
+    for kind in kinds:
         if sum(nodes[one]["kind"] == kind for one in own) <= MOST_CHILDREN // 4:
             own = [one for one in own if nodes[one]["kind"] != kind]
     return [*own]

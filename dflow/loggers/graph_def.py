@@ -15,6 +15,7 @@ from dflow.tracing.devices.device import WITH_STATE
 from dflow.tracing.ir import ops
 from dflow.tracing.ir.graph import FreshNames, Graph, Node, Operand, Value
 from dflow.tracing.ir.types import ArrayType, RefType, TokenType, Type
+from dflow.tracing.own_scopes import PREFIX
 from dflow.tracing.syntax.text import node_text
 
 #: What `jvp(...)` and the like put around a name scope.
@@ -92,7 +93,7 @@ class _GraphDefWriter:
 
 def _scoped(node: Node) -> str:
     """Return the name that a node gets, if it is free. A read outside of scopes is `<variable>/read`."""
-    scopes = [_WRAPPED.sub("", part) for part in node.scope.split("/")]
+    scopes = [_WRAPPED.sub("", part).removeprefix(PREFIX) for part in node.scope.split("/")]
     if "transpose(" in node.scope:
         scopes.insert(0, "gradients")
     elif node.device == WITH_STATE and not any(scopes):

@@ -27,6 +27,7 @@ from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.ir.wide_sums import sum_dtype
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.id_checks import nan_unless
 from dflow.tracing.source import as_code
 
@@ -110,12 +111,13 @@ class Embedding(ShardedVariable):
         With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere `WideIds`, NumPy's
         integers or strings. An id without a row of its own has the one that its bucket shares.
         """
-        if self.vocabulary is not None:
-            return self._rows_found(ids)
-        refuse_found(ids, self.name)
-        given = self.checked(ids)
-        is_row = (given >= 0) & (given < self.shape[0])
-        return nan_unless(is_row[..., None], self.rows(jnp.where(is_row, given, 0)))
+        with own_scope("lookup", self.name):
+            if self.vocabulary is not None:
+                return self._rows_found(ids)
+            refuse_found(ids, self.name)
+            given = self.checked(ids)
+            is_row = (given >= 0) & (given < self.shape[0])
+            return nan_unless(is_row[..., None], self.rows(jnp.where(is_row, given, 0)))
 
     @property
     def vocabulary(self) -> Vocabulary | None:
@@ -132,7 +134,8 @@ class Embedding(ShardedVariable):
         Nothing changes here. Give the result to the optimizer with the gradients, which are those of these rows:
         `optimizer.apply(gradients, found=found)` gives rows to the new ids.
         """
-        return find(self, ids)
+        with own_scope("find", self.name):
+            return find(self, ids)
 
     def counts(self) -> VocabularyCounts:
         """Numbers of ids found, admitted, evicted and so on. Raises VariableError if it has no vocabulary."""
@@ -203,12 +206,13 @@ class Embedding(ShardedVariable):
         def by_bag(values: Any) -> Any:
             return values.sum(len(shape) - 1) if segments is None else jax.ops.segment_sum(values, segments, bags)
 
-        rows = self(ids).astype(wide)
-        total: jax.Array = by_bag(rows if factors is None else rows * factors[..., None])
-        if combine == "mean":
-            weight = by_bag(jnp.ones(shape, wide) if factors is None else factors)[..., None]
-            total = jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
-        return total.astype(self.dtype)
+        with own_scope("bag", self.name):
+            rows = self(ids).astype(wide)
+            total: jax.Array = by_bag(rows if factors is None else rows * factors[..., None])
+            if combine == "mean":
+                weight = by_bag(jnp.ones(shape, wide) if factors is None else factors)[..., None]
+                total = jnp.where(weight == 0, 0, total / jnp.where(weight == 0, 1, weight))
+            return total.astype(self.dtype)
 
 
 def _checked_segments(segments: Any, bags: int, table: str) -> Any:

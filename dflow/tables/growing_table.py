@@ -21,6 +21,7 @@ from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
 from dflow.tables.wide_ids import WideIds, wide_ids
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
+from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.slices import AxisSlice, sliced_at
@@ -134,7 +135,8 @@ def _find(table: Embedding, ids: WideIds) -> FoundIds:
     if not flat.low.size:
         return FoundIds(table, shape, (), jnp.zeros(0, jnp.int32))
     by_shard = _own_ids(table)
-    way = route_ids([bound // (by_shard[0].config.bucket + 1) for bound in table.layout.bounds], flat)
+    with own_scope("route", table.name):
+        way = route_ids([bound // (by_shard[0].config.bucket + 1) for bound in table.layout.bounds], flat)
     shards = [
         ids_of.find(name(own, f"{table.name}/{number}/ids"), count)
         for number, (ids_of, own, count) in enumerate(zip(by_shard, way.ids, way.counts, strict=True))

@@ -31,6 +31,7 @@ from dflow.tables.vocabulary import ShardRows, Vocabulary, VocabularyCounts
 from dflow.tables.wide_ids import mixed
 from dflow.tracing.devices.device import with_state
 from dflow.tracing.ir.each_once import mixed_bits
+from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.state.resources import Variable
 
 #: Number of new rows whose initial values are computed together: a step computes as many blocks as it has new ids.
@@ -103,7 +104,7 @@ class ShardVocabulary:
         found  what the gradients were computed from; None for a synchronous step, which none of the rows seen until now
                can lose. The other rows have another id than the gradients
         """
-        with with_state():
+        with with_state(), own_scope("begin update of", self._shard.name):
             seen_at = clock = self._clock()
             for one in found or ():
                 seen_at = jnp.minimum(seen_at, one.clock)
@@ -118,7 +119,7 @@ class ShardVocabulary:
 
         update  the update that `begin_update` began, without the rows left out; None in a synchronous step
         """
-        with with_state():
+        with with_state(), own_scope("admit to", self._shard.name):
             clock = self._clock()
             now = clock + 1 if update is None else clock
             # XLA copies a variable if a write of it does not depend on all reads of the old value. So the new rows have

@@ -30,6 +30,7 @@ from dflow.tracing.ir.updates import indices_refusal
 from dflow.tracing.ir.wide_sums import is_narrow, sum_dtype
 from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.number_range import check_number
+from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.id_checks import IDS, check_ids, checked_ids
 from dflow.tracing.primitives.state_primitives import gather_p
@@ -163,11 +164,12 @@ class ShardedVariable(RowUpdates):
         gradient. Raises VariableShapeError for indices that are no integers.
         """
         given = self._indices("gather", indices)
-        wrapped = jnp.where(given < 0, given + self.shape[0], given)
-        inside = jnp.clip(wrapped, 0, self.shape[0] - 1)
-        rows = self.rows(inside)
-        is_there = (wrapped == inside).reshape(*inside.shape, *[1] * (self.ndim - 1))
-        return jnp.where(is_there, rows, jax.lax.stop_gradient(rows))
+        with own_scope("gather", self.name):
+            wrapped = jnp.where(given < 0, given + self.shape[0], given)
+            inside = jnp.clip(wrapped, 0, self.shape[0] - 1)
+            rows = self.rows(inside)
+            is_there = (wrapped == inside).reshape(*inside.shape, *[1] * (self.ndim - 1))
+            return jnp.where(is_there, rows, jax.lax.stop_gradient(rows))
 
     def rows(self, numbers: Any) -> jax.Array:
         """The rows of these numbers, i32 of any shape; for a number that no row has, any values."""
@@ -188,7 +190,8 @@ class ShardedVariable(RowUpdates):
                 return jnp.concatenate(looked, axis=1).reshape(shape)
             owned = [is_own.reshape(-1, *[1] * (self.ndim - 1)) for _, is_own in asked]
             return jnp.select(owned, looked).reshape(shape)
-        way = route(self.layout, flat)
+        with own_scope("route", self.name):
+            way = route(self.layout, flat)
         way = way._replace(rows=[name(rows, f"{self.name}/{shard}/ids") for shard, rows in enumerate(way.rows)])
         if self.layout.axis == 0:
             found = jnp.concatenate(list(map(_looked_up, shards, way.rows, way.counts)))
@@ -331,16 +334,17 @@ class ShardedVariable(RowUpdates):
             )
         if not rows.size:
             return
-        numbers = jnp.where(given < 0, given + self.shape[0], given).reshape(-1)
-        rows = rows.astype(self.dtype).reshape(-1, *self.shape[1:])
-        way = route(self.layout, numbers)
-        if self.layout.axis == 0:
-            for shard, places, each in zip(shards, way.rows, combined(kind, way, rows), strict=True):
-                getattr(shard, kind)(places, each)
-        else:
-            for number, shard in enumerate(shards):
-                [each] = combined(kind, way, self.layout.part(number).of(rows))
-                getattr(shard, kind)(way.rows[0], each)
+        with own_scope(kind, self.name):
+            numbers = jnp.where(given < 0, given + self.shape[0], given).reshape(-1)
+            rows = rows.astype(self.dtype).reshape(-1, *self.shape[1:])
+            way = route(self.layout, numbers)
+            if self.layout.axis == 0:
+                for shard, places, each in zip(shards, way.rows, combined(kind, way, rows), strict=True):
+                    getattr(shard, kind)(places, each)
+            else:
+                for number, shard in enumerate(shards):
+                    [each] = combined(kind, way, self.layout.part(number).of(rows))
+                    getattr(shard, kind)(way.rows[0], each)
 
     def _on_shards(self, method: str, fn: Callable[[Any, Any], Any]) -> list[Any]:
         """Return `fn(value, part)` of each shard, computed where it is."""

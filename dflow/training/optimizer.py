@@ -23,6 +23,7 @@ from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.jaxprs.trace import trace
 from dflow.tracing.names_of_values import variable_differentiated
 from dflow.tracing.near_names import suggests_keywords
+from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.path_names import path_name
 from dflow.tracing.rare_collections import rare_collections
 from dflow.tracing.rows.row_gradient import is_row_gradient
@@ -234,7 +235,7 @@ class Optimizer:
         self, given: list[Any], extra: dict[str, Any], found: dict[Variable, list[Any]] | None
     ) -> None:
         """Update by gradients; those of tables with vocabularies are of `found`, or of a synchronous step."""
-        with with_state(), naming_extra(extra) as extra:
+        with with_state(), own_scope("apply", self.name), naming_extra(extra) as extra:
             arrays = [gradient.dense() if is_row_gradient(gradient) else gradient for gradient in given]
             updates, state = self._transformation.update(
                 self._tree.unflatten(arrays),

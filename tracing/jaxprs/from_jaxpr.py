@@ -174,10 +174,12 @@ class _Builder:
         operands: Sequence[Operand],
         origin: EquationOrigin | None = None,
         names: Sequence[str | None] = (),
+        within: str = "",
     ) -> list[Operand]:
         """Add the nodes of `jaxpr` applied to `operands`; its outputs.
 
-        `origin` stands in for the nodes' own; `names` are what the first outputs shall be called.
+        `origin` stands in for the nodes' own; `names` are what the first outputs shall be called; `within` are the
+        name scopes around the jaxpr.
         """
         env: dict[Any, Operand] = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
         wanted = _wanted_names(jaxpr) | {
@@ -192,7 +194,7 @@ class _Builder:
         for equation in jaxpr.eqns:
             inputs = [operand(atom) for atom in equation.invars]
             names = [wanted.get(var) for var in equation.outvars]
-            outputs = self._add(equation, inputs, names, origin or origin_of(equation))
+            outputs = self._add(equation, inputs, names, origin or origin_of(equation, within))
             env.update(zip(equation.outvars, outputs, strict=True))
         return [operand(atom) for atom in jaxpr.outvars]
 
@@ -240,7 +242,7 @@ class _Builder:
                 or _holds_wire(jaxpr)
                 or (is_called and any(map(is_large, closed_over(jaxpr, consts))))
             ):
-                return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names)
+                return self.inline(jaxpr, [*map(self.captured, consts), *inputs], None, names, origin.scope)
         if host_resources(equation.effects) or is_divided:
             return self._control(equation, inputs, names, origin)
         if touches_state(equation.effects):

@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 
@@ -167,3 +169,42 @@ def test_every_graph_is_json_whose_indices_exist(graph: Any) -> None:
         assert len(path(data, index)) < 20
         assert all(0 <= place < len(data["variables"]) for place in [*one.get("reads", []), *one.get("writes", [])])
     assert data["ops"] >= len(graph.nodes)
+
+
+def test_the_parts_of_dflow_itself_are_folded_groups_with_the_name_of_their_table() -> None:
+    users = dflow.Embedding(64, 2, vocabulary=dflow.Vocabulary(), name="users")
+    items = dflow.Embedding(50, 2, name="shop/items")
+    w = dflow.Variable(jnp.ones((4, 1)), name="w")
+    adam = dflow.Optimizer(optax.adam(0.1), [users, items, w], name="adam")
+
+    def step(ids: Any, bought: Any) -> Any:
+        found = users.find(ids)
+
+        def loss() -> Any:
+            with jax.named_scope("tower"):
+                return (jnp.concatenate([users(found), items.bag(bought)], 1) @ w).mean()
+
+        value, gradients = dflow.value_and_grad(loss, [users, items, w])()
+        adam.apply(gradients, found=found)
+        return value
+
+    data = data_of(step, dflow.wide_ids(np.arange(8)), np.zeros((8, 2), np.int32))
+    nodes = data["nodes"]
+    assert data["ops"] > 500
+    roots = [one for one in nodes if "within" not in one]
+    assert len(roots) < 30
+    folded = {"/".join([*path(data, index), one["title"]]) for index, one in enumerate(nodes) if one.get("folded")}
+    assert {
+        "find users",
+        "find users/route users",
+        "tower/lookup users",
+        "tower/bag shop.items",
+        "tower/bag shop.items/lookup shop.items",
+        "tower, backward/lookup users",
+        "apply adam",
+        "apply adam/admit to users.0",
+    } <= folded
+    assert not any(title.partition("/")[0] in ("tower", "tower, backward") for title in folded if "/" not in title)
+    # Ops of JAX's functions that were inlined, such as `%`, are with the others.
+    strays = {one["title"] for one in roots if one["kind"] in ("op", "line", "run")}
+    assert not {"rem", "ne"} & strays

@@ -67,7 +67,7 @@ def test_name_scopes_variables_updates_and_order(tmp_path: Path) -> None:
     assert product.input == ["x", "dense/w/read"]
     assert b"test_graph_def.py:" in product.attr["text"].s
     assert nodes["gradients/dense/dot_general"].input[0].startswith("gradients/")
-    update = nodes["update/assign_add"]
+    update = nodes["apply_sgd/assign_add"]
     assert (update.op, update.input[0]) == ("assign_add", "dense/w")
     assert "^dense/w/read" in update.input  # the write comes after the read, which its value does not say
     assert nodes["return_0"].input == ["dense/reduce_sum"]

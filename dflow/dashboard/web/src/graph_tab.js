@@ -43,11 +43,13 @@ export class GraphTab {
     this.shown = undefined;
   }
 
+  /** Offer all functions. The first one shown is that with the most time: usually the training step. */
   offer(tasks) {
     this.first = undefined;
+    let longest = -1;
     const groups = tasks.map(({ task, functions }) => h("optgroup", { label: task }, ...functions.filter((one) => one.has_graph).map((one) => {
       const value = `graph?${new URLSearchParams({ task, id: one.id })}`;
-      this.first ??= value;
+      if (one.total_ms > longest) [this.first, longest] = [value, one.total_ms];
       return h("option", { value }, `${one.name}  (${one.line})`);
     })));
     this.choice.replaceChildren(...groups.filter((group) => group.children.length));

@@ -53,7 +53,7 @@ export class GraphModel {
     const waiting = [...this.roots];
     while (waiting.length) {
       const node = this.nodes[waiting.shift()];
-      if (node.kind !== "scope" || shown + node.children.length > INITIAL_BOXES) continue;
+      if (node.kind !== "scope" || node.folded || shown + node.children.length > INITIAL_BOXES) continue;
       this.open.add(node.id);
       shown += node.children.length;
       waiting.push(...node.children);
