@@ -17,6 +17,7 @@ import numpy as np
 from jax import export
 
 from dflow.calls.function import Function, jit
+from dflow.distributed.strategies.applying import refuse_own_training
 from dflow.exporting.export_check import check_program, python_signature
 from dflow.exporting.export_format import (
     CONSTANTS,
@@ -211,8 +212,11 @@ def _function(
     python = python_signature(parameters)
     given = {key: constants[stored] for key, stored in signature.constants.items()}
 
+    trained = [variables[key] for key in signature.writes if variables[key].trainable]
+
     def run(*args: Any, **kwargs: Any) -> Any:
         _check_platform(name, signature)
+        refuse_own_training(run, name, trained)
         values = _bound(name, signature, python, args, kwargs)
         leaves = [leaf for parameter in parameters for leaf in _leaves(name, parameter, values[parameter.name])]
         plain_args, plain_kwargs = build(arguments, iter(leaves))

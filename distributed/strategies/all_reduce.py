@@ -102,7 +102,7 @@ class AllReduce(Strategy):
     ) -> None:
         if cluster.group is None and not cluster.is_standalone:
             raise StrategyError(
-                "AllReduce: expected a cluster with collectives, got one without",
+                f"{type(self).__name__}: expected a cluster with collectives, got one without",
                 "write dflow.connect(collectives=True)",
             )
         self._cluster, self._group = cluster, cluster.group

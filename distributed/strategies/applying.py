@@ -97,8 +97,9 @@ def _variables_of(optimizer: GivenOptimizer) -> list[Any]:
     return jax.tree_util.tree_leaves(optimizer.variables, is_leaf=is_variable)
 
 
-#: Optimizers of variables that each process has for itself, whose updates were traced outside of shared steps.
-_traced_outside: WeakSet[GivenOptimizer] = WeakSet()
+#: Optimizers of variables that each process has for itself, whose updates were traced outside of shared steps; and
+#: loaded functions that update such variables.
+_traced_outside: WeakSet[Any] = WeakSet()
 
 
 def is_own(variable: Any) -> bool:
@@ -110,11 +111,11 @@ def is_own(variable: Any) -> bool:
 class SharedVariables:
     """The variables that optimizers of a shared step may update; `is_own` is true for the others.
 
-    `remedy` says where to make them.
+    `where` is the block to make them in.
     """
 
     is_own: Callable[[Any], bool] = is_own
-    remedy: str = "make it within cluster.parameter_servers()"
+    where: str = "cluster.parameter_servers()"
 
 
 #: In a step that several workers run, the variables that its optimizers may have.
@@ -149,6 +150,24 @@ def refuse_own_variables(optimizer: GivenOptimizer) -> None:
         raise VariableError(
             f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
             f"would train variables of their own",
-            shared.remedy,
+            f"make it within {shared.where}",
+            at=variable.loc,
+        )
+
+
+def refuse_own_training(function: Any, name: str, trained: Iterable[Any]) -> None:
+    """In a `shared_step`, raise VariableError if a loaded function trains a variable that lives in this process only.
+
+    Its optimizer is a part of its program, so that `refuse_own_variables` is not called.
+    """
+    shared = _shared.get()
+    variable = next(filter(is_own if shared is None else shared.is_own, trained), None)
+    if variable is not None and shared is None:
+        _traced_outside.add(function)
+    elif variable is not None and shared is not None:
+        raise VariableError(
+            f"variable {variable.name!r}, which the loaded function {name!r} trains, lives in this process, so that "
+            f"the other workers would train variables of their own",
+            f"load it within {shared.where}",
             at=variable.loc,
         )

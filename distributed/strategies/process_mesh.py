@@ -84,7 +84,7 @@ class ProcessMesh:
 
         A step with variables on other tasks is refused: each process would run all of it, and apply each update again.
         """
-        variables = SharedVariables(lambda one: not self._has(one), "make it within strategy.variables()")
+        variables = SharedVariables(lambda one: not self._has(one), "strategy.variables()")
         why = "AllReduce: expected a step over variables of the mesh, got one with variables or queues on other tasks"
         remedy = "train by Hybrid, which has tables on tasks, or by Sync"
         agreed = programs.step(point, refuse_own_resources, is_one_call=is_one_call, more=_settings)

@@ -52,6 +52,11 @@ from dflow.tracing.syntax.listing import listing
 _serials = itertools.count()
 
 
+_REMEDY = "call apply of each dflow.Optimizer once, outside of loops: add up gradients of microbatches before"
+#: The remedy for a step that updates variables without an optimizer of this program, such as a loaded one.
+_UPDATES = "train by Async, whose steps may update variables themselves, as a loaded step does"
+
+
 class RoundTasks(StrategyCluster, Protocol):
     """The part of a cluster that is needed here; see `Cluster`."""
 
@@ -248,7 +253,7 @@ class _Found:
             raise StrategyError(
                 f"{getattr(step, '__name__', 'the step')} gives gradients {count} times (to {names}), and a "
                 f"synchronous step gives them once to each optimizer",
-                "call apply of each dflow.Optimizer once, outside of loops: add up gradients of microbatches before",
+                _REMEDY if count or not _writes(stage) else _UPDATES,
             )
         noted = noted_rows(jaxpr, consts)
         if len(noted) != len(optimizers):  # those in a loop are noted only in the loop's body, and taken as dense
@@ -270,6 +275,11 @@ _looks: WeakKeyDictionary[Any, dict[Any, _Look]] = WeakKeyDictionary()
 _kept: WeakKeyDictionary[GivenOptimizer, dict[str, Gradients]] = WeakKeyDictionary()
 
 
+def _writes(stage: Any) -> bool:
+    """Whether a step updates variables of tasks itself."""
+    return bool(written_on_tasks(_traced(stage)))
+
+
 def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseGradients | None) -> _Look:
     """Return the optimizers of a step, and the types of the gradients given to them; traces at the first call."""
     leaves, tree = jax.tree_util.tree_flatten(arguments)
@@ -278,8 +288,10 @@ def _looked_at(step: Callable[..., Any], arguments: Sequence[Any], dense: DenseG
     looks = _looks.setdefault(step, {})
     if key not in looks:
         if not hasattr(step, "trace"):
+            name = getattr(step, "__name__", f"a {type(step).__name__}")
             raise StrategyError(
-                f"{getattr(step, '__name__', step)} is not a function of dflow.jit", "decorate it with @dflow.jit"
+                f"the step: expected a function of dflow.jit, got {name}",
+                _UPDATES if hasattr(step, "signatures") else "decorate it with @dflow.jit",
             )
         looks[key] = _look(step, arguments, dense)
     return looks[key]

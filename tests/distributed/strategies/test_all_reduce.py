@@ -208,9 +208,11 @@ def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -
     assert output.count("this worker's batch for the next step is not used") == 1
 
 
-def test_a_cluster_without_collectives_is_refused(worker: Cluster) -> None:
-    with pytest.raises(StrategyError, match=r"expected a cluster with collectives(.|\n)*connect\(collectives=True\)"):
-        dflow.distributed.AllReduce(worker)
+@pytest.mark.parametrize("kind", ["AllReduce", "Hybrid"])
+def test_a_cluster_without_collectives_is_refused(worker: Cluster, kind: str) -> None:
+    fact = rf"{kind}: expected a cluster with collectives(.|\n)*connect\(collectives=True\)"
+    with pytest.raises(StrategyError, match=fact):
+        getattr(dflow.distributed, kind)(worker)
 
 
 def test_a_step_over_variables_of_other_tasks_is_refused(worker: Cluster) -> None:
