@@ -328,7 +328,7 @@ def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, Name
         [variable] = entry.variables
         name = called.setdefault(variable, _array_name(entry.name, names))
         held = named.get(name)
-        is_held = held is not None and any(one is variable for one in held.variables)
+        is_held = held is not None and any(_is_same(one, variable) for one in held.variables)
         if held is None or (entry.impl and is_held):
             named[name] = entry
         elif not is_held:
@@ -341,6 +341,12 @@ def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, Name
             named[name] = replace(held, variables=(*held.variables, variable))
     _check_used(named, names, task)
     return {name: entry if entry.variables[0].part is None else _in_order(name, entry) for name, entry in named.items()}
+
+
+def _is_same(one: Variable, other: Variable) -> bool:
+    """Return whether two handles are of one variable, as of one on tasks that a program has made twice by its name."""
+    is_shared = one.home.shares_names and one.home == other.home
+    return one is other or (is_shared and one.name == other.name)
 
 
 def _in_order(name: str, entry: NamedArray) -> NamedArray:

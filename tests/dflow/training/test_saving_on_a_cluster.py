@@ -124,6 +124,29 @@ def test_the_checkpoint_is_that_of_one_process(worker: Cluster, tmp_path: Path) 
     same(here.values(), on_tasks.values())
 
 
+@pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+def test_what_a_program_makes_twice_by_its_name_is_saved_once(worker: Cluster, tmp_path: Path) -> None:
+    """As by a cell of a notebook that is run again: on tasks, a name is one variable."""
+
+    def made() -> Any:
+        w, table = dflow.Variable(lambda: jnp.zeros(3), name="w"), dflow.Embedding(6, 2, name="table")
+        return [w, table, dflow.Generator(3, name="key"), dflow.Optimizer(optax.adam(0.1), [w], name="adam")]
+
+    with worker.parameter_servers(), dflow.container("twice"):
+        first, second = made(), made()
+    first[0].assign(jnp.ones(3))
+    for place, given in (("container", "twice"), ("tree", [first, second])):
+        dflow.save(tmp_path / place, given)
+        first[0].assign(jnp.zeros(3))
+        dflow.restore(tmp_path / place, "twice")
+        np.testing.assert_array_equal(second[0].read(), np.ones(3))
+    with dflow.container("other"):
+        here = [dflow.Variable(jnp.zeros(3), name="w") for _ in range(2)]
+    with pytest.raises(dflow.CheckpointError, match="two variables would be the array 'other/w'"):
+        dflow.save(tmp_path / "here", "other")
+    assert here
+
+
 def test_no_value_goes_through_the_worker(memory: MemoryCluster, worker: Cluster, tmp_path: Path) -> None:
     with worker.parameter_servers():
         table = dflow.Variable(lambda: jnp.ones((1000, 1000)), name="table")
