@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflow.scopes import colocate_with
+from dflow.tables.bucket_load import MUCH_FREE, rows_for
 from dflow.tables.id_routing import route_ids
 from dflow.tables.initial_part import BLOCK_BYTES, largest
 from dflow.tables.shard_vocabulary import BLOCK, ShardVocabulary, first_ledger
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger("dflow")
+#: By table, the number of evictions when they were last warned of.
+_warned: weakref.WeakKeyDictionary[Embedding, int] = weakref.WeakKeyDictionary()
 
 
 def grow(table: Embedding, config: Vocabulary, initial: Callable[[], Any], named: str | None) -> None:
@@ -174,7 +178,25 @@ def _look_up(table: Embedding, ids: WideIds) -> jax.Array:
 
 def counts(table: Embedding) -> VocabularyCounts:
     """See `Embedding.counts`."""
-    return VocabularyCounts(*map(sum, zip(*(ids.counts() for ids in _own_ids(table)), strict=True)))
+    found = VocabularyCounts(*map(sum, zip(*(ids.counts() for ids in _own_ids(table)), strict=True)))
+    if found.evicted >= 2 * _warned.get(table, 0) > 0 or (found.evicted and table not in _warned):
+        _warn_of_full_buckets(table, found.evicted)
+    return found
+
+
+def _warn_of_full_buckets(table: Embedding, evicted: int) -> None:
+    """Log a warning if ids lose their rows although many rows are free: the first time, and when twice as many have."""
+    shards = _own_ids(table)
+    used, bucket = sum(int(ids.used_rows()) for ids in shards), shards[0].config.bucket
+    free = 1 - used / sum(ids.capacity for ids in shards)
+    if free < MUCH_FREE:
+        return
+    _warned[table] = evicted
+    LOGGER.warning(
+        "table %r: %d times an id has lost its row to another one, though %.0f%% of the rows are free: an id has its "
+        "row in one bucket of %d, and some buckets are full\n  give it rows=%d for %d ids, or Vocabulary(bucket=%d)",
+        *(table.name, evicted, 100 * free, bucket, rows_for(used, bucket), used, 4 * bucket),
+    )
 
 
 def _report_refused(table: Embedding, found: FoundIds) -> None:

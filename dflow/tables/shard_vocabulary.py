@@ -148,6 +148,18 @@ class ShardVocabulary:
         with with_state():
             self._set_clock(jnp.maximum(self._born.read().max(), self._seen.read().max()) + 1)
 
+    @property
+    def capacity(self) -> int:
+        """Number of ids that can have a row of their own."""
+        return self._own_buckets * self.config.bucket
+
+    @jit
+    def used_rows(self) -> Any:
+        """Return the number of ids that have a row of their own, i32[]."""
+        with colocate_with(self._shard):
+            by_bucket = self._born.read().reshape(self._own_buckets, self.config.bucket + 1)
+            return jnp.sum(by_bucket[:, : self.config.bucket] > 0, dtype=jnp.int32)
+
     def counts(self) -> VocabularyCounts:
         """The counts of this shard."""
         ledger = np.asarray(self.ledger.read()).astype(object)

@@ -196,7 +196,7 @@ def test_a_copy_in_each_worker_is_refused() -> None:
     ("use", "error", "message"),
     [
         (lambda: TABLE(jnp.array([1])), dflow.InputError, "got a JAX array of int32"),
-        (lambda: dflow.jit(TABLE)(np.array([2**40])), dflow.InputError, "got a JAX array of int32"),
+        (lambda: dflow.jit(TABLE)(np.array([2**40])), dflow.InputError, "expected integers from .*got 1099511627776"),
         (lambda: TABLE.gather(np.array([1])), dflow.VariableError, r"look ids up by growing_words\(ids\)"),
         (lambda: TABLE[np.array([1])], dflow.VariableError, "'growing_words' has a vocabulary"),
         (
