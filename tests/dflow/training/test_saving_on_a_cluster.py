@@ -135,8 +135,8 @@ def test_what_a_program_makes_twice_by_its_name_is_saved_once(worker: Cluster, t
     with worker.parameter_servers(), dflow.container("twice"):
         first, second = made(), made()
     first[0].assign(jnp.ones(3))
-    for place, given in (("container", "twice"), ("tree", [first, second])):
-        dflow.save(tmp_path / place, given)
+    for place, tree in (("container", "twice"), ("tree", [first, second])):
+        dflow.save(tmp_path / place, tree)
         first[0].assign(jnp.zeros(3))
         dflow.restore(tmp_path / place, "twice")
         np.testing.assert_array_equal(second[0].read(), np.ones(3))
