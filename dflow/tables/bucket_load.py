@@ -31,5 +31,5 @@ def rows_for(ids: int, bucket: int = 32, share: float = SMALL_SHARE) -> int:
     """Return the number of rows at which at most this share of so many ids has none, with two digits."""
     load = max((step / 100 for step in range(1, 100) if share_without_row(step / 100, bucket) <= share), default=0.01)
     rows = ids / load
-    unit = 10 ** max(0, math.floor(math.log10(max(rows, 1))) - 1)
-    return math.ceil(rows / unit) * unit
+    unit: int = 10 ** max(0, math.floor(math.log10(max(rows, 1))) - 1)
+    return int(math.ceil(rows / unit) * unit)
