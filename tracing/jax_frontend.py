@@ -14,6 +14,7 @@ derivatives let them through. Names taken from `jax._src`, each with the public 
 - lowering without the lines of callers: the public setting is of the whole process;
 - the MLIR context of a thread: no public form;
 - whether a backend is up: every public function that would tell starts one;
+- the address at which collectives of CPUs listen: no setting has it;
 - the class of errors about shardings in types;
 - a call of a compiled function for types without a program: `jax.jit` compiles it immediately, and has no hook;
 - the traces that are alive: no public form;
@@ -44,6 +45,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 from jax._src import config as jax_config
 from jax._src import core as jax_core
+from jax._src import distributed as jax_distributed
 from jax._src import dtypes as jax_dtypes
 from jax._src import effects as jax_effects
 from jax._src import pjit as jax_pjit
@@ -82,6 +84,23 @@ def is_backend_up() -> bool:
     """Whether JAX has looked for devices, and so read its settings of them."""
     up: bool = xla_bridge.backends_are_initialized()
     return up
+
+
+def use_gloo_at(host: str) -> None:
+    """Have collectives of CPUs of several processes listen at an address of this host.
+
+    By default they resolve the name of the host, which may have no address, or one that others do not reach. To be
+    called after `jax.distributed.initialize`, and before JAX looks for devices.
+    """
+    if jax_config.cpu_collectives_implementation.value != "gloo":
+        return
+
+    def make() -> Any:
+        client = jax_distributed.global_state.client
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        return xla_bridge.make_cpu_client(collectives=collectives)
+
+    xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
 #: JAX's error where the shardings in types do not decide that of a result. It has no public name.

@@ -23,6 +23,7 @@ from dflow.cli.command import Command, add_seconds, count, job_count
 from dflow.distributed.process.freed_memory import keep_freed_memory
 from dflow.distributed.process.parent_watch import watch
 from dflow.distributed.process.stop_signal import StopSignal
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.tracing.devices.task_name import task_name
 from dflow.tracing.environment import read
 from dflow.tracing.errors import ConfigError
@@ -144,7 +145,7 @@ def _be_coordinator(options: argparse.Namespace) -> int:
     )
     file = cluster_file_of(options)
     jobs = dict(options.jobs) or (file.counts if file else {})
-    address = options.address or (file.coordinator if file else with_port(read("DFLOW_ADDRESS") or "127.0.0.1"))
+    address = options.address or (file.coordinator if file else with_port(read("DFLOW_ADDRESS") or LOOPBACK))
     transport, metrics = transport_of(options), metrics_place_of(options)
     with _told_who_listens(address):
         return serve_coordinator(stop, transport, address, jobs, store=store, settings=settings, metrics=metrics)

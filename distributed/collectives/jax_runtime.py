@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
 
 from dflow.distributed.collectives.process_group import ProcessGroup
+from dflow.distributed.transport.addresses import TcpAddress, parse_address
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.tracing.errors import StrategyError
-from dflow.tracing.jax_frontend import is_backend_up
+from dflow.tracing.jax_frontend import is_backend_up, use_gloo_at
 
 #: JAX's own heartbeats decide nothing, since the cluster's coordinator notices deaths. In s, longer than any run.
 NEVER_S = 10**8
+#: Hosts that gRPC reaches without a proxy, in place of those in `no_proxy`.
+_NO_PROXY = "no_grpc_proxy"
+#: JAX's setting of a warning that a proxy may be used.
+_WARNS_OF_PROXY = "jax_check_proxy_envs"
 _SCRIPT = Path(__file__).with_name("jax_service.py")
 
 
@@ -38,18 +48,21 @@ class JaxRuntime:
         self._service: subprocess.Popen[bytes] | None = None
         address = self._serve(host) if group.rank == 0 else ""
         address = group.exchange("the start of JAX's runtime", address)[0]
-        jax.distributed.initialize(
-            address,
-            len(group.members),
-            group.rank,
-            # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
-            coordinator_bind_address="127.0.0.1:0" if group.rank == 0 else None,
-            # Under Slurm, JAX would take one device for each process.
-            cluster_detection_method="deactivate",
-            initialization_timeout=int(timeout_s),
-            heartbeat_timeout_seconds=NEVER_S,
-            shutdown_timeout_seconds=int(timeout_s),
-        )
+        _check_reached(address, timeout_s)
+        with _without_proxy(address):
+            jax.distributed.initialize(
+                address,
+                len(group.members),
+                group.rank,
+                # The process of rank 0 starts a service too, which no other uses: see `jax_service.py`.
+                coordinator_bind_address=str(TcpAddress(LOOPBACK, 0)) if group.rank == 0 else None,
+                # Under Slurm, JAX would take one device for each process.
+                cluster_detection_method="deactivate",
+                initialization_timeout=int(timeout_s),
+                heartbeat_timeout_seconds=NEVER_S,
+                shutdown_timeout_seconds=int(timeout_s),
+            )
+        use_gloo_at(_host_here(host))
 
     def _serve(self, host: str) -> str:
         """Start the service, and return its address."""
@@ -69,3 +82,63 @@ class JaxRuntime:
         jax.distributed.shutdown()
         if self._service is not None:
             self._service.communicate(b".")
+
+
+def _check_reached(address: str, timeout_s: float) -> None:
+    """Raise StrategyError if JAX's service cannot be reached, after which JAX would abort the process."""
+    place = parse_address(address)
+    assert isinstance(place, TcpAddress)
+    try:
+        socket.create_connection((place.host, place.port), timeout_s).close()
+    except OSError as error:
+        raise StrategyError(
+            f"JAX's coordination service, beside the first worker: expected a connection to {address}, got: "
+            f"{error.strerror or error}",
+            "let workers connect to each other's hosts at any port, or give connect() the address= that others reach",
+        ) from error
+
+
+@contextmanager
+def _without_proxy(address: str) -> Iterator[None]:
+    """Return a context in which gRPC connects to an address itself, and not by a proxy of the environment.
+
+    gRPC reads the environment when it makes a connection. The variable is one that nothing else reads, and names the
+    hosts that are reached without a proxy.
+    """
+    if not any("_proxy" in name.lower() for name in os.environ):
+        yield
+        return
+    place = parse_address(address)
+    assert isinstance(place, TcpAddress)
+    before, warns = os.environ.get(_NO_PROXY), jax.config.read(_WARNS_OF_PROXY)
+    others = before if before is not None else os.environ.get("no_proxy", os.environ.get("NO_PROXY", ""))
+    os.environ[_NO_PROXY] = ",".join(filter(None, (others, place.host)))
+    jax.config.update(_WARNS_OF_PROXY, False)
+    try:
+        yield
+    finally:
+        jax.config.update(_WARNS_OF_PROXY, warns)
+        if before is None:
+            del os.environ[_NO_PROXY]
+        else:
+            os.environ[_NO_PROXY] = before
+
+
+def _host_here(host: str) -> str:
+    """Return an address of this host at which the other members reach it. Raises StrategyError if there is none.
+
+    That is `host`, unless the network translates it: then the address of the host's own name.
+    """
+    names = [host, socket.gethostname()]
+    for name in names:
+        try:
+            for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
+                with socket.socket(family, kind, protocol) as tried:
+                    tried.bind(address)
+                return str(address[0])
+        except OSError:
+            continue
+    raise StrategyError(
+        f"collectives of CPUs: expected an address of this host, got {' and '.join(map(repr, names))}, which are none",
+        "give connect() the address= of one of its interfaces",
+    )

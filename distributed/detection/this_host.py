@@ -18,6 +18,7 @@ from dflow.distributed.detection.cluster_file import read_cluster_file
 from dflow.distributed.detection.cluster_spec import Finding
 from dflow.distributed.detection.detect import detect
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.tracing.errors import DeadlineExceeded
 
 METADATA_S = 10.0
@@ -83,11 +84,11 @@ def own_host(coordinator: str) -> str:
     tcp = coordinator.partition(";")[0]
     host = tcp.rpartition(":")[0].removeprefix("[").removesuffix("]")
     if host in ("localhost", "unix", "::1") or host.startswith("127."):
-        return "127.0.0.1"
+        return LOOPBACK
     found = _own_address_towards(host)
     if not found or found.startswith("127."):
         found = _own_address_towards(_ELSEWHERE)
-    return found or "127.0.0.1"
+    return found or LOOPBACK
 
 
 def listening_address(said: str, coordinator: str) -> str:
@@ -97,7 +98,7 @@ def listening_address(said: str, coordinator: str) -> str:
     this machine may also connect by a Unix socket.
     """
     host = said or own_host(coordinator)
-    if not said and host.startswith("127."):
+    if not said and (host == LOOPBACK or host.startswith("127.")):
         return LOCAL_ADDRESS
     return host if "unix:" in host else f"{with_port(host)};unix:"
 

@@ -10,13 +10,13 @@ from dflow.distributed.launching.place import TaskProgram
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import describe_end
 from dflow.distributed.transport.addresses import TcpAddress, parse_address
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.transport.security.policy import SecurityPolicy
 from dflow.tracing.errors import ConfigError
 
 #: Beginning of the first line of `dflow dashboard`, before its address.
 SERVING = "dflow dashboard: "
 NAME = "dashboard"
-LOOPBACK = "127.0.0.1"
 #: Packages of the extra `dashboard`, which serve it.
 PACKAGES = ("httptools", "starlette", "uvicorn")
 GRACE_S = 3.0
@@ -31,7 +31,7 @@ def require_dashboard(place: str, security: SecurityPolicy) -> TcpAddress:
     host, _, port = place.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(f"address of the dashboard: expected a port or HOST:PORT, got {place!r}", "give 8080, or 0")
-    address = parse_address(f"{host or LOOPBACK}:{port}")
+    address = parse_address(f"{host}:{port}" if host else str(TcpAddress(LOOPBACK, int(port))))
     assert isinstance(address, TcpAddress)
     security.check_address(address, listens=True)
     missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]

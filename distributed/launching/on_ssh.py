@@ -33,6 +33,7 @@ from dflow.distributed.launching.ssh_task import ENDED, STARTED, TERMINATE, Remo
 from dflow.distributed.launching.this_machine import ThisMachine
 from dflow.distributed.process.child_process import TAIL_LINES, ChildProcess
 from dflow.distributed.transport.addresses import TcpAddress
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.transport.security.configuration import CERTIFICATE_VARIABLES, SECRET_VARIABLE
 from dflow.distributed.transport.security.private_files import read_private
 from dflow.distributed.wire.messages.connection import PROTOCOL_VERSION
@@ -85,7 +86,7 @@ class OnSsh:
                 "make a secret by `dflow certs secret FILE` and give --secret-file FILE; see docs/security.md",
             )
         #: The coordinator listens here.
-        self.address = read("DFLOW_ADDRESS") or (own_host(f"{away[0]}:0") if away else "127.0.0.1")
+        self.address = read("DFLOW_ADDRESS") or (own_host(f"{away[0]}:0") if away else LOOPBACK)
         self._here = ThisMachine()
 
     def start(self, program: TaskProgram, on_line: Callable[[str], None]) -> Running:

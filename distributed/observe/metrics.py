@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from dflow.distributed.observe.step_counts import BOUNDS_S, StepTotals
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.wire.messages.status import Status
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import ConfigError
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from prometheus_client import Metric
 
 VARIABLE = "DFLOW_METRICS_PORT"
-LOOPBACK = "127.0.0.1"
 #: At most this many peers, and this many queues and accumulators, have their own label.
 MOST_NAMED = 100
 OTHERS = "others"

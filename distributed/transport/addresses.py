@@ -12,11 +12,10 @@ import ipaddress
 import os
 from dataclasses import dataclass
 
+from dflow.distributed.transport.loopback import LOOPBACK
+
 #: Longest path in Linux's `sockaddr_un`, without its terminating zero.
 MAX_UNIX_PATH_BYTES = 107
-
-#: The address to listen at for a task that only tasks of this machine must reach.
-LOCAL_ADDRESS = "127.0.0.1:0;unix:"
 
 _UNIX = "unix:"
 
@@ -38,6 +37,10 @@ class TcpAddress:
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+#: The address to listen at for a task that only tasks of this machine must reach.
+LOCAL_ADDRESS = f"{TcpAddress(LOOPBACK, 0)};unix:"
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ def parse_address(text: str) -> Address:
     if not colon or not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError(f"address {text!r} is not of the form 'host:port', such as '127.0.0.1:4321', or 'unix:/path'")
     host = host.removeprefix("[").removesuffix("]")
-    return TcpAddress("127.0.0.1" if host == "localhost" else host, int(port))
+    return TcpAddress(LOOPBACK if host == "localhost" else host, int(port))
 
 
 def _parse_path(path: str) -> UnixAddress:

@@ -42,6 +42,7 @@ from dflow.distributed.task.task_metrics import task_metrics
 from dflow.distributed.task.task_server import TaskSettings
 from dflow.distributed.transport.addresses import LOCAL_ADDRESS, TcpAddress, parse_endpoints
 from dflow.distributed.transport.base import Transport
+from dflow.distributed.transport.loopback import LOOPBACK
 from dflow.distributed.wire.messages.compared_steps import RunRefused
 from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.process_groups import JoinGroup
@@ -181,7 +182,7 @@ class Cluster:
         formed = self.coordinator.ask(JoinGroup(self.task, timeout_s), timeout_s + ANSWER_S)
         self.group = ProcessGroup(self.coordinator, formed, self._settings.step_timeout_s)
         main = parse_endpoints(self.server.address).main
-        host = main.host if isinstance(main, TcpAddress) else "127.0.0.1"
+        host = main.host if isinstance(main, TcpAddress) else LOOPBACK
         self._runtime = JaxRuntime(self.group, host, self._settings.join_timeout_s)
         self.programs = AgreedPrograms(self.group)
         set_program_watch(self.programs)

@@ -21,6 +21,7 @@ from typing import Literal
 
 from dflow import __version__
 from dflow.cli.tables import size_text
+from dflow.distributed.transport.loopback import LOOPBACK
 
 #: Open files of a process of a cluster: a socket to each peer, logs, programs. dflow raises the soft limit itself.
 FEWEST_FILES = 1024
@@ -215,12 +216,13 @@ def _number(name: str, file: Path) -> int:
 
 def network() -> Iterator[Diagnosis]:
     """Yield whether processes of this machine reach each other, and whether its name can be resolved."""
+    family = socket.AF_INET6 if ":" in LOOPBACK else socket.AF_INET
     try:
-        with socket.create_server(("127.0.0.1", 0)) as server:
+        with socket.create_server((LOOPBACK, 0), family=family) as server:
             server.settimeout(RESOLVE_S)
-            socket.create_connection(server.getsockname(), timeout=RESOLVE_S).close()
+            socket.create_connection(server.getsockname()[:2], timeout=RESOLVE_S).close()
     except OSError as error:
-        yield Diagnosis("wrong", f"loopback: {error}", "allow connections to 127.0.0.1, and bring up the interface lo")
+        yield Diagnosis("wrong", f"loopback: {error}", f"allow connections to {LOOPBACK}, and start interface lo")
     else:
         yield Diagnosis("ok", "loopback: connects")
     name, found = socket.gethostname(), list[str]()

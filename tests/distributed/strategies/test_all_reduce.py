@@ -151,7 +151,8 @@ def are_equal_when_saved_alone(name: str, folder: Path) -> None:
 def test_two_processes_do_what_one_does_with_all_their_batches(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PAIR)
     words = ("-m", "dflow", "launch", "--all-tables", "--ps", "1", "--workers", "2", "train.py")
-    with Spawned(*words, cwd=tmp_path, JAX_NUM_CPU_DEVICES="2") as launched:
+    # Nothing is at the proxy's address: the workers' own connections do not use it.
+    with Spawned(*words, cwd=tmp_path, JAX_NUM_CPU_DEVICES="2", http_proxy="http://127.0.0.1:9") as launched:
         status, output = launched.finish()
     lines = [re.findall(rf"^\[worker:{index}\] (\w+) (\w+) (.*)$", output, re.M) for index in (0, 1)]
     found = [{(what, how): text for what, how, text in said} for said in lines]
