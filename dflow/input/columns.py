@@ -67,6 +67,8 @@ def _has_columns(data: Any) -> bool:
     """Return whether data is to be taken by its columns."""
     if is_table(data) or _is_records(data) or (is_column(data) and not isinstance(data, list)):
         return True
+    if (parts := _parts_of_node(data)) is not None:
+        return all(map(_is_of_columns, parts))
     if not isinstance(data, tuple) or not data:
         return False
     if all(map(_is_of_columns, data)):
@@ -81,7 +83,16 @@ def _is_of_columns(entry: Any) -> bool:
     """Return whether an entry of a tuple is a column, or has columns alone."""
     if isinstance(entry, dict | tuple):
         return bool(entry) and all(map(_is_of_columns, entry.values() if isinstance(entry, dict) else entry))
-    return is_table(entry) or is_column(entry)
+    parts = _parts_of_node(entry)
+    return is_table(entry) or is_column(entry) or (parts is not None and all(map(_is_of_columns, parts)))
+
+
+def _parts_of_node(value: Any) -> list[Any] | None:
+    """Return the parts of a container of JAX's other than Python's, such as `WideIds`; None if it is none."""
+    if value is None or hasattr(value, "__iter__"):  # JAX warns of iterators
+        return None
+    parts: list[Any] = jax.tree_util.tree_leaves(value, is_leaf=lambda one: one is not value)
+    return None if len(parts) == 1 and parts[0] is value else parts
 
 
 class _Containers:
@@ -114,7 +125,13 @@ class _Containers:
             parts = [self._structure(entry, (*path, place)) for place, entry in enumerate(data)]
             return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
         if not is_column(data):
-            raise _no_column(data, path)
+            if _parts_of_node(data) is None:
+                raise _no_column(data, path)
+            return jax.tree_util.tree_map_with_path(
+                lambda key, part: self._structure(part, (*path, jax.tree_util.keystr(key, simple=True))),
+                data,
+                is_leaf=lambda one: one is not data,
+            )
         name = _name(path)
         values = column_values(data, name)
         self.counts[name] = len(values)

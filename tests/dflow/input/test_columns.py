@@ -252,6 +252,17 @@ def test_the_remedies_for_what_is_refused_work(tmp_path: Path) -> None:
         assert plain(next(iter(batches(file["r"][:], 2)))) == expected(BOTH, [0, 1])
 
 
+def test_other_pytrees_are_containers() -> None:
+    ids = dflow.wide_ids(NAMES)
+    for data in (ids, {"user": ids, "y": IDS.tolist()}, (ids, tensor(IDS))):
+        (batch,) = batches(data, ROWS)
+        (found,) = list(jax.tree.leaves(batch, is_leaf=lambda one: isinstance(one, dflow.WideIds)))[:1]
+        assert isinstance(found, dflow.WideIds)
+        assert plain((found.high, found.low)) == plain((ids.high, ids.low))
+    with pytest.raises(dflow.InputError, match=r"column 'user'\['low'\]: 3"):
+        batches({"user": dflow.WideIds(ids.high, ids.low[:3])}, 2)
+
+
 def test_a_frame_without_rows_has_no_batches() -> None:
     assert list(batches(pandas_frame()[:0], 2, epochs=None)) == []
     assert len(batches(arrow_table()[:0], 2)) == 0
