@@ -36,7 +36,7 @@ from dflow.tracing.state.wire import check_codec, wire
 from dflow.training.extra_arguments import as_averaged, check_extra, naming_extra, refuse_examples
 from dflow.training.optimizer_name import derived_name
 from dflow.training.optimizer_settings import settings_of
-from dflow.training.sharded_updates import warn_of_shards
+from dflow.training.sharded_updates import on_shards
 from dflow.training.slot_initials import initials_of
 
 #: A path in a pytree.
@@ -100,7 +100,7 @@ class Optimizer:
                 f"gradient",
                 "leave it out, or make it floating",
             )
-        warn_of_shards(transformation, variables)
+        self._transformation = on_shards(transformation, variables)
         #: Whether the name was given, and not derived.
         self.is_named = name is not None
         self.name = name or derived_name(self._variables)
