@@ -86,7 +86,8 @@ class HttpApi:
         for path in paths:
             routes += [Route(path, _answering(self._metadata)), Route(f"{path}/ready", _answering(self._model_ready))]
         app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
-        self.app: ASGIApp = app if names is None else _checking_host(app, {*names} | LOCAL_NAMES)
+        app.router.redirect_slashes = False
+        self.app = _without_last_slash(app if names is None else _checking_host(app, {*names} | LOCAL_NAMES))
 
     @property
     def in_progress(self) -> int:
@@ -328,12 +329,24 @@ def _answering(handler: Handler) -> Handler:
     return answer
 
 
+def _without_last_slash(app: ASGIApp) -> ASGIApp:
+    """Return the application, for which `/v2/` is `/v2`: many clients repeat no POST after a redirection."""
+
+    async def called(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        await app({**scope, "path": path.rstrip("/")} if path.endswith("/") else scope, receive, send)
+
+    return called
+
+
 def _checking_host(app: ASGIApp, names: Collection[str]) -> ASGIApp:
     """Return the application, with requests for another host refused."""
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        answer = app
-        if scope["type"] == "http" and not is_own_host(host := Headers(scope=scope).get("host", ""), names):
+        answer, headers = app, Headers(scope=scope)
+        # Probes of HTTP/1.0 name no host; a browser always does.
+        has_none = "host" not in headers and scope["http_version"] == "1.0"
+        if not has_none and not is_own_host(host := headers.get("host", ""), names):
             expected = ", ".join(sorted(names))
             text = (
                 f"Host: expected an IP address or one of {expected}, got {host[:100]!r}; give --host-name for another"

@@ -14,11 +14,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from starlette.responses import JSONResponse
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -26,6 +28,8 @@ from dflow.distributed.transport.security.throttle import Throttle, on_one_line
 
 #: In the state of a request's scope: a function that aborts its connection without sending what is buffered.
 ABORT = "dflow.abort"
+#: Headers that offer another protocol, also as words of `Connection`.
+_UPGRADE = (b"upgrade", b"http2-settings")
 #: Time for a refused client to read the answer before its connection is aborted, in s.
 _LINGER_S = 1.0
 
@@ -34,8 +38,10 @@ _LINGER_S = 1.0
 class HttpLimits:
     """Limits of an HTTP server's connections.
 
-    request_s    longest TLS handshake; longest time from a connection, or an answer, to the end of the next head, and
-                 from an answer to the end of its request's body
+    request_s    longest TLS handshake; longest time from a connection, or the first byte of a later request, to the end
+                 of its head, and from an answer to the end of its request's body
+    idle_s       longest time from an answer to the next request: longer than that of usual proxies, which else send
+                 requests over connections that end
     body_s       longest time of a body before its answer
     answer_s     longest time in which a client reads no byte of an answer
     head_bytes   most bytes of a request besides its body
@@ -44,6 +50,7 @@ class HttpLimits:
     """
 
     request_s: float = 10.0
+    idle_s: float = 75.0
     body_s: float = 60.0
     answer_s: float = 30.0
     head_bytes: int = 32 << 10
@@ -81,6 +88,7 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
     """
 
     app: Any
+    parser: Any
     app_state: dict[str, Any]
     transport: asyncio.Transport
 
@@ -92,6 +100,10 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         self._limits, self._refusal, self._on_end = limits, refusal, on_end
         self._answers: Any = self.app
         self.app = self._first_request
+        self._has_request = False
+        self._is_in_head = False
+        #: The bytes that are being parsed.
+        self._received = b""
         #: Bytes since the last part of a body; those of a piece in which a request begins are not counted.
         self._head_bytes = 0
         self._is_refused = False
@@ -108,12 +120,12 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         self._on_end()
 
     async def _first_request(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer the first request, unless it is refused."""
-        if text := self._refusal():
+        """Answer the first request, unless it is refused, and those that came together with it."""
+        if not self._has_request and (text := self._refusal()):
             headers = {"Connection": "close", "Retry-After": "1"}
             await JSONResponse({"error": text}, 503, headers)(scope, receive, send)
         else:
-            self.app = self._answers
+            self._has_request, self.app = True, self._answers
             await self._answers(scope, receive, send)
 
     def close_if_slow(self) -> None:
@@ -127,10 +139,12 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
     def _waits_for(self) -> tuple[Any, ...]:
         """Return the request, what its connection waits for, and the longest time without a change of these in s."""
         cycle, unread = self.cycle, self.transport.get_write_buffer_size()
-        if cycle is None or cycle.response_complete:
-            return cycle, "request", unread, self._limits.request_s
         if unread:
             return cycle, "reading", unread, self._limits.answer_s
+        if cycle is None or cycle.response_complete:
+            if cycle is None or cycle.more_body or self._is_in_head:
+                return cycle, "request", 0, self._limits.request_s
+            return cycle, "nothing", 0, self._limits.idle_s
         if cycle.more_body:
             return cycle, "body", 0, self._limits.body_s
         return cycle, "answer", 0, None
@@ -139,19 +153,23 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         if self._is_refused:
             return
         self._head_bytes += len(data)
+        self._received = data
         super().data_received(data)
+        self._received = b""
         if self._head_bytes > self._limits.head_bytes:
             self._refuse_head()
 
     def on_message_begin(self) -> None:
-        self._head_bytes = 0
+        self._head_bytes, self._is_in_head = 0, True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers) > self._limits.head_bytes:
             self._refuse_head()
             raise ValueError("the head is too large")  # ends the parser
-        super().on_headers_complete()
+        self._is_in_head = False
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
@@ -159,7 +177,28 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0
-        super().on_message_complete()
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Parse a request again without its offer of another protocol, such as HTTP/2, which Java's client makes.
+
+        Called by uvicorn while the parser's exception, with the end of the head, is handled: it has no body of such a
+        request.
+        """
+        end, method = sys.exc_info()[1].args[0], self.parser.get_method()  # type: ignore[union-attr]
+        if method == b"CONNECT":
+            self._refuse(405, "expected a request for this server, got CONNECT")
+            return
+        lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+        for name, value in self.headers:
+            if name == b"connection":
+                tokens = [token.strip() for token in value.split(b",")]
+                value = b", ".join(token for token in tokens if token.lower() not in _UPGRADE)
+            if name not in _UPGRADE and value:
+                lines.append(b"%s: %s" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", self._received[end:]]))
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request; called by uvicorn."""

@@ -10,6 +10,7 @@ Why uvicorn does not accept connections itself: it gives a TLS handshake a minut
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import Sequence
@@ -40,7 +41,10 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # mypy does not follow 
 
     def __init__(self, app: Any, context: ssl.SSLContext | None, limits: HttpLimits, **options: Any) -> None:
         fixed = {"log_config": None, "access_log": False, "server_header": False, "proxy_headers": False, "ws": "none"}
-        super().__init__(uvicorn.Config(app, http=HttpConnection, log_level="warning", **fixed, **options))
+        idle_s = math.ceil(limits.idle_s)
+        super().__init__(
+            uvicorn.Config(app, http=HttpConnection, log_level="warning", timeout_keep_alive=idle_s, **fixed, **options)
+        )
         self._context, self._limits = context, limits
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:

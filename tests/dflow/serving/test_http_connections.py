@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 import resource
 import socket
 import ssl
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -158,6 +161,66 @@ def test_bytes_that_are_no_request_are_answered_in_json_and_logged_rarely(
             assert answer.startswith(b"HTTP/1.1 400 ")
             assert answer.endswith(b'{"error": "expected a request of HTTP/1.1, got other bytes"}')
     assert 0 < len([record for record in caplog.records if record.levelno >= logging.WARNING]) <= 20
+
+
+UPGRADE = b"Connection: keep-alive, Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+SIZED = b"Content-Length: %d\r\n" % len(ROW)
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        # Java's client and curl --http2 offer HTTP/2.
+        (INFER + UPGRADE + SIZED + b"\r\n" + ROW, [200]),
+        ((INFER + UPGRADE + SIZED + b"\r\n" + ROW) * 3, [200] * 3),
+        (INFER + UPGRADE + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n" % len(ROW) + ROW + b"\r\n0\r\n\r\n", [200]),
+        (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", [200]),
+        (b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n", [405]),
+        ((INFER + SIZED + b"\r\n" + ROW) * 3, [200] * 3),
+        (INFER + b"Expect: 100-continue\r\n" + SIZED + b"\r\n" + ROW, [100, 200]),
+        (b"POST /v2/models/scale/infer/ HTTP/1.1\r\nHost: localhost\r\n" + SIZED + b"\r\n" + ROW, [200]),
+        # A probe of HAProxy.
+        (b"GET /v2/health/ready HTTP/1.0\r\n\r\n", [200]),
+        (b"HEAD /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n", [200]),
+        (b"GET /v2 HTTP/1.1\r\n\r\n", [421]),
+        (INFER + SIZED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", [400]),
+        (INFER + SIZED + b"Content-Length: 3\r\n\r\n" + ROW, [400]),
+    ],
+)
+@pytest.mark.parametrize("piece", [7, 10_000])
+def test_requests_as_clients_and_proxies_send_them(
+    usual: ModelServer, sent: bytes, statuses: list[int], piece: int
+) -> None:
+    received = bytearray()
+
+    def found() -> list[int]:
+        with suppress(BlockingIOError):
+            received.extend(client.recv(1 << 20))
+        return [int(status) for status in re.findall(rb"HTTP/1.1 (\d+) ", received)]
+
+    with connect(usual) as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(sent), piece):
+            client.sendall(sent[start : start + piece])
+        client.setblocking(False)
+        until(lambda: len(found()) >= len(statuses))
+        assert found() == statuses
+
+
+def test_a_connection_stays_open_between_requests(folder: Path) -> None:
+    """Longer than a head may take: proxies keep connections for a minute."""
+    with served(folder, limits=replace(SHORT, idle_s=30.0)) as server, connect(server) as kept:
+        for _ in range(2):
+            kept.sendall(INFER + SIZED + b"\r\n" + ROW)
+            assert kept.recv(4096).startswith(b"HTTP/1.1 200 ")
+            with connect(server) as silent:
+                until(partial(is_ended, silent))
+        # The head of a later request has the time of a first one.
+        kept.sendall(b"GET /v2 HTTP/1.1\r\nHo")
+        until(lambda: is_ended(kept))
+    with served(folder, limits=replace(SHORT, idle_s=0.2)) as server, connect(server) as kept:
+        kept.sendall(INFER + SIZED + b"\r\n" + ROW)
+        until(lambda: is_ended(kept))
 
 
 def test_silent_connections_leave_room_for_others(folder: Path) -> None:
