@@ -32,6 +32,7 @@ from dflow.distributed.wire.messages.snapshots import AnnounceLeave
 from dflow.lowering.programs.program import export_program, load_program
 from dflow.lowering.steps.recorder import Recorder
 from dflow.lowering.values.first_value import first_value
+from dflow.lowering.values.wide_types import follow_programs
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DflowError
 from dflow.tracing.ir.types import ArrayType
@@ -105,6 +106,7 @@ def serve_task(
 
     raises  what `StockTask` and `MetricsEndpoint` raise
     """
+    follow_programs()
     stock = StockTask(transport, task, coordinator, address, give_up_s=give_up_s, snapshots=snapshots)
     endpoint = MetricsEndpoint(partial(task_metrics, stock.server), metrics) if metrics else None
     if endpoint is not None:

@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, Mesh, Sharding, SingleDeviceSharding
 
 from dflow.lowering.programs.foreign_program import read_program, write_program
 from dflow.lowering.values.kept_shardings import beside, is_spread, kept_shardings
+from dflow.lowering.values.wide_types import admit
 from dflow.tracing.ir.explicit_sharding import meshes_of, on_devices
 from dflow.tracing.ir.types import ArrayType
 from dflow.tracing.jax_frontend import own_ir_context, passes_handles, uninterrupted, without_callers
@@ -195,6 +196,7 @@ def load_program(blob: bytes | bytearray | memoryview, writes: int, reads: int =
     Raises WireError if the bytes are no program, or one that may not run here, and the errors of the compilation.
     """
     exported = read_program(blob)
+    admit(aval.dtype for aval in (*exported.in_avals, *exported.out_avals))
     types = [ArrayType(aval.dtype, aval.shape) for aval in exported.in_avals]
 
     @cache

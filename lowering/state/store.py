@@ -31,6 +31,7 @@ from dflow.lowering.values.computed import wait_until_computed
 from dflow.lowering.values.first_value import Making, first_value
 from dflow.lowering.values.host_values import device_copy
 from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divided
+from dflow.lowering.values.wide_types import admit
 from dflow.tracing.errors import DflowError, VariableError, VariableShapeError
 from dflow.tracing.ir.row_marks import SUFFIX, fresh_marks, marked
 from dflow.tracing.ir.types import ArrayType, array_type_of
@@ -67,6 +68,7 @@ class Store:
         Raises VariableError when the value under `key` or the value of `make()` has another type than `type`, or when
         `make` creates `key` itself; DeadlineExceeded when another thread's `make` takes longer than `MAKING_S`.
         """
+        admit([type.dtype])
         mine = Making()
         while True:
             with self.table.lock:

@@ -16,6 +16,7 @@ from jax import jit as jax_jit
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from dflow.lowering.files.whole_arrays import placed
+from dflow.lowering.values.wide_types import REMEDY, is_cut
 from dflow.tracing.errors import DeadlineExceeded, DflowError, VariableError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 
@@ -55,8 +56,9 @@ def first_value(key: str, type: ArrayType, make: Callable[[], Any], place: Shard
     # A copy, because JAX may alias the memory of a NumPy array, which must not be donated.
     value = made.value if isinstance(made, Unshared) else jnp.array(made, copy=place is None)
     if array_type_of(value).strong != type:
+        remedy = [REMEDY] if is_cut(type.dtype) else []
         raise VariableError(
-            f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}"
+            f"the initial value of variable {key!r} is {array_type_of(value)}, but it is to hold {type}", *remedy
         )
     if type.size_bytes >= _LARGE_BYTES:
         # Otherwise JAX runs ahead, and the originals of many variables are in memory beside their copies.
