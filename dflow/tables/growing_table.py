@@ -26,6 +26,7 @@ from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.own_scopes import own_scope
 from dflow.tracing.primitives.first_rows import first_rows
 from dflow.tracing.primitives.state_primitives import gather_p
+from dflow.tracing.rows.reports import REPORT
 from dflow.tracing.rows.slices import AxisSlice, sliced_at
 from dflow.tracing.source import as_code, caller
 from dflow.tracing.state.context import spread_here
@@ -113,6 +114,12 @@ def find(table: Embedding, ids: Any) -> FoundIds:
     """See `Embedding.find`."""
     _own_ids(table)
     wide = _wide(ids)
+    if not all(isinstance(size, int) for size in wide.low.shape):
+        raise InputError(
+            f"find in table {table.name!r}: expected ids of a fixed shape, got {wide.low.shape}",
+            f"export the step for one size of its batches; a lookup that trains nothing, {as_code(table.name)}(ids), "
+            f"takes any",
+        )
     if is_tracing():
         found = _find(table, wide)
         _report_refused(table, found)
@@ -150,6 +157,7 @@ def _find(table: Embedding, ids: WideIds) -> FoundIds:
 
 def rows_of(found: FoundIds) -> jax.Array:
     """The rows of ids, an array of their shape and the shape of a row."""
+    found.check_whole()
     table = found.table
     shape = (*found.shape, *table.shape[1:])
     if not found.shards:
@@ -217,7 +225,8 @@ def _report_refused(table: Embedding, found: FoundIds) -> None:
             )
 
     refused = sum((shard.refused for shard in found.shards), jnp.uint32(0))
-    jax.lax.cond(refused > 0, lambda: jax.debug.callback(log, refused), lambda: None)
+    with jax.named_scope(REPORT):
+        jax.lax.cond(refused > 0, lambda: jax.debug.callback(log, refused), lambda: None)
 
 
 def _own_ids(table: Embedding) -> list[ShardVocabulary]:

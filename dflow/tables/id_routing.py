@@ -31,24 +31,39 @@ class IdRoute(NamedTuple):
 
 
 def route_ids(bounds: Sequence[int], ids: WideIds) -> IdRoute:
-    """The route of ids, u32[n] each part, over shards; `bounds` has the number of buckets before each, and of all."""
+    """The route of ids, u32[n] each part, over shards; `bounds` has the number of buckets before each, and of all.
+
+    With a symbolic n, as in an export, equal ids are asked for each.
+    """
     [count] = ids.low.shape
+    is_symbolic = not isinstance(count, int)
     buckets = bounds[-1]
     bucket = bucket_of(ids.high, ids.low, buckets)
     number = jnp.arange(count, dtype=jnp.int32)
     bucket, high, low, number = jax.lax.sort((bucket, ids.high, ids.low, number), num_keys=3)
     is_same = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-    ranks = jax.lax.associative_scan(jnp.add, jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
+    # JAX has no scan over a symbolic size.
+    ranks = (
+        jnp.arange(count, dtype=jnp.int32)
+        if is_symbolic
+        else jax.lax.associative_scan(jnp.add, jnp.concatenate([jnp.ones(1, jnp.int32), 1 - is_same])) - 1
+    )
     # A second id of a rank is the same id.
     sorted_ids = jnp.zeros((2 * count, 2), jnp.uint32).at[ranks].set(jnp.stack([high, low], 1))
     its_bucket = jnp.full(count, buckets, jnp.int32).at[ranks].set(bucket)
-    starts = jnp.searchsorted(its_bucket, np.asarray(bounds, np.int32)).astype(jnp.int32)
+    limits = np.asarray(bounds, np.int32)
+    if is_symbolic:
+        starts = (its_bucket[:, None] < limits).sum(0, dtype=jnp.int32)
+        shard_of = (bucket[:, None] >= limits[1:]).sum(1, dtype=jnp.int32)
+    else:
+        starts = jnp.searchsorted(its_bucket, limits).astype(jnp.int32)
+        shard_of = jnp.searchsorted(limits[1:], bucket, side="right")
     shards = range(len(bounds) - 1)
     counts = [starts[shard + 1] - starts[shard] for shard in shards]
     routed = [
-        first_rows(jax.lax.dynamic_slice_in_dim(sorted_ids, starts[shard], count), counts[shard]) for shard in shards
+        first_rows(jax.lax.dynamic_slice(sorted_ids, (starts[shard], np.int32(0)), (count, 2)), counts[shard])
+        for shard in shards
     ]
-    shard_of = jnp.searchsorted(np.asarray(bounds[1:], np.int32), bucket, side="right")
     places = ranks + (np.arange(len(bounds) - 1, dtype=np.int32) * count - starts[:-1])[shard_of]
     return IdRoute(routed, counts, jnp.zeros(count, jnp.int32).at[number].set(places))
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from dflow.tracing.errors import VariableError
+from dflow.tables.cut_found import is_cut
+from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.near_names import suggests_fields
+from dflow.tracing.source import as_code, caller
 
 #: The rules of eviction: of the ids of a bucket, the one that was used least recently, or least frequently.
 EVICTIONS = ("lru", "lfu")
@@ -92,9 +96,32 @@ class FoundIds:
     shards: Sequence[ShardRows]
     places: Any
 
+    def check_whole(self) -> None:
+        """Raise InputError unless the arrays have the shapes that `find` gave them."""
+        count = math.prod(self.shape)
+        shapes = [np.shape(self.places), *(np.shape(one.ids) for one in self.shards)]
+        if shapes != [(count,), *[(count, 2)] * len(self.shards)]:
+            raise self.cut_error()
+
+    def cut_error(self) -> InputError:
+        """Return the error for these arrays sliced, stacked or mapped."""
+        return InputError(
+            f"ids found in table {self.table.name!r}: expected the result of one find as it is, got its arrays sliced, "
+            f"stacked or mapped, as by scan, vmap or jax.tree.map",
+            f"loop over the ids, and find, look up and apply in each iteration; or find them once, and loop over the "
+            f"rows {as_code(self.table.name)}(found)",
+            at=caller(),
+        )
+
+
+def _flattened(found: FoundIds) -> tuple[Any, Any]:
+    if is_cut(found):
+        raise found.cut_error()
+    return (found.shards, found.places), (found.table, found.shape)
+
 
 jax.tree_util.register_pytree_node(
     FoundIds,
-    lambda found: ((found.shards, found.places), (found.table, found.shape)),
+    _flattened,
     lambda about, parts: FoundIds(*about, *parts),
 )

@@ -199,6 +199,7 @@ class Optimizer:
             variable: [] for variable in self._variables if variable.vocabulary is not None
         }
         for one in given:
+            one.check_whole()
             for shard, looked in zip(one.table.shards, one.shards, strict=bool(one.shards)):
                 if shard not in growing:
                     raise GraphTypeError(

@@ -177,6 +177,7 @@ def restore_named(
     """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint."""
     for _ in range(_ATTEMPTS):
         files = open_arrays(place)
+        named = {_stored(name, files.types): entry for name, entry in named.items()}
         report = _compared(files, named)
         if refused := report.refused(ignore):
             raise CheckpointError(_differs(files, report, refused))
@@ -191,6 +192,13 @@ def restore_named(
         f"{place} was replaced {_ATTEMPTS} times while it was read",
         "save less often to one path, or to a new path each time",
     )
+
+
+def _stored(name: str, types: Mapping[str, ArrayType]) -> str:
+    """Return the name of an array in a checkpoint with these: one beside another array may have its `.orbax` key."""
+    parent, _, last = name.rpartition("/")
+    key = f"{parent}.{last}"
+    return key if parent in types and name not in types and key in types else name
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 Orbax reads each array from a folder named by its keys, joined by dots. A folder of arrays is a dict of one level for
 it, from path to array. In the tree layout the parts of a name are the keys of nested dicts, as in the checkpoints of
-Flax programs.
+Flax programs. A dict cannot be an array too: beside an array `table`, the arrays `table/ids` and `table/born` of its
+vocabulary have the keys `table.ids` and `table.born`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import PurePosixPath
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -50,18 +50,15 @@ def tree_places(names: Iterable[str]) -> dict[str, str]:
                 "give one of them another name by names=, or save to a path that does not end in '.orbax'",
             )
         places[name] = place
-    _check_no_array_is_a_dict(places)
     return places
 
 
-def _check_no_array_is_a_dict(names: Iterable[str]) -> None:
-    dicts = {parent.as_posix(): name for name in names for parent in PurePosixPath(name).parents}
-    for name in names:
-        if name in dicts:
-            raise CheckpointError(
-                f"array {name!r}: expected a name that is not the beginning of another, got array {dicts[name]!r} too",
-                "give one of them another name by names=, or save to a path that does not end in '.orbax'",
-            )
+def _keys(name: str, names: Container[str]) -> list[str]:
+    """Return the keys that lead to an array among arrays of these names, in the tree layout."""
+    parts = name.split("/")
+    ends = (end for end in range(1, len(parts)) if "/".join(parts[:end]) in names)
+    first = next(ends, len(parts))
+    return [*parts[: first - 1], ".".join(parts[first - 1 :])]
 
 
 def check_types(types: Mapping[str, ArrayType]) -> None:
@@ -76,7 +73,7 @@ def check_types(types: Mapping[str, ArrayType]) -> None:
 
 def orbax_metadata(types: Mapping[str, ArrayType], places: Mapping[str, str]) -> dict[str, Any]:
     """Return the content of `_METADATA` for arrays at these paths, in either layout."""
-    keys = {name: name.split("/") if place == name.replace("/", ".") else [place] for name, place in places.items()}
+    keys = {name: _keys(name, places) if place == name.replace("/", ".") else [place] for name, place in places.items()}
     return {
         "tree_metadata": {
             str(tuple(keys[name])): {

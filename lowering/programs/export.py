@@ -11,7 +11,7 @@ before JAX sees it. If JAX then fails to lower the program for a platform, the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from dflow.lowering.programs.portable_tree import Tree, build, flatten, plain
 from dflow.tracing.derivatives.discharge import State, evaluate
 from dflow.tracing.derivatives.recorded_checks import IdCheck, id_checks
 from dflow.tracing.devices.device import WITH_CALLER, WITH_STATE
-from dflow.tracing.devices.device_name import short_device_name
+from dflow.tracing.devices.device_name import is_on_task, short_device_name
 from dflow.tracing.errors import DflowError, ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of, dtype_name
 from dflow.tracing.jax_frontend import (
@@ -40,6 +40,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.primitives.host_primitives import host_p
 from dflow.tracing.primitives.id_checks import without_id_checks
 from dflow.tracing.rows.lookups import CALLS
+from dflow.tracing.rows.reports import without_reports
 from dflow.tracing.source import at
 from dflow.tracing.state.resources import Variable
 
@@ -108,10 +109,11 @@ def pure_program(
     result: Tree,
 ) -> PureProgram:
     """Return the pure form of a traced function. Raises ExportError for ops and types that no file can hold."""
+    jaxpr = without_reports(jaxpr)
     _refuse_types(name, jaxpr)
-    _refuse_ops(name, jaxpr)
     reads, written = accesses(jaxpr.effects)
     variables = sorted({*reads, *written}, key=lambda variable: int(variable.serial))
+    _refuse_ops(name, jaxpr, {variable.device for variable in variables if is_on_task(variable.device)})
     _refuse_variables(name, variables)
     checks = id_checks(jaxpr)
     return PureProgram(name, jaxpr, consts, constants, variables, written, arguments, types, result, checks)
@@ -201,14 +203,15 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
 }
 
 
-def _refuse_ops(name: str, jaxpr: Jaxpr) -> None:
+def _refuse_ops(name: str, jaxpr: Jaxpr, tasks: Container[str | None]) -> None:
+    """Raise ExportError for an op that no file can hold. An op beside variables on one of the `tasks` is none."""
     for equation in _ops_within(jaxpr):
-        if found := _refusal(equation):
+        if found := _refusal(equation, tasks):
             fact, remedy = found
             raise ExportError(f"{name} cannot be exported: {fact}", remedy, at=origin_of(equation).loc)
 
 
-def _refusal(equation: Equation) -> tuple[str, str] | None:
+def _refusal(equation: Equation, tasks: Container[str | None]) -> tuple[str, str] | None:
     primitive, params = equation.primitive.name, equation.params
     if equation.primitive is host_p:
         resource = params["handle"].variable
@@ -220,7 +223,7 @@ def _refusal(equation: Equation) -> tuple[str, str] | None:
         what, remedy = _REFUSED[primitive]
         return f"{primitive} {what}", remedy
     device = origin_of(equation).device
-    if device not in (None, WITH_STATE, WITH_CALLER):
+    if device not in (None, WITH_STATE, WITH_CALLER) and device not in tasks:
         return (
             f"{primitive} is placed on {short_device_name(device)}, and an export is for one device",
             "export it without dflow.device",

@@ -266,14 +266,13 @@ def test_what_no_variable_can_hold_is_refused(tmp_path: Path, tree: Any, says: s
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        (["a", "a/b"], "array 'a': expected a name that is not the beginning of another, got array 'a/b' too"),
         (["a.b", "a/b"], "arrays 'a.b' and 'a/b': expected names that differ by more than dots, slashes and case"),
         (["../x"], "array '../x': expected keys of letters, digits"),
         (["a//b"], "array 'a//b': expected keys"),
         (["_METADATA"], "array '_METADATA': expected keys"),
         (["x" * 256], "array 'x+': expected keys .*, of 255 characters"),
     ],
-    ids=["a dict too", "a dot", "outside", "no key", "reserved", "long"],
+    ids=["a dot", "outside", "no key", "reserved", "long"],
 )
 def test_names_that_are_no_keys_of_orbax_are_refused(tmp_path: Path, names: list[str], says: str) -> None:
     state = [dflow.Variable(jnp.ones(1), name=name) for name in names]

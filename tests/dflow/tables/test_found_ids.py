@@ -1,0 +1,136 @@
+"""Found ids belong together: taken apart they are refused; and what tables with a vocabulary give to files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import dflow
+from dflow.testing import memory_cluster
+
+pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
+
+IDS = dflow.wide_ids(np.arange(6).reshape(3, 2) + 2**40)
+
+
+def table(name: str = "words") -> tuple[dflow.Embedding, dflow.Optimizer]:
+    made = dflow.Embedding(64, 2, name=name, vocabulary=dflow.Vocabulary(bucket=8), shards=2)
+    return made, dflow.Optimizer(optax.adagrad(0.1), [made], name=f"{name}_adagrad")
+
+
+def trained(held: dflow.Embedding, optimizer: dflow.Optimizer) -> Callable[..., Any]:
+    def step(ids: Any) -> Any:
+        found = held.find(ids)
+        loss, gradients = dflow.value_and_grad(lambda: jnp.sum(held(found) ** 2), [held])()
+        optimizer.apply(gradients, found=found)
+        return loss
+
+    return step
+
+
+def stacked(held: Any, ids: Any) -> Any:
+    found = jax.lax.scan(lambda none, one: (none, held.find(one)), None, ids)[1]
+    return held(found)
+
+
+CUT: dict[str, Callable[[Any, Any], Any]] = {
+    "scan": lambda held, ids: jax.lax.scan(lambda c, one: (c, held(one)), 0, held.find(ids)),
+    "map in a dict": lambda held, ids: jax.lax.map(lambda one: held(one["ids"]), {"ids": held.find(ids)}),
+    "vmap": lambda held, ids: jax.vmap(held)(held.find(ids)),
+    "stacked": stacked,
+    "jax.tree.map": lambda held, ids: held(jax.tree.map(lambda part: part[None], held.find(ids))),
+}
+
+
+@pytest.mark.parametrize("way", CUT)
+def test_found_ids_that_are_taken_apart_are_refused(way: str) -> None:
+    held, _ = table()
+    with pytest.raises(
+        dflow.InputError, match=r"(?s)ids found in table 'words': expected the result of one find as it"
+    ) as e:
+        dflow.jit(lambda ids: CUT[way](held, ids))(IDS)
+    assert "test_found_ids.py" in str(e.value).splitlines()[1]
+
+
+def test_found_ids_may_be_carried_branched_over_and_kept_whole() -> None:
+    held, _ = table()
+
+    @dflow.jit
+    def rows(ids: Any) -> Any:
+        found = jax.lax.cond(True, lambda: held.find(ids), lambda: held.find(ids))
+        carried = jax.lax.scan(lambda c, k: (c, held(c)[k]), found, jnp.arange(3))[1]
+        mapped = jax.vmap(lambda one, k: held(one)[k], in_axes=(None, 0))(found, jnp.arange(3))
+        again = jax.lax.map(lambda one: held(held.find(one)), ids)  # the remedy
+        return carried, mapped, jax.checkpoint(held)(found), again
+
+    for each in rows(IDS):
+        np.testing.assert_array_equal(each, held(IDS))
+
+
+def test_a_step_that_trains_a_vocabulary_is_exported(tmp_path: Path) -> None:
+    held, optimizer = table()
+    step, bits = trained(held, optimizer), dflow.spec("3, 2", jnp.uint32)
+    any_bits = dflow.spec("b, 2", jnp.uint32)
+    functions = {
+        "train": (lambda high, low: step(dflow.WideIds(high, low)), bits, bits),
+        "look": (lambda high, low: held(dflow.WideIds(high, low)), any_bits, any_bits),
+    }
+    dflow.export(functions, platforms=["cpu"]).save(tmp_path / "m")
+    model, here = dflow.load(tmp_path / "m", prefix="loaded/"), dflow.jit(step)
+    for _ in range(3):
+        np.testing.assert_allclose(model.train(IDS.high, IDS.low), here(IDS), rtol=1e-6)
+    for count in (1, 3):
+        given = dflow.WideIds(IDS.high[:count], IDS.low[:count])
+        np.testing.assert_allclose(model.look(given.high, given.low), held(given), rtol=1e-6)
+    with pytest.raises(dflow.InputError, match=r"find in table 'words': expected ids of a fixed shape, got \(b, 2\)"):
+        dflow.export(lambda high, low: step(dflow.WideIds(high, low)), any_bits, any_bits)
+
+
+def test_a_vocabulary_goes_through_orbax_by_its_own_names(tmp_path: Path) -> None:
+    held, optimizer = table("model/words")
+    step = dflow.jit(trained(held, optimizer))
+    step(IDS)
+    state, rows = [held, optimizer], np.asarray(held(IDS))
+    dflow.save(tmp_path / "s.orbax", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "s.orbax")
+        checkpointer.save(tmp_path / "again", tree)
+    assert sorted(key for key in tree["model"] if "adagrad" not in key) == [
+        "words",
+        "words.born",
+        "words.ids",
+        "words.seen",
+    ]
+    for name in ("s.orbax", "again"):
+        step(IDS)
+        assert not dflow.restore(tmp_path / name, state).missing
+        np.testing.assert_array_equal(held(IDS), rows)
+
+
+def test_a_worker_exports_a_model_of_tables_on_tasks(tmp_path: Path) -> None:
+    with memory_cluster(ps=2) as memory:
+        cluster = memory.worker()
+        with cluster.parameter_servers():
+            held, optimizer = table()
+            plain = dflow.Embedding(8, 2, name="plain")
+        step = dflow.jit(trained(held, optimizer))
+        step(IDS)
+        bits = dflow.spec("b, 2", jnp.uint32)
+
+        def look(high: Any, low: Any, ids: Any) -> Any:
+            return held(dflow.WideIds(high, low)) + plain(ids)
+
+        ids = np.array([[0, 7], [3, 3], [1, 2]], np.int32)
+        dflow.export(look, bits, bits, dflow.spec("b, 2", jnp.int32), platforms=["cpu"]).save(tmp_path / "m")
+        expected = dflow.jit(look)(IDS.high, IDS.low, ids)
+        cluster.close()
+    model = dflow.load(tmp_path / "m")
+    np.testing.assert_allclose(model(IDS.high, IDS.low, ids), expected, rtol=1e-6)
