@@ -29,6 +29,7 @@ from dflow.tracing.syntax.listing import ListedItem, array_item, listing
 _REMEDIES = {
     "closed-over array": "pass it in the batch, or draw it from a dflow.Generator made within strategy.variables()",
     "variable of this process": "make it within strategy.variables(), with the same first value on all workers",
+    "variable": "make the variables within strategy.variables(), in one order and with the same names on all workers",
     "value": "assign the same value on all workers",
     "setting": "give the optimizer the same settings on all workers",
 }

@@ -19,6 +19,8 @@ from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jaxprs.trace import Traced
 from dflow.tracing.syntax.text import text
 
+#: JAX's settings that change what a program computes, and that its text does not show.
+_SETTINGS = ("jax_default_matmul_precision", "jax_threefry_partitionable", "jax_numpy_dtype_promotion")
 #: Arrays of at most this many elements are shown with their values.
 LARGEST_SHOWN = 8
 
@@ -50,7 +52,8 @@ def listing(traced: Traced) -> list[ListedItem]:
         for value, constant in zip(graph.inputs[held:first_argument], traced.constants, strict=True)
     ]
     options = [_item("compiler option", repr(item)) for item in sorted((traced.compiler_options or {}).items())]
-    return [*variables, *arguments, *_operations(graph), *constants, *options]
+    settings = [_item("setting of JAX", f"{name}={getattr(jax.config, name)}") for name in _SETTINGS]
+    return [*variables, *arguments, *_operations(graph), *constants, *options, *settings]
 
 
 def array_item(kind: str, name: str, value: Any, where: str = "") -> ListedItem:

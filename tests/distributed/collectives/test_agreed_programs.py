@@ -166,6 +166,18 @@ def test_equal_steps_are_compared_once(name: str) -> None:
     assert [[point for point, _ in given] for given in points] == [[f"a call of {programs[0].name!r} in step 0"]] * 2
 
 
+def test_another_setting_of_jax_is_refused() -> None:
+    model = Model(0)
+    programs = [program_of(lambda x: model.w + x, jnp.ones(3))] * 2
+
+    def work(agreed: AgreedPrograms, index: int) -> None:
+        with jax.default_matmul_precision("float32" if index else "bfloat16"):
+            agreed.compare("here", listing(programs[index].traced))
+
+    for error in both(work):
+        assert "worker:0: jax_default_matmul_precision=bfloat16\n    worker:1: jax_default_matmul_prec" in error
+
+
 def test_another_call_within_a_step_meets_the_others() -> None:
     programs = [program_of(EQUAL["optimizer"](Model(0)), jnp.ones(3)) for _ in range(2)]
 
