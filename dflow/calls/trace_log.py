@@ -119,12 +119,13 @@ class TraceLog:
         self.records.append(record)
         if changes != (_SAME,) and sum(one.changes != (_SAME,) for one in [*earlier, record]) == WARN_AFTER:
             self._warn_of_changes()
-        if earlier and not is_within and not self._has_told_short:
-            self._tell_if_short(earlier, record)
+        # A call of no user's line is of dflow itself: a server compiles a program for each size of its batches.
+        if earlier and call is not None and not is_within and not self._has_told_short:
+            self._tell_if_short(earlier, record, call)
         if len(self.records) == 1 and self.code is not None and self.made is not None:
             self._count_remaking(self.code, self.made)
 
-    def _tell_if_short(self, earlier: Sequence[TraceRecord], newest: TraceRecord) -> None:
+    def _tell_if_short(self, earlier: Sequence[TraceRecord], newest: TraceRecord, call: Loc) -> None:
         """Log a warning if the trace is of a batch that has fewer rows than those before, as the last of an epoch."""
         for record in earlier:
             if (rows := _rows_lost(record.arguments, newest.arguments)) is not None:
@@ -132,7 +133,7 @@ class TraceLog:
                 LOGGER.warning(
                     "%s is traced and compiled again for a batch of %d rows in place of %d (called at %s)\n"
                     "  leave short batches out, dflow.data.batches(..., drop_remainder=True), or pad them",
-                    *(self.name, *rows, newest.call or "an unknown line"),
+                    *(self.name, *rows, call),
                 )
                 return
 

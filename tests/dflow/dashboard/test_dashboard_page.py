@@ -214,6 +214,18 @@ def test_a_graph_shows_devices_sizes_and_measured_times(
     picture(page, "graph-light")
 
 
+def test_the_graph_page_opens_on_the_function_with_the_most_time(new_page: NewPage, server: FakeServer) -> None:
+    found = samples.functions()
+    [step] = found["tasks"][0]["functions"]
+    short = step | {"id": 9, "name": "evaluate", "total_ms": 20.0}
+    without = step | {"id": 8, "name": "inner", "total_ms": 9000.0, "has_graph": False}
+    found["tasks"][0]["functions"] = [short, without, step]
+    server.answers["api/functions"] = found
+    page = opened(new_page(), server, "graph")
+    page.locator(".box").first.wait_for()
+    assert page.get_by_label("Function").input_value() == "graph?task=worker%3A0&id=3"
+
+
 @pytest.mark.parametrize(
     ("tab", "path", "shown"), [("graph", "graph", ".graph-panel h3"), ("functions", "traces", "h2")]
 )

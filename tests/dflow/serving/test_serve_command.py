@@ -5,13 +5,28 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dflow
 from dflow.__main__ import main
 from tests.dflow.serving.inference_client import infer, json_request
 from tests.dflow.serving.small_exports import learner
 from tests.distributed.processes import DEADLINE_S, Spawned
+
+
+@pytest.mark.once
+def test_the_command_serves_what_it_can_and_prints_no_advice_on_training(tmp_path: Path) -> None:
+    dflow.export(lambda x: x * 2, dflow.spec("b, 2", jnp.float32)).save(tmp_path / "models" / "double")
+    dflow.export(lambda x: x, dflow.spec("b", jnp.complex64)).save(tmp_path / "models" / "waves")
+    words = ("-m", "dflow", "serve", "models", "--address", "127.0.0.1:0", "--max-batch", "4")
+    with Spawned(*words, cwd=tmp_path) as server:
+        [refused] = server.read_until("waves is not served, and will be tried again: ", times=1)
+        assert "the Open Inference Protocol has no such dtype" in refused
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(DEADLINE_S) == 0
+        assert not [line for line in server.lines if "traced and compiled again" in line]
 
 
 @pytest.mark.once
