@@ -7,7 +7,8 @@ Invariants:
   in the order of their versions;
 - the changes of an event are written to the store before its commands are carried out; events that arrive during a
   write are written together;
-- when a write fails, the changes are written later, and no snapshot is committed until then (`surviving_store`);
+- when a write fails, the changes are written later (`surviving_store`), and what may not be lost is told then
+  (`held_commands`);
 - when an event or command raises an unexpected error, the coordinator answers nothing more and ends, so that the next
   one resumes from the last write;
 - carrying out a command never waits for a peer.
@@ -44,6 +45,7 @@ from dflow.distributed.coordinator.coordinator_events import (
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings, CoordinatorState
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, MemoryStore
 from dflow.distributed.coordinator.durable_records import SHELL, Change
+from dflow.distributed.coordinator.held_commands import waits
 from dflow.distributed.coordinator.snapshots.resumption import SNAPSHOT
 from dflow.distributed.coordinator.surviving_store import SurvivingStore
 from dflow.distributed.observe.metrics import MetricsEndpoint, coordinator_metrics
@@ -53,7 +55,7 @@ from dflow.distributed.transport.link import become_reader
 from dflow.distributed.wire.large_message import RosterPacker, pack
 from dflow.distributed.wire.messages.message import Message
 from dflow.distributed.wire.messages.roster import Join, Roster
-from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, SnapshotCommitted
+from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState
 from dflow.distributed.wire.messages.status import Status
 from dflow.lowering.queues.mailbox import Mailbox
 from dflow.tracing.errors import InternalError, SecurityError, TransportClosed
@@ -213,9 +215,9 @@ class Coordinator:
         if is_durable:
             held, self._held = self._held, []
             return [*held, *commands]
-        # Tasks remove the parts of the snapshot before.
-        self._held += filter(_tells_of_commit, commands)
-        return [command for command in commands if not _tells_of_commit(command)]
+        unwritten = self._store.unwritten
+        self._held += (command for command in commands if waits(command, unwritten))
+        return [command for command in commands if not waits(command, unwritten)]
 
     def _end_by_fault(self, fault: str) -> None:
         LOGGER.error("the coordinator ends: %s", fault)
@@ -252,10 +254,6 @@ class Coordinator:
         become_reader()
         while not self._closed.wait(tick_s):
             self.tick()
-
-
-def _tells_of_commit(command: Command) -> bool:
-    return isinstance(command, Broadcast) and isinstance(command.message, SnapshotCommitted)
 
 
 def serve_coordinator(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from dflow.distributed.coordinator.coordinator_store import CoordinatorStore, SqliteStore
 from dflow.distributed.coordinator.durable_records import Change, apply_changes
@@ -34,6 +34,11 @@ class SurvivingStore:
     def is_durable(self) -> bool:
         """Whether all changes are written."""
         return not self._pending
+
+    @property
+    def unwritten(self) -> Collection[str]:
+        """The keys of records whose changes are not written."""
+        return self._pending.keys()
 
     def load(self) -> Mapping[str, bytes]:
         """Return all records."""

@@ -23,6 +23,16 @@ def is_in_step() -> bool:
     return _in_step.get()
 
 
+@contextmanager
+def inside_step() -> Iterator[None]:
+    """Return a context that is within a shared step."""
+    token = _in_step.set(True)
+    try:
+        yield
+    finally:
+        _in_step.reset(token)
+
+
 class StepGate:
     """Counts the shared steps that the task `task` runs, and holds back new ones in a pause; thread-safe."""
 
@@ -73,11 +83,10 @@ class StepGate:
         may_try = threading.Event()
         if not self.enter(may_try.set):
             self._wait(may_try, timeout_s)
-        token = _in_step.set(True)
         try:
-            yield
+            with inside_step():
+                yield
         finally:
-            _in_step.reset(token)
             self.leave()
 
     def _wait(self, may_try: threading.Event, timeout_s: float) -> None:

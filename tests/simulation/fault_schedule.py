@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from dflow.distributed.wire.messages.placement import Placed
 from dflow.distributed.wire.messages.roster import Heartbeat, Join, Roster
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps
 from dflow.lowering.queues.timers import timers_started_by
+from dflow.tracing import moments
 from tests.simulation.checks import HOLDER_S, Checks, Repeated, name_of
 from tests.simulation.events import EventQueue, PendingEvent
 from tests.simulation.faults import COORDINATOR, Faults, check_hosts, drawn_faults, with_drawn_losses
@@ -105,13 +107,17 @@ class FaultSchedule:
 
 @dataclass(frozen=True)
 class ScheduleResult:
-    """The result of a schedule. `broken` describes the violated invariant; empty if all held."""
+    """The result of a schedule. `broken` describes the violated invariant; empty if all held.
+
+    at_moments  the faults at moments that were reached
+    """
 
     schedule: FaultSchedule
     broken: str
     events: int
     ended_at_s: float
     repeated: tuple[Repeated, ...]
+    at_moments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if self.broken:
@@ -138,7 +144,8 @@ def simulate(schedule: FaultSchedule, log: Callable[[str], None] | None = None) 
     finally:
         run.close()
         LOGGER.removeFilter(run.keep_record)
-    return ScheduleResult(schedule, run.checks.broken, run.events.handled, run.events.now_s, run.checks.repeated())
+    ended = run.checks.broken, run.events.handled, run.events.now_s, run.checks.repeated()
+    return ScheduleResult(schedule, *ended, tuple(run.at_moments))
 
 
 class _ScheduleRun:
@@ -166,6 +173,11 @@ class _ScheduleRun:
         if self._snapshot_checks is not None:
             self._snapshot_checks.tasks, self._snapshot_checks.disks = self._tasks, self._disks
         self._store = _Store()
+        full = [outage for outage in self._faults.full if outage.hosts == (COORDINATOR,)]
+        self._store.is_full = lambda: any(one.at_s <= self.events.now_s < one.end_s for one in full)
+        #: Number of times that each moment was reached, and the faults that came at one.
+        self._moments: Counter[str] = Counter()
+        self.at_moments: list[str] = []
         self._workers: dict[Process, WorkerProgram] = {}
         self._steps_done = 0
         self._wants_more: dict[Process, bool] = {}
@@ -223,7 +235,15 @@ class _ScheduleRun:
         with self._disks.used(), pytest.MonkeyPatch.context() as patch:
             for module in (async_, long_wait, sync, retries):
                 patch.setattr(module, "time", SimulatedTime(self.events))
+            patch.setattr(moments, "hook", self._reached)
             yield
+
+    def _reached(self, moment: str, task: str) -> None:
+        self._moments[moment] += 1
+        for fault in self._faults.at:
+            if (fault.name, fault.count) == (moment, self._moments[moment]):
+                self.at_moments.append(str(fault))
+                self._end(self._network.process(fault.host), True, fault.for_s, f"is killed as {task} is at {moment!r}")
 
     def close(self) -> None:
         """End everything."""
@@ -315,7 +335,7 @@ class _ScheduleRun:
                 self.checks.reported(worker.attempts[:counted])
 
     def _start_coordinator(self) -> Coordinator:
-        process = self._network.start(COORDINATOR)
+        process = self._store.process = self._network.start(COORDINATOR)
         self._say(str(process), "starts")
         every_s = 0.0 if self._snapshot_checks is None else SNAPSHOT_EVERY_S
         coordinator = Coordinator(
@@ -424,9 +444,13 @@ class _Store(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.at_next_write: Callable[[], None] | None = None
+        self.process: Process
+        self.is_full: Callable[[], bool] = bool
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Apply the changes."""
+        """Apply the changes, unless the process has just ended."""
+        if not self.process.is_alive or self.is_full():
+            raise OSError("its process has ended, or its disk is full")
         super().write(changes)
         end, self.at_next_write = self.at_next_write, None
         if end is not None:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from dflow.tracing.moments import ROLES
+
 COORDINATOR = "coordinator"
 
 
@@ -43,6 +45,22 @@ class Slow:
 
 
 @dataclass(frozen=True)
+class AtMoment:
+    """A host's process ends when any process reaches the moment `name` for the `count`th time; another starts later.
+
+    `for_s` is the time until then. The moments are those of `dflow.tracing.moments`, with a hyphen for a blank.
+    """
+
+    name: str
+    count: int
+    host: str
+    for_s: float
+
+    def __str__(self) -> str:
+        return f"{self.name.replace(' ', '-')}*{self.count}/{self.host}+{self.for_s:g}"
+
+
+@dataclass(frozen=True)
 class Faults:
     """The faults of one schedule.
 
@@ -57,10 +75,11 @@ class Faults:
     `cut`    no packet passes between two hosts
     `hang`   a host's process does nothing, and then continues
     `slow`   a host takes longer for all its work
-    `full`   a ps's writes of parts of snapshots fail
+    `full`   a ps's writes of parts of snapshots fail, or the coordinator's writes of its state
     `torn`   the parts of snapshots that a ps has written lose half of a file
     `flip`   the parts of snapshots that a ps has written have one wrong bit
     `gone`   the parts of snapshots that a ps has written disappear
+    `at`     a host's process ends at a named moment of any process, as by `kill`
     """
 
     loss: float = 0.0
@@ -77,6 +96,7 @@ class Faults:
     torn: tuple[Outage, ...] = ()
     flip: tuple[Outage, ...] = ()
     gone: tuple[Outage, ...] = ()
+    at: tuple[AtMoment, ...] = ()
 
     def __str__(self) -> str:
         words = []
@@ -101,7 +121,8 @@ class Faults:
 
 def check_hosts(faults: Faults, hosts: Sequence[str]) -> None:
     """Raise ValueError when a fault names an unknown host."""
-    for host in (*(host for outage in faults.outages for host in outage.hosts), *(slow.host for slow in faults.slow)):
+    of_outages = (host for outage in faults.outages for host in outage.hosts)
+    for host in (*of_outages, *(slow.host for slow in faults.slow), *(one.host for one in faults.at)):
         if host not in hosts:
             raise ValueError(f"a fault is of {host!r}, and the hosts are {', '.join(hosts)}")
 
@@ -150,6 +171,15 @@ def _cut(value: str) -> Outage:
     return replace(read, hosts=(one, other))
 
 
+def _at_moment(value: str) -> AtMoment:
+    what, _, rest = value.partition("/")
+    name, _, count = what.replace("-", " ").partition("*")
+    host, _, for_s = rest.partition("+")
+    if name not in ROLES:
+        raise ValueError(f"there is no moment {name!r}; there are {', '.join(ROLES)}")
+    return AtMoment(name, int(count or 1), host, float(for_s or 0))
+
+
 def _slow(value: str) -> Slow:
     host, _, factor = value.partition("*")
     return Slow(host, float(factor))
@@ -160,6 +190,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys(("kill", "power", "hang", "full", "torn", "flip", "gone"), _outage),
     "cut": _cut,
     "slow": _slow,
+    "at": _at_moment,
 }
 
 

@@ -9,6 +9,7 @@ By the names that a report gives them:
                    from the beginning, unless the schedule damaged a part of the newest snapshot;
 - `same variable`  no value is read or changed that began with another initial value than the variable did first, since
                    a return has freed it;
+- `no cycle`       no worker waits for a return within a step, for whose end the return waits;
 - `all read`       no task sets the state of a snapshot before each has read its part;
 - `bounded`        at the end a task's folder has at most three parts.
 """

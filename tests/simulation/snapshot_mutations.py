@@ -8,7 +8,7 @@ import msgspec
 
 from dflow.distributed.coordinator import step_ledger, variable_directory
 from dflow.distributed.coordinator.snapshots import recovery, snapshot_attempt
-from dflow.distributed.steps import step_gate
+from dflow.distributed.steps import retries, step_gate
 from dflow.distributed.task import task_snapshots
 from dflow.distributed.wire.messages.snapshots import CaptureState, StateCaptured
 from dflow.lowering.state import applied_steps
@@ -25,6 +25,9 @@ _DIES, _FULL = "kill=ps:0@3+0.5", "full=ps:1@2.5+9,kill=ps:0@4.5+0.5"
 
 #: A ps task dies before the first snapshot is complete, which no disk takes.
 _EARLY = "full=ps:1@0+5,kill=ps:0@1.2+0.5"
+
+#: A ps task dies as a worker's second plan is registered.
+_AT_ONCE = "at=registration*2/ps:0+0.7"
 
 #: Steps take longer than their deadline.
 _LOSSES = "loss=0.3,mixed=0.3,breaks=0.2"
@@ -168,6 +171,7 @@ SNAPSHOT_MUTATIONS = (
     _planted(
         "a failed step is not done first", step_ledger._LedgerRun, "note_done", _without_failures, "one moment", _LOSSES
     ),
+    _planted("a step waits for a return", retries, "is_in_step", giving(False), "no cycle", _AT_ONCE),
     _planted("a step that runs is not awaited", step_gate.StepGate, "close", _idle_at_once, "one moment"),
     _planted(
         "a lost variable is made again",

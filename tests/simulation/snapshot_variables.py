@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
+from dflow.distributed.steps.step_gate import inside_step
 from dflow.distributed.task.unsaved_state import UnsavedState
 from dflow.distributed.task.used_state import UsedState
 from dflow.distributed.wire.codec import encode_array
@@ -20,6 +21,7 @@ from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.distributed.wire.messages.snapshots import AwaitRecovery, SnapshotCommitted, StateRestored
 from dflow.distributed.wire.messages.variables import CreateVariable, CreateVariables
 from dflow.tracing.errors import DflowError
+from dflow.tracing.moments import reach
 from tests.simulation.blocking_program import end_wait
 from tests.simulation.checks import name_of
 from tests.simulation.snapshot_checks import SnapshotChecks, names_on
@@ -51,6 +53,7 @@ class SnapshotVariables:
         self._worker, self._member, self._checks = worker, member, checks
         self._length, self._on_restore = length, on_restore
         self.used, self.unsaved = UsedState(member.name, lambda: member.roster), UnsavedState()
+        self._is_in_step = False
         member.driver.call_on(StateRestored, self._restored)
         member.driver.call_on(SnapshotCommitted, lambda notice: self.unsaved.snapshot_complete())
 
@@ -73,6 +76,8 @@ class SnapshotVariables:
 
     def await_recovery(self, *, is_joining: bool = False) -> None:
         """Wait until no state is lost. Raises TaskLost if lost state cannot be restored."""
+        text = f"{self._member.name} waits for a return within a step, for whose end the return waits"
+        self._checks.require(not self._is_in_step, "no cycle", text)
         try:
             recovered = self._member.ask_coordinator(AwaitRecovery(self._member.name, is_joining), CLAIM_S)
         except DflowError as refusal:
@@ -94,10 +99,13 @@ class SnapshotVariables:
         gate = self._member.server.gate
         while not gate.enter(partial(end_wait, may_try := Future[None](), None)):
             self._member.wait("the end of a pause", PAUSE_S, may_try)
+        self._is_in_step = True
         try:
-            self.unsaved.make_again()
-            yield
+            with inside_step():
+                self.unsaved.make_again()
+                yield
         finally:
+            self._is_in_step = False
             gate.leave()
 
     def place(self, request: PlaceVariable) -> Placed:
@@ -114,6 +122,7 @@ class SnapshotVariables:
             variable = CreateVariable(name, "int32", shape, arrays=1, process=placed.process)
             message = CreateVariables((variable,), (ArrayInfo("int32", shape),))
             initial = encode_array(self._checks.initial(self._length))
+            reach("creation", self._member.name)
             answer = self._member.ask(host, message, initial, timeout_s=REQUEST_S)
             for failure in answer.message.failures.values():
                 raise error_of(failure)

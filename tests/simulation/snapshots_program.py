@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from dflow.distributed.steps.retries import retried
 from dflow.distributed.steps.steps_ahead import BegunStep, RegisteredStep
 from dflow.distributed.transport.base import Peer
 from dflow.distributed.wire.messages.message import Notice
@@ -21,6 +22,7 @@ from dflow.distributed.wire.messages.placement import Placed, PlaceVariable
 from dflow.lowering.programs.program import Program
 from dflow.lowering.queues.channel import StepId
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
+from dflow.tracing.errors import TaskLost
 from tests.simulation.checks import Attempt, name_of
 from tests.simulation.snapshot_checks import StepSnapshotChecks, names_on
 from tests.simulation.snapshot_variables import SnapshotVariables
@@ -88,8 +90,14 @@ class SnapshotsWorker(StepsWorker):
     def _handle_on(self, host: str) -> int:
         """Return the handle of the ps's plan, which is registered again only after a return to a snapshot."""
         if host not in self._known:
-            self._known[host] = super()._handle_on(host)
+            self._known[host] = retried(self, partial(self._registered_on, host))
         return self._known[host]
+
+    def _registered_on(self, host: str) -> int:
+        handle = super()._handle_on(host)
+        if not handle:
+            raise TaskLost(f"{host} is down")
+        return handle
 
     def own_plan(self) -> tuple[Plan, list[Program]]:
         """Return this worker's part of a step; its feed is the attempt's number."""

@@ -40,6 +40,7 @@ from dflow.lowering.steps.plan import Call, Item, Plan, Recv, Send
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded, DflowError, TaskLost
+from dflow.tracing.moments import reach
 from tests.simulation.checks import Attempt, Checks, name_of
 from tests.simulation.tasks import Member, SimulatedTasks, programs
 
@@ -304,6 +305,7 @@ class StepsWorker(TrainingWorker):
         if member is None:
             return 0
         if member not in self._handles:
+            reach("registration", self.task)
             self._handles[member] = member.server.plans.add(*self.plan_of(host, member))
         return self._handles[member]
 

@@ -26,7 +26,14 @@ import msgspec
 from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, Log, SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.membership import Membership
-from dflow.distributed.coordinator.snapshots.recovery_waits import AWAY, BUSY, PAUSING, RETURN_S, RecoveryWaits
+from dflow.distributed.coordinator.snapshots.recovery_waits import (
+    AWAY,
+    BUSY,
+    PAUSING,
+    RETURN_S,
+    UNWRITTEN,
+    RecoveryWaits,
+)
 from dflow.distributed.coordinator.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot
 from dflow.distributed.coordinator.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.coordinator.snapshots.snapshot_attempt import SnapshotAttempt, overdue
@@ -364,7 +371,7 @@ class Recovery:
         if not lost and not self._is_returning:
             self._hopeless = ""
         is_paused = self._pauses.reached == _RETURN or (is_held and self._is_returning)
-        if self._return is None and is_paused:
+        if self._return is None and is_paused and self.is_durable:
             tasks, live = self._returning_tasks(), self._members.connections()
             if any(live.get(task) is None for task in tasks):
                 return commands  # it is started again, or declared dead and replaced
@@ -445,10 +452,13 @@ class Recovery:
         if away:
             # From the time of a leave on, also if the steps that wait fail later.
             return self._waits.blocked(at_s, at_s if self._holding_s is None else self._holding_s, AWAY, away)
-        if self._is_returning and self._return is None and self._holding_s is None and self._pauses.first:
+        is_reached = self._pauses.reached == _RETURN or self._holding_s is not None
+        if self._is_returning and self._return is None and self._pauses.first and not is_reached:
             is_own = self._pauses.first == _RETURN
             what, tasks = (BUSY, self._pauses.waits_for) if is_own else (PAUSING, {self._pauses.first})
             return self._waits.blocked(at_s, at_s, what, tasks)
+        if self._is_returning and self._return is None and not self.is_durable:
+            return self._waits.blocked(at_s, at_s, UNWRITTEN, ["the coordinator"])
         self._waits.go_on()
         if self._holding_s is not None or self._is_returning or self._directory.lost():
             return []

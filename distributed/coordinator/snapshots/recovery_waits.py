@@ -22,6 +22,7 @@ NOTICE_S = 10.0
 RECOVERY_S = 2 * RETURN_S + 2 * LOAD_S
 
 AWAY, BUSY, PAUSING = "did not come back within", "still runs a step after", "has paused the steps for"
+UNWRITTEN = "could not write its state, with the number of the return, for"
 
 
 class RecoveryWaits:

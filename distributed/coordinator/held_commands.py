@@ -1,0 +1,32 @@
+"""The commands that wait until the records behind them are written, while the coordinator's disk takes no writes.
+
+Why: what a task has been told is lost if the coordinator ends before the record is written. That steps are done may be
+lost: they are claimed again, and tasks apply none twice. A place, a member, an election or a number may not, since the
+next process would decide otherwise. Invariant: with such a record unwritten, tasks hear nothing, as if the coordinator
+were away; later they hear all, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from dflow.distributed.coordinator.coordinator_events import Broadcast, Command, SendReply
+from dflow.distributed.coordinator.durable_records import SHELL
+from dflow.distributed.coordinator.snapshots.resumption import EPOCH, SNAPSHOT
+from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, Saved, SnapshotCommitted
+
+#: Beginnings of the keys of records whose newest changes may be lost.
+_MAY_BE_LOST = ("run/", "worker/", "progress/", "not finite/", "result/", "revision", SHELL, EPOCH, SNAPSHOT)
+#: Messages that tell of a record, and its key.
+_TELL = {CaptureState: EPOCH, LoadState: EPOCH, SnapshotCommitted: SNAPSHOT, Saved: SNAPSHOT}
+
+
+def waits(command: Command, unwritten: Collection[str]) -> bool:
+    """Whether a command waits until the records of these keys are written."""
+    if not isinstance(command, Broadcast | SendReply):
+        return False
+    kind: Any = type(command.message)
+    if _TELL.get(kind) in unwritten:
+        return True
+    return any(not key.startswith(_MAY_BE_LOST) for key in unwritten)
