@@ -38,7 +38,7 @@ _REMEDY = "run the same step on all workers, and pass what differs between them 
 _SHORT = 12
 
 
-#: Returns further items to compare of a program, before its own.
+#: Returns further items to compare of a program, before its operations.
 MoreItems = Callable[[WatchedProgram], list[ListedItem]]
 
 
@@ -105,8 +105,8 @@ class AgreedPrograms:
             return
         own = [] if is_agreed else [one for one in program.variables if not is_shared(one.sharding)]
         values = [array_item("variable of this process", one.name, one.read()) for one in own]
-        more = [] if is_agreed else step.more(program)
-        self.compare(f"a call of {program.name!r} in {step.point}", [*more, *self._listing(program).items, *values])
+        items = self._listing(program).items if is_agreed else listing(program.traced, step.more(program))
+        self.compare(f"a call of {program.name!r} in {step.point}", [*items, *values])
         step.refuse(program)
         self._agreed.add(self._listing(program).digest)
         self._compared.update(one.key for one in own)

@@ -144,7 +144,7 @@ class RoundPart:
     def _compare_step(self, optimizers: Sequence[GivenOptimizer], traced: Traced) -> None:
         """Raise StrategyError unless the run's other workers have traced the same, as far as it has to be equal."""
         if self._programs is not None:
-            items = [*settings_of(optimizers), *listing(traced)]
+            items = listing(traced, settings_of(optimizers))
             self._programs.compare(f"the first step of run {self._run!r}", items)
             return
         trained = jax.tree_util.tree_leaves([one.variables for one in optimizers], is_leaf=is_variable)

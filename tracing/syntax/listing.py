@@ -38,8 +38,11 @@ class ListedItem(NamedTuple):
     shown: str
 
 
-def listing(traced: Traced) -> list[ListedItem]:
-    """Return the items of a program, in an order that lets the first one that differs be the cause of the others."""
+def listing(traced: Traced, more: Sequence[ListedItem] = ()) -> list[ListedItem]:
+    """Return the items of a program, in an order that lets the first one that differs be the cause of the others.
+
+    more  further items, which come after the variables
+    """
     graph, held = traced.graph, len(traced.variables)
     first_argument = held + len(traced.constants)
     variables = [
@@ -53,7 +56,7 @@ def listing(traced: Traced) -> list[ListedItem]:
     ]
     options = [_item("compiler option", repr(item)) for item in sorted((traced.compiler_options or {}).items())]
     settings = [_item("setting of JAX", f"{name}={getattr(jax.config, name)}") for name in _SETTINGS]
-    return [*variables, *arguments, *_operations(graph), *constants, *options, *settings]
+    return [*variables, *more, *arguments, *_operations(graph), *constants, *options, *settings]
 
 
 def array_item(kind: str, name: str, value: Any, where: str = "") -> ListedItem:
