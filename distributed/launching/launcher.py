@@ -6,7 +6,8 @@ Invariants:
 - a task that fails is restarted by its job's policy, and has ended only when that does not restart it; a worker that
   has ended does not end the run, while the coordinator or a task server that has ended does;
 - a restarted coordinator has the address and the state of the one before it;
-- task servers and the coordinator are stopped only after all workers have ended; the dashboard is the last to be.
+- task servers are stopped only after all workers have ended, the coordinator after them; the dashboard is the last;
+- what to do after a run that was ended is the last line, below the output of the processes and the table.
 
 The exit status is 0 when at least one worker finished, no worker failed, and all steps of all runs were done; it is
 130 after SIGINT or SIGTERM, else 1. A worker killed by a signal has not failed: others do its steps. A worker that
@@ -28,6 +29,7 @@ from dflow.distributed.coordinator.coordinator import LISTENING
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.dashboard_sidecar import NAME as DASHBOARD
 from dflow.distributed.launching.dashboard_sidecar import SERVING, DashboardSidecar
+from dflow.distributed.launching.failure_cause import cause_of
 from dflow.distributed.launching.launch_plan import LaunchPlan
 from dflow.distributed.launching.place import LaunchPlace, Running
 from dflow.distributed.launching.restarts import Restarts
@@ -80,9 +82,11 @@ def launch(stop: StopSignal, plan: LaunchPlan, place: LaunchPlace, view: LaunchV
         return launched.run()
     except _Interrupted as interrupted:
         view.show_event(f"{interrupted}: ending all processes")
+        launched.end_early(_how_to_go_on(plan))
         return 130
     except _Fault as fault:
         view.show_event(str(fault))
+        launched.end_early(fault.remedy)
         return 1
     finally:
         launched.end()
@@ -93,7 +97,11 @@ class _Interrupted(Exception):
 
 
 class _Fault(Exception):
-    """The run cannot continue; the text says why."""
+    """The run cannot continue; the text says why, and `remedy` what to do."""
+
+    def __init__(self, why: str, remedy: str = "") -> None:
+        super().__init__(why)
+        self.remedy = remedy
 
 
 class _Task:
@@ -152,8 +160,25 @@ class _Launch:
         self._poll_status()
         self._end(self._servers)
         self._poll_status()
-        self._view.show_end(self._status, {task.task: task.end for task in self._workers})
+        self._view.show_end(self._status, self._ends(self._workers))
         return self._verdict([task.status for task in self._workers if task.status is not None]) or self._faults()
+
+    def end_early(self, remedy: str) -> None:
+        """End the tasks before their coordinator, which they would miss; show the ends, and last the remedy."""
+        for tasks in (self._workers, self._servers):
+            self._end(tasks)
+            for task in tasks:
+                if task.running is not None and (status := task.running.poll()) is not None and not task.end:
+                    task.end = describe_end(status)
+        if self._coordinator.running is not None and self._coordinator.running.poll() is None and self._address:
+            self._poll_status()
+        self._view.show_end(self._status, self._ends(self._everyone))
+        if remedy:
+            self._view.show_event(remedy)
+
+    @staticmethod
+    def _ends(tasks: Iterable[_Task]) -> dict[str, str]:
+        return {task.task: task.end for task in tasks if task.end and task.task != COORDINATOR}
 
     def end(self) -> None:
         """End every process that still runs."""
@@ -208,7 +233,7 @@ class _Launch:
             if status == TERMINATED:  # a training loop ended between two steps
                 status = -signal.SIGTERM
             if task in self._workers:
-                self._worker_ended(task, status)
+                self._worker_ended(task, status, task.running.tail)
             else:
                 self._server_ended(task, status, task.running.tail)
         if task.running is None and time.monotonic() >= task.due_s:
@@ -222,7 +247,7 @@ class _Launch:
                 )
                 self._view.show_event(f"{task.name} runs again and {rest}")
 
-    def _worker_ended(self, task: _Task, status: int) -> None:
+    def _worker_ended(self, task: _Task, status: int, tail: Sequence[str]) -> None:
         if status == 0 and not self._has_joined(task):
             task.status, task.end = 1, "it never joined the cluster"
             self._view.show_event(
@@ -230,20 +255,30 @@ class _Launch:
                 "its script has to call dflow.connect()"
             )
         elif not self._is_started_again(task, status):
-            task.status, task.end = status, describe_end(status)
+            task.status, task.end = status, _end_with_cause(status, tail)
             running = sum(not worker.is_over for worker in self._workers)
             if status != 0:
                 rest = f"; {running} of {len(self._workers)} workers go on" if running else ""
-                self._view.show_event(f"{task.name} ended: {task.end}{rest}")
+                self._view.show_event(f"{task.name} ended: {describe_end(status)}{rest}")
 
     def _server_ended(self, task: _Task, status: int, tail: Sequence[str]) -> None:
         # The launcher did not stop it, so an end with status 0 is a failure too.
         if not self._is_started_again(task, status or 1):
             last = "".join(f"\n  {line}" for line in tail) or " none"
+            task.end = _end_with_cause(status, tail)
             raise _Fault(
                 f"{task.name} ended ({describe_end(status)}) while workers needed it, so the run ends; "
-                f"its last lines:{last}"
+                f"its last lines:{last}",
+                self._how_to_survive(task),
             )
+
+    def _how_to_survive(self, task: _Task) -> str:
+        """Return how a run goes on after the end of a task server or of the coordinator."""
+        if task is self._coordinator:
+            return "to go on after such an end, launch with --restart coordinator=on-failure"
+        job = split_task_name(task.task)[0]
+        again = f"to go on after such an end, launch with --restart {job}=on-failure"
+        return f"{_how_to_go_on(self._plan)}; {again}" if self._plan.snapshots else f"{again} and --snapshots FOLDER"
 
     def _is_started_again(self, task: _Task, status: int) -> bool:
         now_s = time.monotonic()
@@ -321,6 +356,21 @@ class _Launch:
                 f"or clip the gradients; --accept {NOT_FINITE} makes it a success"
             )
         return int(found)
+
+
+def _how_to_go_on(plan: LaunchPlan) -> str:
+    """Return how to go on with a job that was ended."""
+    if plan.snapshots:
+        return f"start the same command again to go on from the newest snapshot in {plan.snapshots}"
+    return (
+        "the next launch goes on from the checkpoints that its script restores, as a dflow.CheckpointManager does; "
+        "--snapshots FOLDER keeps the state of task servers too"
+    )
+
+
+def _end_with_cause(status: int, tail: Sequence[str]) -> str:
+    cause = cause_of(tail) if status else ""
+    return f"{describe_end(status)}: {cause}" if cause else describe_end(status)
 
 
 def _state(task: _Task, is_live: bool) -> str:

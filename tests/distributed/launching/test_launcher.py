@@ -199,6 +199,7 @@ client.leave()
     assert status == 1, output
     assert "[worker:0] RuntimeError: no more" in output
     assert "dflow: worker:0 ended: exit status 1; 1 of 2 workers go on" in output
+    assert re.search(r"worker:0 .*exit status 1: RuntimeError: no more", output), output
     assert "[worker:1] went on" in output
 
 
@@ -246,7 +247,10 @@ def test_a_signal_ends_every_process_and_gives_130(tmp_path: Path, number: signa
         launched.process.send_signal(number)
         status, output = launched.finish()
     assert status == 130, output
-    assert f"dflow: {number.name}: ending all processes" in output
+    _, rest = output.split(f"dflow: {number.name}: ending all processes")
+    assert "it is tried again" not in rest
+    assert re.search(r"worker:1 .* killed by SIGTERM", rest), output
+    assert re.search(r"\ndflow: the next launch goes on from the checkpoints .*--snapshots FOLDER.*\n$", rest), output
     assert not any(exists(pid) for pid in everyone)
 
 
@@ -385,6 +389,8 @@ client.leave()
     assert status == 1, output
     assert "ps:0 ended (killed by SIGKILL) while workers needed it, so the run ends" in output
     assert "AssertionError" not in output, "the worker waited for its own deadline"
+    remedy = "to go on after such an end, launch with --restart ps=on-failure and --snapshots FOLDER"
+    assert output.endswith(f"dflow: {remedy}\n"), output
     with launch(tmp_path, script, ps=1, options=["--restart", "ps=on-failure"]) as launched:
         status, output = launched.finish()
     assert status == 0, output
