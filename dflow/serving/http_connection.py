@@ -67,10 +67,14 @@ class _Throttled(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether to log this entry; the next one tells how many were left out."""
+        error = record.exc_info[1] if record.exc_info else None
+        if isinstance(error, RuntimeError) and "handler is closed" in str(error):
+            return False  # uvloop, when an answer is written to a client that has just left
         more = self._throttle.ask()
         if more is None:
             return False
-        record.msg, record.args = on_one_line(record.getMessage()) + more, ()
+        reason = "" if error is None else f": {error!r}"
+        record.msg, record.args, record.exc_info = on_one_line(record.getMessage() + reason) + more, (), None
         return True
 
 
@@ -213,9 +217,16 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         if self._is_refused:
             return
         self._is_refused = True
-        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
-            self.transport.abort()
-            return
+        cycle = self.cycle
+        if cycle is not None and not cycle.response_complete:
+            if not cycle.more_body:  # the bytes are of a later request, and the answer to this one comes first
+                cycle.keep_alive = False
+                return
+            if cycle.response_started or self.pipeline:
+                self.transport.abort()
+                return
+            cycle.disconnected = True  # it gets no other answer
+            cycle.message_event.set()
         body = json.dumps({"error": text}).encode()
         lines = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json", "Connection: close"
         head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""])

@@ -183,6 +183,9 @@ SIZED = b"Content-Length: %d\r\n" % len(ROW)
         (b"GET /v2/health/ready HTTP/1.0\r\n\r\n", [200]),
         (b"HEAD /v2/health/ready HTTP/1.1\r\nHost: localhost\r\n\r\n", [200]),
         (b"GET /v2 HTTP/1.1\r\n\r\n", [421]),
+        # A request before the bytes that are none gets its own answer.
+        (INFER + SIZED + b"\r\n" + ROW + b"\x00\x01 no request\r\n\r\n", [200]),
+        (INFER + b"Transfer-Encoding: chunked\r\n\r\nno size\r\n", [400]),
         (INFER + SIZED + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", [400]),
         (INFER + SIZED + b"Content-Length: 3\r\n\r\n" + ROW, [400]),
     ],
