@@ -36,7 +36,8 @@ from dflow.lowering.steps.recorder import Recorder, described_end
 from dflow.lowering.steps.step_events import PART_BEGAN, PART_ENDED
 from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import InternalError, StepCancelled, StepEnded
+from dflow.tracing.devices.task_name import short_task_name
+from dflow.tracing.errors import InternalError, StepCancelled, StepEnded, TaskLost
 
 
 def owner_of(step: StepId) -> str:
@@ -153,6 +154,17 @@ class PlanRuns:
         self._cancel_run(step, error)
         self._channel.abort(step, error)
         self._cancel_run(step, error)
+
+    def end_blocked(self, why: str) -> None:
+        """End the parts of steps of shared runs that wait for a queue: the steps that they wait for are held back.
+
+        The steps fail with TaskLost, and are done again after the return to a snapshot. `why` ends the error's text.
+        """
+        with self._lock:
+            blocked = [step for step, (run, *_) in self._runs.items() if run.attempt is not None and run.is_blocked]
+        task = short_task_name(self._task)
+        for step in blocked:
+            self.cancel(step, TaskLost(f"{describe(step)} waits for a queue on {task}, while {why}"))
 
     def _cancel_run(self, step: StepId, error: BaseException) -> None:
         run = self._run_of(step)

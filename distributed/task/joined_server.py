@@ -81,5 +81,7 @@ def _hold_steps(session: SessionDriver, server: TaskServer, notice: HoldSteps) -
     """Hold back the shared steps of this task in a pause, or let them begin if none is on."""
     if notice.number:
         server.gate.close(lambda: session.tell(StepsHeld(server.name, notice.number)))
+        if notice.is_for_return:
+            server.runs.end_blocked("all tasks return to a snapshot")
     else:
         server.gate.open()

@@ -130,6 +130,11 @@ class Execution:
             self._complete()
         self._run(ready)
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it may wait for a queue or an accumulator, also in a branch or a loop."""
+        return not self._ended
+
     def feed(self, place: int, value: Any) -> None:
         """Supply the value of the feed at index `place`, which was PENDING."""
         slot = self._executable.plan.feeds[place]

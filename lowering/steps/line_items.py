@@ -37,6 +37,8 @@ class ItemsRun(Protocol):
     step: StepId
     recorder: Recorder
     attempt: StepAttempt | None
+    #: The ops on queues and accumulators that wait, by item.
+    waiting_ops: set[int]
 
     def arrived(self, index: int, fill: Fill, values: Outcome[Any]) -> None:
         """Continue after the item at `index`, which waited, with its results, which `fill` puts into slots."""
@@ -189,6 +191,7 @@ def _use_resource(item: UseResource, index: int, executable: Executable, store: 
 
     def do(run: ItemsRun) -> None:
         held, operands, arrived = store.resource(key), list(take(run.slots)), partial(run.arrived, index, fill)
+        run.waiting_ops.add(index)
         if run.attempt is None:
             run.cancel_at_end(held.start(op, operands, arrived))
         else:

@@ -256,6 +256,8 @@ class StraightRun:
         self._is_open = [True]
         self.error: BaseException | None = None
         self._cancels: list[Cancel] = []
+        #: See `ItemsRun`.
+        self.waiting_ops: set[int] = set()
 
     def start(self) -> None:
         """Run the items that need no wait, on this thread. Does nothing if the run was cancelled before."""
@@ -275,6 +277,11 @@ class StraightRun:
     def is_ahead(self) -> bool:
         """Whether the run has begun ahead and is not released."""
         return bool(self._unreleased)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether it waits for a queue or an accumulator."""
+        return bool(self.waiting_ops)
 
     def cancel(self, error: BaseException) -> None:
         """End with `error` unless it has ended."""
@@ -342,6 +349,7 @@ class StraightRun:
             self._fail(index, values)
             return
         try:
+            self.waiting_ops.discard(index)
             fill(self.slots, values)
             self.recorder.append((self.recorder.clock(), ITEM_ENDED, self.step, self.line.plan, index))
             ready = []

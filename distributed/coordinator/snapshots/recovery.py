@@ -456,7 +456,8 @@ class Recovery:
         if self._is_returning and self._return is None and self._pauses.first and not is_reached:
             is_own = self._pauses.first == _RETURN
             what, tasks = (BUSY, self._pauses.waits_for) if is_own else (PAUSING, {self._pauses.first})
-            return self._waits.blocked(at_s, at_s, what, tasks)
+            commands = self._waits.blocked(at_s, at_s, what, tasks)
+            return [*commands, *self._pauses.remind(self._members.connections())] if is_own and commands else commands
         if self._is_returning and self._return is None and not self.is_durable:
             return self._waits.blocked(at_s, at_s, UNWRITTEN, ["the coordinator"])
         self._waits.go_on()

@@ -76,7 +76,7 @@ class StepPauses:
         if self._requests and not self.is_on and is_clear:
             self._number += 1
             self.is_on, self._is_broken, self._waits_for = True, False, {*live}
-            commands = [_hold(live, self._number)]
+            commands = [self._hold(live)]
         elif self.is_on and not self._is_reached and not is_clear:
             return self._end(live)
         if self.is_on and not self._is_reached and not self._waits_for:
@@ -103,7 +103,11 @@ class StepPauses:
             return []
         self._is_broken = self._is_broken or self._is_reached
         self._waits_for.add(task)
-        return [Broadcast((peer,), HoldSteps(self._number))]
+        return [self._hold({task: peer})]
+
+    def remind(self, live: Mapping[str, int | None]) -> list[Broadcast]:
+        """Have the tasks hold their steps again, such as those that wait for a queue since the pause began."""
+        return [self._hold(live)] if self.is_on and not self._is_reached else []
 
     def leave(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:
         """Handle a task that has left. `go_on` must follow."""
@@ -121,8 +125,11 @@ class StepPauses:
         self._waits_for = set()
         if self._urgent in self._requests:
             self._requests = {self._urgent: self._requests.pop(self._urgent), **self._requests}
-        return [_hold(live, 0)]
+        return [_broadcast(live, HoldSteps(0))]
+
+    def _hold(self, live: Mapping[str, int | None]) -> Broadcast:
+        return _broadcast(live, HoldSteps(self._number, self.first == self._urgent))
 
 
-def _hold(live: Mapping[str, int | None], number: int) -> Broadcast:
-    return Broadcast(tuple(peer for peer in live.values() if peer is not None), HoldSteps(number))
+def _broadcast(live: Mapping[str, int | None], message: HoldSteps) -> Broadcast:
+    return Broadcast(tuple(peer for peer in live.values() if peer is not None), message)

@@ -38,9 +38,13 @@ class ResumeSteps(Request[StepsResumed], frozen=True):
 
 
 class HoldSteps(Notice, frozen=True):
-    """To a task: begin no shared step until the pause `number` ends, and report by `StepsHeld`; 0: no pause is on."""
+    """To a task: begin no shared step until the pause `number` ends, and report by `StepsHeld`; 0: no pause is on.
+
+    In a pause for a return to a snapshot, the task also ends its parts of steps that wait for a queue.
+    """
 
     number: int
+    is_for_return: bool = False
 
 
 class StepsHeld(Notice, frozen=True):

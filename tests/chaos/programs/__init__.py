@@ -27,6 +27,10 @@ CHECKPOINT_EVERY = 20
 MAX_STALENESS = 2
 
 
+#: What the steps of `elements.py` take, each once.
+USED_ONCE = ("fifo", "shuffle", "priority", "padding", "numbers")
+
+
 @dataclass(frozen=True)
 class Program:
     """A script, its number of steps, its arguments, the check of its results, and the faults that may come.
@@ -57,17 +61,17 @@ def _bounded(steps: int, results: Mapping[str, float], folder: Path) -> Iterator
 
 
 def _elements(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
-    expected = {"elements once": steps, "tickets once": steps, "gradients": steps, "keys": steps, "updates": steps}
-    expected |= {"elements more often": 0, "tickets more often": 0}
+    expected = dict.fromkeys([*(f"{name} once" for name in USED_ONCE), "gradients", "keys", "updates"], steps)
+    expected |= {f"{name} more often": 0 for name in USED_ONCE}
     if results != expected:
         yield f"elements: expected {expected}, got {results}"
 
 
 def _elements_of_rounds(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
-    # A worker that dies takes the element of its step along, which may have brought its ticket.
-    counts = [results.get(f"{name} more often", -1) for name in ("elements", "tickets")]
-    used = [results.get(name, 0) for name in ("tickets once", "elements once", "keys")]
-    is_exact = counts == [0, 0] and results.get("updates") == steps
+    # A worker that dies takes the element of its step along, which may have brought its number.
+    twice = {results.get(f"{name} more often") for name in USED_ONCE}
+    used = [results.get(name, 0) for name in (*(f"{name} once" for name in USED_ONCE), "keys")]
+    is_exact = twice == {0} and results.get("updates") == steps
     if not is_exact or min(used) < steps or max(used) - min(used) > 3 * MOST_ENDS:
         yield f"elements: expected none twice in {steps} updates, got {results}"
 
@@ -134,6 +138,7 @@ MODEL = Program(
 ELEMENTS = Program(
     ROOT / "tests/chaos/programs/elements.py", 1500, lambda steps, _: ("Async", str(steps), str(BATCH_S)), _elements
 )
+ELEMENTS_IN_LOOPS = replace(ELEMENTS, steps=800, arguments=lambda steps, _: ("Async", str(steps), str(BATCH_S), "loop"))
 ELEMENTS_OF_ROUNDS = replace(
     ELEMENTS, steps=400, arguments=lambda steps, _: ("Sync", str(steps), str(BATCH_S)), check=_elements_of_rounds
 )
@@ -159,6 +164,7 @@ PROGRAMS = {
     "bounded": BOUNDED,
     "model": MODEL,
     "elements": ELEMENTS,
+    "elements-in-loops": ELEMENTS_IN_LOOPS,
     "elements-of-rounds": ELEMENTS_OF_ROUNDS,
     "digits": DIGITS,
     "all-reduce": ALL_REDUCE,

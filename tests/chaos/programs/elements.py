@@ -1,17 +1,15 @@
-"""Take an element of a queue in each step, draw a ticket and a random key, and bring them to another task.
+"""Pass elements through each kind of queue in steps, draw a random key, and bring all to another task.
 
-    elements.py Async|Sync STEPS SECONDS
+    elements.py Async|Sync STEPS SECONDS [loop]
 
-Worker 0 feeds the queue, which is on one parameter task with the counter of tickets, a generator and an accumulator.
-The variables that the steps bring these to are on the other one. Each batch takes SECONDS to come. At the end a worker
-reports the numbers of elements and tickets that were brought once, and more often, those of gradients in the
-accumulator and of different random bits, and the sum of all elements that were brought.
+The queues are on one parameter task, with a generator and an accumulator. A step puts its number into each queue, and
+takes an element of each. The variables that the steps bring these to are on the other task. Each batch takes SECONDS
+to come. With `loop` the elements are taken in a loop and a branch. At the end a worker reports how many elements and
+numbers were brought once, and more often, and the counts of gradients, of different random bits, and of updates.
 """
 
-import itertools
 import sys
 import time
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -26,47 +24,59 @@ room = steps if kind == "Async" else 4 * steps
 cluster = dflow.connect()
 with cluster.parameter_servers():
     with dflow.device("ps:0"):
-        queue = dflow.FIFOQueue(32, jax.ShapeDtypeStruct((), jnp.int32), name="elements")
-        next_ticket = dflow.Variable(0, name="next ticket")
+        number = jax.ShapeDtypeStruct((), jnp.int32)
+        queues = {
+            "fifo": dflow.FIFOQueue(64, number, name="fifo"),
+            "shuffle": dflow.RandomShuffleQueue(64, 0, number, seed=0, name="shuffle"),
+            "priority": dflow.PriorityQueue(64, number, name="priority"),
+            "padding": dflow.PaddingFIFOQueue(64, dflow.PaddedSpec((), jnp.int32), name="padding"),
+        }
         noise = dflow.Generator(0, name="noise")
         gradients = dflow.ConditionalAccumulator(jnp.float32(0), name="gradients")
     with dflow.device("ps:1"):
-        elements = dflow.Variable(lambda: jnp.zeros(room, jnp.int32), name="elements brought")
-        tickets = dflow.Variable(lambda: jnp.zeros(room, jnp.int32), name="tickets brought")
+        elements = {name: dflow.Variable(lambda: jnp.zeros(room, jnp.int32), name=f"{name} brought") for name in queues}
+        numbers = dflow.Variable(lambda: jnp.zeros(room, jnp.int32), name="numbers brought")
         bits = dflow.Variable(lambda: jnp.zeros(room, jnp.uint32), name="bits brought")
         weight = dflow.Variable(lambda: jnp.zeros(()), name="weight")
     optimizer = dflow.Optimizer(optax.sgd(1.0), [weight], name="sgd")
 
 
+def take(queue: dflow.FIFOQueue) -> jax.Array:
+    """Take an element, in a loop and a branch if asked for."""
+    if "loop" not in sys.argv:
+        taken: jax.Array = queue.dequeue()
+        return taken
+
+    def turn(last: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jax.lax.cond(last < 0, queue.dequeue, lambda: last), None
+
+    return jax.lax.scan(turn, jnp.int32(-1), None, length=2)[0]
+
+
 @dflow.jit
-def step(x: jax.Array) -> jax.Array:
-    """Bring one element, one ticket and the bits of one key; return the element."""
-    element = queue.dequeue()
-    ticket = next_ticket.read()
-    next_ticket.assign_add(x)
-    gradients.apply(x.astype(jnp.float32))
-    elements.scatter_add(element[None], x[None])
-    tickets.scatter_add(ticket[None], x[None])
-    bits.scatter_update(ticket[None], jax.random.bits(noise.split(), (1,)))
+def step(number: jax.Array) -> None:
+    """Bring one element of each queue, the step's number and the bits of one key."""
+    one = jnp.ones(1, jnp.int32)
+    for name, queue in queues.items():
+        queue.enqueue(number)
+        elements[name].scatter_add(take(queue)[None], one)
+    gradients.apply(jnp.float32(1.0))
+    numbers.scatter_add(number[None], one)
+    bits.scatter_update(number[None], jax.random.bits(noise.split(), (1,)))
     optimizer.apply([jnp.float32(-1.0)])
-    return element
 
 
-def batches() -> Iterator[jax.Array]:
-    """Yield 1 without end."""
-    while True:
-        time.sleep(batch_s)
-        yield jnp.int32(1)
+def batch(number: int) -> jax.Array:
+    """The batch of a step: its number."""
+    time.sleep(batch_s)
+    return jnp.int32(number)
 
 
-numbers = map(np.int32, range(steps) if kind == "Async" else itertools.count())
-if cluster.index == 0:
-    dflow.data.feed(numbers, queue, name="numbers")
 strategy = getattr(dflow.distributed, kind)(cluster)
-for _ in strategy.run(step, batches(), steps=steps, name="train"):
+for _ in strategy.run(step, batch, steps=steps, name="train"):
     pass
 if cluster.elect("report"):
-    for name, brought in (("elements", elements), ("tickets", tickets)):
+    for name, brought in {**elements, "numbers": numbers}.items():
         counts = np.asarray(brought.read())
         cluster.report(f"{name} once", int((counts == 1).sum()))
         cluster.report(f"{name} more often", int((counts > 1).sum()))

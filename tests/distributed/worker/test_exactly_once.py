@@ -26,6 +26,7 @@ from dflow.distributed.steps import retries
 from dflow.distributed.steps.step_starter import StepParts
 from dflow.distributed.worker.cluster import Cluster
 from dflow.tracing.errors import TaskLost, TrainingError
+from tests.distributed.waiting import until
 from tests.distributed.worker.tasks_with_snapshots import Tasks
 
 pytestmark = pytest.mark.once
@@ -163,6 +164,46 @@ def test_steps_of_a_worker_that_leaves_are_done_by_another_one(
             train(programs[1])
     train(programs[0])
     programs[0].check()
+
+
+def test_a_step_that_waits_for_room_in_a_queue_does_not_hold_up_a_return(tasks: Tasks) -> None:
+    queues, seen = [], []
+    for cluster in tasks.workers:
+        with cluster.parameter_servers():
+            with dflow.device("ps:0"):
+                queues.append(dflow.FIFOQueue(2, jnp.int32(0), name="room"))
+            with dflow.device("ps:1"):
+                seen.append(dflow.Variable(lambda: jnp.zeros(STEPS, jnp.int32), name="learned"))
+                acted = dflow.Variable(0, name="acted")
+    tasks.await_new_snapshot()
+
+    @dflow.jit
+    def act(_: Any) -> None:
+        number = acted.read()
+        acted.assign_add(1)
+        queues[1].enqueue(number)
+
+    @dflow.jit
+    def learn(_: Any) -> None:
+        seen[0].scatter_add(queues[0].dequeue()[None], ONE)
+
+    def batches() -> Iterator[jax.Array]:
+        for number in itertools.count():
+            if number == 5:
+                # The actor waits for room, and this worker for the return.
+                until(lambda: any(run.is_blocked for run, *_ in [*tasks.ps[0].server.runs._runs.values()]))
+                tasks.start_again(1)
+            yield jnp.int32(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        work = [
+            pool.submit(lambda: [*Async(tasks.workers[1]).run(act, itertools.repeat(jnp.int32(0)), steps=STEPS)]),
+            pool.submit(lambda: [*Async(tasks.workers[0]).run(learn, batches(), steps=STEPS, name="learn")]),
+        ]
+        for one in work:
+            one.result(60)
+    assert tasks.worker.epoch == 1
+    np.testing.assert_array_equal(seen[0].read(), np.ones(STEPS))
 
 
 def test_synchronous_rounds_take_each_element_once(tasks: Tasks) -> None:
