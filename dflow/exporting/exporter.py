@@ -31,6 +31,7 @@ from dflow.exporting.small_weights import (
     WeightForm,
     WeightReport,
     differences,
+    kept_as_they_are,
     results_of,
     size_of,
     with_small_weights,
@@ -156,8 +157,9 @@ class Exported(SavableFunctions):
         before, after = self._before[name], self._made[name]
         outputs = [path for path, _ in leaves_of(after.signature.result, "result")]
         errors = differences(outputs, results_of(before, args, kwargs), results_of(after, args, kwargs))
+        kept = kept_as_they_are(self._before.values(), self._form)
         was = {held: None for one in self._before.values() for held in one.variables.values()}
-        return WeightReport(self._form, size_of(was), size_of(self.variables.values()), errors)
+        return WeightReport(self._form, size_of(was), size_of(self.variables.values()), errors, kept)
 
     def _origins(self) -> Iterable[Variable]:
         return (held for one in (self._before or {}).values() for held in one.variables.values())
@@ -243,9 +245,9 @@ def export(
     vjp_order  how many times the loaded function can be differentiated
     disabled_checks  as for `jax.export.export`; allows custom calls of named targets outside XLA
 
-    weights    "int8" (with a scale for each channel, the last dimension) or "bfloat16": stores floating-point variables
-               of at least 2 dimensions that no function writes in this form, with their present values; the program
-               converts them back. `Exported.accuracy` tells what it costs
+    weights    "int8" (with a scale for each channel, the last dimension, and for each row of a table) or "bfloat16":
+               stores floating-point variables of at least 2 dimensions that no function writes in this form, with
+               their present values; the program converts them back. `Exported.accuracy` tells what it costs
 
     An argument of `fn` that has the name of one of these options must be passed by position. The values of the
     variables are read by `Exported.save`. Raises ExportError, naming the op and its line, for a function that has no

@@ -1,7 +1,8 @@
-"""Smaller weights in an export: int8 with a scale for each channel, or bfloat16, converted back inside the program.
+"""Smaller weights in an export: int8 with scales, or bfloat16, converted back inside the program.
 
-Only floating-point variables of at least 2 dimensions that no exported function writes are made smaller; the others
-stay as they are. Invariant: the program reads the new variables, so the files shrink with them.
+A scale is that of a channel (the last dimension) of a dense weight, and that of a row of a table, whose lookups convert
+the rows that they take. Only floating-point variables of at least 2 dimensions that no exported function writes are
+made smaller; a report names the others. Invariant: the program reads the new variables, so the files shrink with them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dflow.lowering.files.whole_arrays import whole_here
 from dflow.lowering.local import LocalHome
 from dflow.lowering.programs.portable_tree import Held, Tree, build, flatten, parts_of, plain
 from dflow.tracing.errors import ExportError
+from dflow.tracing.rows.scaled_rows import ScaledRows
 from dflow.tracing.state.container import outside_containers
 from dflow.tracing.state.context import home
 from dflow.tracing.state.resources import Variable
@@ -37,14 +39,17 @@ FORMS: tuple[WeightForm, ...] = ("int8", "bfloat16")
 
 @dataclass(frozen=True)
 class SmallWeight:
-    """The variables that stand for one, and its dtype. `scale` is that of each channel, the last dimension."""
+    """The variables that stand for one, and its dtype. `scale` is that of each channel, or of each row of a table."""
 
     small: Variable
     scale: Variable | None
     dtype: Any
+    is_table: bool
 
     def read(self) -> Any:
-        """Return the weights in their own dtype."""
+        """Return the weights in their own dtype; a table as `ScaledRows`."""
+        if self.is_table:
+            return ScaledRows(self.small.read(), None if self.scale is None else self.scale.read(), self.dtype)
         if self.scale is None:
             return self.small.read().astype(self.dtype)
         return (self.small.read().astype(jnp.float32) * self.scale.read()).astype(self.dtype)
@@ -58,27 +63,38 @@ def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, optio
         smaller = {variable: _made_smaller(variable, form, taken) for variable in _eligible(made.values(), form)}
     if not smaller:
         raise ExportError(
-            f"weights={form!r}, and there is no floating-point variable of two dimensions or more that is read alone",
-            "leave weights out",
+            f"weights={form!r}: expected a floating-point variable of two dimensions or more that no function writes, "
+            f"got {_by_reason(kept_as_they_are(made.values(), form)) or 'none'}",
+            "leave weights out, or export the functions that only read apart from those that write",
         )
     return {name: _over(name, one, smaller, options) for name, one in made.items()}
 
 
 def _eligible(functions: Iterable[TracedExport], form: WeightForm) -> list[Variable]:
     every = list(functions)
-    variables = {variable: None for one in every for variable in one.pure.variables}
-    left_out = {variable for one in every for variable in one.pure.written}
-    left_out |= {one.variables[name] for one in every for name in _returned(one.signature.result)}
+    kept = kept_as_they_are(every, form)
+    return [*{variable: None for one in every for variable in one.pure.variables if variable.name not in kept}]
+
+
+def kept_as_they_are(functions: Iterable[TracedExport], form: WeightForm) -> dict[str, str]:
+    """Return why each variable that is not made smaller stays as it is, by name."""
+    every = list(functions)
+    written = {variable: name for one in every for variable in one.pure.written for name in [one.pure.name]}
+    returned = {one.variables[name] for one in every for name in _returned(one.signature.result)}
     small_bytes = 1 if form == "int8" else 2
-    return [
-        variable
-        for variable in variables
-        if variable not in left_out
-        and variable.part is None
-        and len(variable.type.shape) > 1
-        and jnp.issubdtype(variable.dtype, jnp.floating)
-        and np.dtype(variable.dtype).itemsize > small_bytes
-    ]
+    found: dict[str, str] = {}
+    for variable in (variable for one in every for variable in one.pure.variables):
+        if variable in written:
+            found[variable.name] = f"{written[variable]} writes it"
+        elif variable in returned:
+            found[variable.name] = "it is returned"
+        elif len(variable.type.shape) < 2:
+            found[variable.name] = "it has fewer than two dimensions"
+        elif not jnp.issubdtype(variable.dtype, jnp.floating):
+            found[variable.name] = "it is not floating-point"
+        elif np.dtype(variable.dtype).itemsize <= small_bytes:
+            found[variable.name] = "it is as small"
+    return found
 
 
 def _returned(tree: Tree) -> list[str]:
@@ -109,14 +125,17 @@ def _made_smaller(variable: Variable, form: WeightForm, taken: set[str]) -> Smal
         raise ExportError(
             f"weights={form!r}: variable {variable.name!r} has a NaN or an infinity", "export it as it is"
         )
+    is_table = variable.part is not None
     if form == "bfloat16":
-        return SmallWeight(held(jnp.asarray(value).astype(jnp.bfloat16), form), None, dtype)
+        return SmallWeight(held(jnp.asarray(value).astype(jnp.bfloat16), form), None, dtype, is_table)
     wide = value.astype(np.float32)
-    largest = np.abs(wide).max(axis=tuple(range(wide.ndim - 1)), initial=0.0)
+    others = range(1, wide.ndim) if is_table else range(wide.ndim - 1)
+    largest = np.abs(wide).max(axis=tuple(others), initial=0.0)
     scale = largest / np.float32(_LARGEST)
     scale = np.where(scale >= np.finfo(np.float32).tiny, scale, np.float32(1))  # weights of 0, or almost
-    small = np.clip(np.rint(wide / scale), -_LARGEST, _LARGEST).astype(np.int8)
-    return SmallWeight(held(small, form), held(scale, "scale"), dtype)
+    factor = scale.reshape(-1, *[1] * (wide.ndim - 1)) if is_table else scale
+    small = np.clip(np.rint(wide / factor), -_LARGEST, _LARGEST).astype(np.int8)
+    return SmallWeight(held(small, form), held(scale, "scale"), dtype, is_table)
 
 
 def _over(name: str, one: TracedExport, smaller: Mapping[Variable, SmallWeight], options: Options) -> TracedExport:
@@ -161,19 +180,31 @@ class WeightReport:
     before_bytes  size of the values of all variables as they were; `after_bytes` as they are exported
     errors        by output: the largest and the mean absolute difference, and the largest absolute value, of the
                   results for the given arguments
+    kept          by name of a variable that stays as it is: why
     """
 
     form: WeightForm
     before_bytes: int
     after_bytes: int
     errors: Mapping[str, tuple[float, float, float]]
+    kept: Mapping[str, str]
 
     def __str__(self) -> str:
         share = self.after_bytes / max(1, self.before_bytes)
         lines = [f"variables: {self.before_bytes:,} bytes before, {self.after_bytes:,} in {self.form} ({share:.0%})"]
         for name, (largest, mean, scale) in self.errors.items():
             lines.append(f"{name}: differs by at most {largest:.3g}, on average {mean:.3g}; values up to {scale:.3g}")
+        if self.kept:
+            lines.append(f"as before: {_by_reason(self.kept)}")
         return "\n".join(lines)
+
+
+def _by_reason(kept: Mapping[str, str]) -> str:
+    """Return the names of variables, each reason once after its names."""
+    return "; ".join(
+        f"{', '.join(name for name, other in kept.items() if other == why)} ({why})"
+        for why in dict.fromkeys(kept.values())
+    )
 
 
 def size_of(variables: Iterable[Variable]) -> int:

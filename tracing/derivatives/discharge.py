@@ -49,6 +49,7 @@ from dflow.tracing.rows.lookups import (
     sites_inside,
     sites_of,
 )
+from dflow.tracing.rows.scaled_rows import ScaledRows, as_array
 
 
 class State(dict[Any, Any]):
@@ -70,13 +71,14 @@ class State(dict[Any, Any]):
 
     def read(self, variable: Any) -> Any:
         """The value, or what stands for it where the variable is only looked up in."""
-        return Table(variable) if variable in self.lookups.tables else self[variable]
+        return Table(variable) if variable in self.lookups.tables else as_array(self[variable])
 
     def rows(self, variable: Any, indices: Any, once: bool) -> Any:
         """The rows at `indices`; with `once`, none is looked up twice."""
         if variable in self.lookups.tables:
             return self.lookups.rows(variable, indices, once)
-        return looked_up(self[variable], indices)
+        value = self[variable]
+        return value.rows(indices) if isinstance(value, ScaledRows) else looked_up(value, indices)
 
     def mark(self, variables: Iterable[Any], *indices: Any) -> None:
         """Mark the rows of these variables at `indices`, or all of them, as changed, if their marks are here."""
@@ -98,7 +100,7 @@ class State(dict[Any, Any]):
 
     def of(self, variables: Iterable[Any]) -> list[Any]:
         """The values of these variables, in order."""
-        return [self[variable] for variable in variables]
+        return [as_array(self[variable]) for variable in variables]
 
     def within(self, values: Mapping[Any, Any] | Iterable[tuple[Any, Any]], lookups: Lookups | None = None) -> State:
         """A state for a body inside this program: these values, and the same replacements for constants."""

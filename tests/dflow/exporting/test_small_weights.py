@@ -160,7 +160,10 @@ def test_what_cannot_shrink_is_refused() -> None:
     row = jax.ShapeDtypeStruct((4, 4), jnp.float32)
     for options, text in (
         ({"weights": "int4"}, "weights: expected one of int8, bfloat16, got 'int4'"),
-        ({"weights": "int8"}, "weights='int8', and there is no floating-point variable of two dimensions or more"),
+        (
+            {"weights": "int8"},
+            "weights='int8': expected a floating-point variable of two dimensions or more .*, got none",
+        ),
     ):
         with pytest.raises(ExportError, match=text):
             dflow.export(lambda x: x, row, **options)
@@ -169,3 +172,47 @@ def test_what_cannot_shrink_is_refused() -> None:
     w.assign(jnp.full((4, 4), jnp.nan))
     with pytest.raises(ExportError, match="variable 'w' has a NaN or an infinity"):
         dflow.export(lambda x: x @ w, row, weights="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("form", "division"),
+    [("int8", {}), ("int8", {"shards": 3}), ("int8", {"shards": 2, "by": "columns"}), ("bfloat16", {"shards": 3})],
+)
+def test_tables_become_smaller_with_a_scale_for_each_row(form: Any, division: Any, tmp_path: Path) -> None:
+    def draw(key: Any, shape: Any, dtype: Any) -> Any:  # rows of very different sizes, for which one scale would not do
+        return jax.random.normal(key, shape, dtype) * 10.0 ** jnp.arange(-3, 3).repeat(100)[: shape[0], None]
+
+    table = dflow.Embedding(500, 16, name="table", initializer=draw, **division)
+    exported = dflow.export(table, dflow.spec("b", jnp.int32), weights=form, platforms=["cpu"])
+    ids = np.array([0, 150, 250, 350, 499], np.int32)
+    model = dflow.load(exported.save(tmp_path / "m"), prefix="loaded/")
+    expected = np.asarray(table(ids))
+    error = np.abs(np.asarray(model(ids)) - expected).max(1) / np.abs(expected).max(1)
+    assert 0 < error.max() < 0.005
+    report = exported.accuracy(ids)
+    assert report.after_bytes < report.before_bytes * (0.54 if form == "int8" else 0.51)
+    with pytest.raises(dflow.InputError, match="expected ids from 0 to 499, got 500"):
+        model(np.array([500], np.int32))
+
+
+def test_a_lookup_converts_the_rows_that_it_takes() -> None:
+    table = dflow.Embedding(5000, 16, name="table", shards=2)
+    text = dflow.export(table, jnp.zeros(3, jnp.int32), weights="int8").mlir_module()
+    assert "tensor<2500x16xi8>" in text
+    assert "tensor<2500x16xf32>" not in text
+
+
+def test_the_report_names_what_stays_as_it_is(tmp_path: Path) -> None:
+    table = dflow.Embedding(50, 16, name="table")
+    trained, bias = dflow.Variable(jnp.ones((16, 2)), name="trained"), dflow.Variable(jnp.ones(2), name="bias")
+
+    def step(ids: Any) -> Any:
+        trained.assign_add(jnp.ones((16, 2)))
+        return table(ids) @ trained + bias
+
+    ids = np.array([1], np.int32)
+    report = dflow.export(step, ids, weights="int8").accuracy(ids)
+    assert report.kept == {"trained": "step writes it", "bias": "it has fewer than two dimensions"}
+    assert str(report).endswith("as before: trained (step writes it); bias (it has fewer than two dimensions)")
+    with pytest.raises(dflow.ExportError, match=r"expected a floating-point .*, got bias \(it has fewer than two"):
+        dflow.export(lambda: bias.read() * 2, weights="int8")
