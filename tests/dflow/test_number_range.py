@@ -68,6 +68,10 @@ WAYS: dict[str, tuple[Callable[[Made], Any], str]] = {
     "shard rows": (lambda made: made.shards.scatter_add([0, 1], ROWS), "scatter_add of sharded variable 'shards'"),
     "enqueue": (lambda made: made.queue.enqueue({"n": IDS}), "enqueue of queue 'queue': element/n"),
     "enqueue_many": (lambda made: made.queue.enqueue_many({"n": ROWS}), "enqueue_many of queue 'queue': element/n"),
+    "derivative": (
+        lambda made: dflow.grad(lambda x, ids: x * ids.sum())(1.0, {"ids": IDS}["ids"]),
+        r"grad: argument/1: .* got 4294967301 at \(1,\)",
+    ),
     "evaluation": (lambda made: dflow.evaluate(lambda b: b["x"].mean(), [{"x": IDS}]), "evaluate: batch/x"),
     "accumulator": (lambda made: made.sums.apply({"n": IDS}), "a gradient of accumulator 'sums' at 'n'"),
 }

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any, NoReturn
 
+import jax
+
 from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import hides_frames, register_refused
+from dflow.tracing.number_range import check_numbers, may_be_wide
+from dflow.tracing.path_names import leaf_names
 from dflow.tracing.primitives.id_checks import raises_failed_checks
 from dflow.tracing.source import at, caller
 
@@ -26,6 +30,9 @@ class Derivative:
     @hides_frames
     @raises_failed_checks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        if may_be_wide(args, kwargs):
+            names = leaf_names(f"{self._title}: argument", args) + leaf_names(f"{self._title}: keyword", kwargs)
+            check_numbers(jax.tree_util.tree_leaves((args, kwargs)), lambda: names)
         return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
