@@ -19,6 +19,9 @@ from dflow.distributed.wire.messages.compared_steps import CompareStep
 from dflow.distributed.wire.messages.message import Answer, Request
 from dflow.tracing.syntax.listing import ListedItem
 
+#: Longest wait for the coordinator, which may be started again meanwhile, in s.
+COMPARE_S = 600.0
+
 
 class AsksCoordinator(Protocol):
     """The part of the coordinator's client that is needed here."""
@@ -26,8 +29,8 @@ class AsksCoordinator(Protocol):
     #: The full name of this task.
     task: str
 
-    def ask(self, message: Request[Answer]) -> Answer:
-        """Send the coordinator a request, and return its answer."""
+    def ask(self, message: Request[Answer], timeout_s: float) -> Answer:
+        """Send the coordinator a request, and return its answer; wait for a coordinator that is away."""
         ...
 
 
@@ -38,8 +41,8 @@ def compare_step(
     names = sorted({f"variable {one.name!r} {one.type}" for one in written})
     items = (*names, *(f"{item.kind} {item.text}" for item in settings_of(optimizers)))
     message = CompareStep(run, coordinator.task, key, hashlib.sha256(json.dumps(items).encode()).hexdigest())
-    if not coordinator.ask(message).is_known:
-        coordinator.ask(replace(message, items=items or ("no variable",)))
+    if not coordinator.ask(message, COMPARE_S).is_known:
+        coordinator.ask(replace(message, items=items or ("no variable",)), COMPARE_S)
 
 
 def compare_call(coordinator: AsksCoordinator, run: str, called: RegisteredStep, *, is_one_call: bool) -> None:
