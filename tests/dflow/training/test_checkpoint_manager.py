@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflow
-from dflow.lowering.files import atomic_directory
+from dflow.lowering.files import array_manifest, atomic_directory
 from dflow.training import checkpoint_manager
 from dflow.training.save_schedule import daly_interval_s
 from tests.dflow.training.managed_run import DEADLINE_S, HandClock, Run, held_saves, saved, steps_in
@@ -236,6 +236,28 @@ def test_a_save_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytes
 def damage(checkpoint: Path) -> None:
     (part,) = (checkpoint / "seen").glob("c*")
     part.write_bytes(b"?" + part.read_bytes()[1:])
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+def test_a_checkpoint_that_this_process_cannot_open_is_not_set_aside(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    with run.manager(tmp_path) as manager:
+        for step in (1, 2):
+            saved(manager, run, step)
+
+    def fail(path: Path, *_: Any) -> Any:
+        raise OSError(number, os.strerror(number), str(path))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(array_manifest, "read_regular", fail)
+        with pytest.raises(dflow.CheckpointError, match=f"step_2 cannot be read: .*{os.strerror(number)}") as error:
+            Run().manager(tmp_path)
+        assert not isinstance(error.value, dflow.DamagedCheckpoint)
+    again = Run()
+    with again.manager(tmp_path) as manager:
+        assert (manager.resumed, again.last) == (2, 2)
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_restored(
