@@ -200,6 +200,8 @@ class LocalHome:
 
     def forget(self, variable: Variable, reason: str, remedy: str) -> None:
         self.store.table.forget(variable.key, reason, remedy)
+        if self._named.get(variable.name) is variable:
+            del self._named[variable.name]  # its name may be used again, with another type
 
     def create_resource(self, resource: HostResource) -> Slot:
         key = f"{resource.name}#{resource.kind}{resource.serial}"
