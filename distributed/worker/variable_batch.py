@@ -157,7 +157,8 @@ class VariableBatch:
         for failures in range(MOST_FAILURES + 1):
             with self._lock:
                 self._wanted += [self._failed.pop(variable) for variable in again if variable in self._failed]
-                others = {variable: error for variable, error in failed.items() if variable not in again}
+                tried = {*map(id, again)}  # by identity: a variable equals another one by value
+                others = {variable: error for variable, error in failed.items() if id(variable) not in tried}
                 failed = others | self._tried()
             again = [variable for variable, error in failed.items() if isinstance(error, TaskLost)]
             # Not with the lock: a step may need it, and the return waits for the step.
