@@ -9,13 +9,16 @@ from __future__ import annotations
 import os
 import random
 import resource
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dflow.distributed.detection.cluster_spec import COORDINATOR
 from dflow.distributed.launching.place import TaskProgram
@@ -31,6 +34,8 @@ POLL_S = 0.05
 #: Time between two breaks of all connections of a process, in s.
 BREAK_S = 0.25
 NEVER = 1 << 62
+#: Folder of the module that Python imports at the start of a process that kills another at a moment.
+_MOMENT_PYTHON = Path(__file__).parent / "moment_python"
 
 
 @dataclass
@@ -52,10 +57,18 @@ class Life:
 
 
 class FaultyPlace(ThisMachine):
-    """See the module; `before_restart` is called before the coordinator is started again, while none runs."""
+    """See the module.
 
-    def __init__(self, before_restart: Callable[[], None]) -> None:
+    before_restart  called before the coordinator is started again, while none runs
+    at_moment       the fault at a named moment, which the processes carry out themselves; None for none
+    """
+
+    def __init__(self, before_restart: Callable[[], None], at_moment: Fault | None = None) -> None:
         super().__init__()
+        #: Whether a process was killed at the moment; known when this is closed.
+        self.has_killed = False
+        self._at_moment = at_moment
+        self._folder = Path(tempfile.mkdtemp(prefix="dflow-chaos-moment-"))
         self.lives: list[Life] = []
         #: Set to end all faults that last.
         self.is_over = threading.Event()
@@ -76,9 +89,24 @@ class FaultyPlace(ThisMachine):
             if task not in self._proxies:
                 self._proxies[task] = Proxy(address, random.Random(0), most_bytes=NEVER)
             environment = {**environment, "DFLOW_COORDINATOR": self._proxies[task].address}
+        environment = {**environment, **self._moment_of(task)}
         child = super().start(replace(program, environment=environment), on_line)
         self.lives.append(Life(task, child, os.pidfd_open(child.pid), []))
         return child
+
+    def _moment_of(self, task: str) -> dict[str, str]:
+        """Return the environment of a process that takes part in the fault at a moment."""
+        if (fault := self._at_moment) is None:
+            return {}
+        path = os.pathsep.join([str(_MOMENT_PYTHON), *filter(None, [os.environ.get("PYTHONPATH")])])
+        which = {"CHAOS_MOMENT": fault.moment, "CHAOS_COUNT": str(fault.count), "CHAOS_VICTIM": fault.task}
+        return {"PYTHONPATH": path, "CHAOS_FOLDER": str(self._folder), "CHAOS_WHO": task, **which}
+
+    def _note_killed(self) -> None:
+        with suppress(FileNotFoundError):
+            pid = int((self._folder / "killed").read_text())
+            next(life for life in self.lives if life.child.pid == pid).faults.append("kill")
+            self.has_killed = True
 
     def inject(self, fault: Fault) -> bool:
         """Carry out a fault to its end; return whether it began before `is_over`."""
@@ -140,6 +168,8 @@ class FaultyPlace(ThisMachine):
             proxy.close()
         for life in self.lives:
             os.close(life.pidfd)
+        self._note_killed()
+        shutil.rmtree(self._folder, ignore_errors=True)
         super().close()
 
 

@@ -57,7 +57,8 @@ class _FaultyRun(StopSignal):
         self._schedule, self._program, self._steps, self._folder = schedule, program, steps, folder
         self._began_s, self._limit_s = time.monotonic(), limit_s
         self._outcome = Outcome()
-        self._place = FaultyPlace(self._check_snapshot)
+        at_moment = next((fault for fault in schedule.faults if fault.moment), None)
+        self._place = FaultyPlace(self._check_snapshot, at_moment)
         self._changed = threading.Condition()
         #: Number of steps done, None while the first snapshots are not complete; and the newest state of the tasks.
         self._done: int | None = None
@@ -79,7 +80,7 @@ class _FaultyRun(StopSignal):
         )
         outcome = self._outcome
         with ThreadPoolExecutor(len(schedule.faults) + 1) as pool:
-            running = [pool.submit(self._inject, fault) for fault in schedule.faults]
+            running = [pool.submit(self._inject, fault) for fault in schedule.faults if not fault.moment]
             try:
                 status = launch(self, plan, self._place, self, SocketTransport())
             finally:
@@ -88,6 +89,9 @@ class _FaultyRun(StopSignal):
                     self._changed.notify_all()
             for each in running:
                 each.result()
+        for fault in schedule.faults:
+            if fault.moment and self._place.has_killed:
+                outcome.faults.append(str(fault))
         if status != 0:
             outcome.violations.append(f"the launcher's exit status is {status}")
         self._check_snapshot()

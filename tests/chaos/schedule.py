@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COORDINATOR = "coordinator"
+#: The moments that the programs' processes reach.
+MOMENTS = ("creation", "first call", "registration", "capture", "write", "commit", "restore")
 #: Kinds of faults by role. `kill`, `terminate` and `pause` are signals; `cut` and `hold` are of the connection to the
 #: coordinator, of all connections for the coordinator itself; `break` breaks all connections again and again, those
 #: between tasks too; `full` refuses each write to a file.
@@ -39,7 +41,8 @@ LAST = 0.75
 class Fault:
     """A fault of `task` that lasts `for_s`; it begins `after_s` after the part `at` of all steps is done.
 
-    With `at` below 0 the steps need not have begun, nor the first snapshot be complete.
+    With `at` below 0 the steps need not have begun, nor the first snapshot be complete. With `moment`, the name of a
+    moment of `dflow.tracing.moments`, the task is killed when any process reaches that for the `count`th time.
     """
 
     kind: str
@@ -47,8 +50,12 @@ class Fault:
     at: float
     after_s: float = 0.0
     for_s: float = 0.0
+    moment: str = ""
+    count: int = 1
 
     def __str__(self) -> str:
+        if self.moment:
+            return f"{self.kind} {self.task} at {self.moment!r} number {self.count}"
         when = "at the start" if self.at < 0 else f"at {self.at:.0%} of the steps"
         lasting = f" for {self.for_s:g} s" if self.for_s else ""
         return f"{self.kind} {self.task}{lasting} {when} + {self.after_s:g} s"
@@ -99,4 +106,8 @@ def drawn_schedule(seed: int, programs: Mapping[str, Hazards]) -> Schedule:
     for _ in range(draw.randint(*hazards.moments)):
         at = round(draw.random() * LAST, 2)
         faults += [fault(task, at) for task in draw.sample(tasks, draw.choice(hazards.at_once))]
+    if "ps" in hazards.kinds and "break" in hazards.kinds["worker"] and draw.random() < 0.5:
+        faults.append(
+            Fault("kill", draw.choice(tasks), 0.0, moment=draw.choice(MOMENTS), count=draw.choice((1, 1, 2, 5)))
+        )
     return Schedule(program, workers, tuple(sorted(faults, key=lambda one: one.at)))

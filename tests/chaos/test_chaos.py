@@ -17,6 +17,7 @@ from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.coordinator.snapshots.resumption import Snapshot
 from dflow.distributed.coordinator.step_ledger import LedgerCopy
 from dflow.lowering.files.array_files import fill_folder
+from dflow.tracing.moments import ROLES
 from tests.chaos import __main__ as chaos
 from tests.chaos.checks import check_committed, check_group, check_lines, silent_workers
 from tests.chaos.faulty_run import Outcome, describe, run_round
@@ -77,6 +78,31 @@ def test_workers_that_compute_together_go_on_from_their_checkpoint(
     assert not any("Terminating process" in text for _, _, text in outcome.lines)  # JAX's own word
 
 
+_ELSEWHERE = pytest.mark.long
+
+
+@pytest.mark.once
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("task", "moment", "count"),
+    [
+        ("ps:0", "registration", 1),
+        pytest.param("ps:1", "creation", 1, marks=_ELSEWHERE),
+        pytest.param("ps:0", "capture", 2, marks=_ELSEWHERE),
+        pytest.param("ps:0", "commit", 2, marks=_ELSEWHERE),
+        pytest.param("worker:1", "first call", 1, marks=_ELSEWHERE),
+        pytest.param(COORDINATOR, "commit", 2, marks=_ELSEWHERE),
+        pytest.param(COORDINATOR, "restore", 1, marks=_ELSEWHERE),
+    ],
+)
+def test_a_process_is_killed_at_a_moment(tmp_path: Path, task: str, moment: str, count: int) -> None:
+    before = (Fault("kill", "ps:1", 0.3),) if moment == "restore" else ()
+    schedule = Schedule("counters", 2, (*before, Fault("kill", task, 0.0, moment=moment, count=count)))
+    outcome = run_round(schedule, PROGRAMS["counters"], 200, tmp_path, LIMIT_S)
+    assert not outcome.violations, describe(schedule, outcome, tmp_path / "output.log")
+    assert f"kill {task} at {moment!r} number {count}" in outcome.faults
+
+
 def test_a_schedule_follows_from_its_seed() -> None:
     hazards = {name: program.hazards for name, program in PROGRAMS.items()}
     for seed in range(200):
@@ -86,6 +112,7 @@ def test_a_schedule_follows_from_its_seed() -> None:
             assert fault.kind in hazards[schedule.program].kinds[fault.task.partition(":")[0]]
             assert fault.at <= LAST
             assert fault.at >= 0 or not fault.task.startswith("ps")
+            assert not fault.moment or fault.moment in ROLES
 
 
 def committed(folder: Path, counts: tuple[int, int], whole: tuple[Any, Any], ledger: dict[str, Any]) -> list[str]:

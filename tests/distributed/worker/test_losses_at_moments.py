@@ -203,12 +203,21 @@ def test_an_evaluation_captures_the_values_again(tasks: Tasks, lost: Callable[..
     loss.check()
 
 
-def test_a_variable_is_created_again(tasks: Tasks, lost: Callable[..., Loss]) -> None:
+def test_variables_are_created_again(tasks: Tasks, lost: Callable[..., Loss]) -> None:
     counts(tasks)
     loss = lost("creation")
     loss.arm()
-    in_time(lambda: counts(tasks, "other"))
-    assert float(counts(tasks, "other")[0].read().sum()) == 0.0
+    made = []
+
+    def make() -> None:
+        with tasks.worker.parameter_servers():
+            for index in (0, 0, 1, 0):
+                with dflow.device(f"ps:{index}"):
+                    made.append(dflow.Variable(jnp.full(STEPS, len(made)), name=f"other{len(made)}"))
+
+    in_time(make)
+    for number, variable in enumerate(made):
+        np.testing.assert_array_equal(variable.read(), np.full(STEPS, number))
     loss.check()
 
 
