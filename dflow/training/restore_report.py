@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.table import Table
@@ -24,12 +24,14 @@ class RestoreReport:
     missing     arrays of variables that the checkpoint does not have, with the variable's type
     unexpected  arrays of the checkpoint without a variable, with their type
     changed     arrays of another shape, dtype or algorithm than the variable: the checkpoint's type and the variable's
+    converted   arrays of another dtype, as in `changed`, which `cast` converted
     """
 
     restored: tuple[str, ...]
     missing: Mapping[str, str]
     unexpected: Mapping[str, str]
     changed: Mapping[str, tuple[str, str]]
+    converted: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def refused(self, ignored: Iterable[str]) -> list[str]:
         """Return the kinds of difference found, without the ignored ones."""
@@ -40,6 +42,7 @@ class RestoreReport:
             *(("missing", name, "-", type) for name, type in self.missing.items()),
             *(("unexpected", name, type, "-") for name, type in self.unexpected.items()),
             *(("changed", name, saved, held) for name, (saved, held) in self.changed.items()),
+            *(("converted", name, saved, held) for name, (saved, held) in self.converted.items()),
         ]
         if not rows:
             return f"{len(self.restored)} arrays restored, and no others"

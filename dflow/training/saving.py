@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import msgspec
 import numpy as np
 
 from dflow.lowering.files.array_files import make_places, write_manifest
-from dflow.lowering.files.array_manifest import damaged
 from dflow.lowering.files.object_path import ObjectPath, Place
 from dflow.lowering.files.orbax_layout import SUFFIX as ORBAX_SUFFIX
 from dflow.lowering.files.orbax_layout import check_types
@@ -39,7 +37,7 @@ from dflow.tracing.near_names import suggests_keywords
 from dflow.tracing.path_names import path_name
 from dflow.tracing.primitives.namesakes import use_beside_namesakes
 from dflow.tracing.rows.slices import have_each_once
-from dflow.tracing.source import at, caller
+from dflow.tracing.source import at
 from dflow.tracing.state.container import resources_in
 from dflow.tracing.state.host_resource import HostResource
 from dflow.tracing.state.resources import Variable, is_variable
@@ -55,6 +53,7 @@ from dflow.training.group_saving import (
     saved_once,
 )
 from dflow.training.optimizer import Optimizer
+from dflow.training.restore_comparison import compared, differs
 from dflow.training.restore_report import DIFFERENCES, RestoreReport
 
 #: Array names that differ from the variables' names: a mapping or function from variable name to array name.
@@ -139,6 +138,7 @@ def restore(
     strict: bool = True,
     ignore: Collection[str] = (),
     names: Names | None = None,
+    cast: bool = False,
 ) -> RestoreReport:
     """Set variables to the values that `save` wrote, all at one moment; return a report.
 
@@ -146,6 +146,8 @@ def restore(
     strict  whether the checkpoint and the variables must have the same arrays; if False, restore the arrays that match
     ignore  differences to allow although `strict` is True: "missing" (a variable without an array in the checkpoint),
             "unexpected" (an array without a variable), "changed" (a different shape, dtype or generator algorithm)
+    cast    whether arrays of another dtype than their variables are converted, such as float16 to float32, with
+            rounding; not floating-point numbers to integers, nor complex ones to real ones
 
     Each variable keeps its own sharding. All arrays are read and checked before any variable changes, so an error
     leaves every variable as it was; only TaskLost, on a cluster, may leave those of other tasks restored. Generators
@@ -162,7 +164,7 @@ def restore(
     named = named_variables(variables, names, "restore")
 
     def work() -> RestoreReport:
-        return restore_named(place, named, ignore if strict else DIFFERENCES)
+        return restore_named(place, named, ignore if strict else DIFFERENCES, casts=cast)
 
     group = group_of(_variables_of(named))
     return work() if group is None else restored_together(group, place, [*_variables_of(named)], work)
@@ -173,14 +175,16 @@ def restore_named(
     named: Mapping[str, NamedArray],
     ignore: Collection[str] = (),
     of: Callable[[StateBackend], bool] = lambda backend: True,
+    *,
+    casts: bool = False,
 ) -> RestoreReport:
     """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint."""
     for _ in range(_ATTEMPTS):
         files = open_arrays(place)
         named = {_stored(name, files.types): entry for name, entry in named.items()}
-        report = _compared(files, named)
+        report = compared(files, named, casts)
         if refused := report.refused(ignore):
-            raise CheckpointError(_differs(files, report, refused))
+            raise CheckpointError(differs(files, named, report, refused))
         restored = {name: named[name] for name in report.restored}
         if _restored(files, restored, of):
             use_beside_namesakes(_variables_of(restored))
@@ -482,35 +486,6 @@ def given_place(path: str | os.PathLike[str], task: str) -> Place:
     return place
 
 
-def _compared(files: SavedArrays, named: Mapping[str, NamedArray]) -> RestoreReport:
-    impls = _implementations(files)
-    changed = {}
-    for name, entry in named.items():
-        saved, held = files.types.get(name), entry.type
-        # A plain variable may be restored from a generator of any algorithm.
-        impl = impls.get(name, "") if entry.impl else ""
-        if saved is not None and (saved != held or impl not in ("", entry.impl)):
-            changed[name] = _described(saved, impl), _described(held, entry.impl)
-    return RestoreReport(
-        restored=tuple(name for name in named if name in files.types and name not in changed),
-        missing={name: str(entry.type) for name, entry in named.items() if name not in files.types},
-        unexpected={name: str(type) for name, type in files.types.items() if name not in named},
-        changed=changed,
-    )
-
-
-def _implementations(files: SavedArrays) -> dict[str, str]:
-    """Return the algorithm of each saved generator, by array name. Raises CheckpointError for damaged metadata."""
-    try:
-        return msgspec.convert(files.metadata.get("generators", {}), dict[str, str])
-    except msgspec.ValidationError as error:
-        raise damaged(files.path, f"generators: {error}") from error
-
-
-def _described(type: ArrayType, impl: str) -> str:
-    return f"{type} of {impl}" if impl else str(type)
-
-
 def _restored(files: SavedArrays, named: Mapping[str, NamedArray], of: Callable[[StateBackend], bool]) -> bool:
     """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
@@ -529,11 +504,3 @@ def _restored(files: SavedArrays, named: Mapping[str, NamedArray], of: Callable[
         for set_all in settings:
             set_all()
     return True
-
-
-def _differs(files: SavedArrays, report: RestoreReport, refused: list[str]) -> str:
-    return (
-        f"{files.path} and the variables differ, and nothing is restored{at(caller())}\n{report}\n"
-        f"  to restore the arrays that fit, call dflow.restore with ignore={refused!r}; "
-        "where names differ alone, give names="
-    )

@@ -28,6 +28,7 @@ from dflow.lowering.state.applied_steps import AppliedSteps
 from dflow.lowering.state.held_value import HeldValue, StepState
 from dflow.lowering.state.variable_table import VariableTable
 from dflow.lowering.values.computed import wait_until_computed
+from dflow.lowering.values.conversion import converted
 from dflow.lowering.values.first_value import Making, first_value
 from dflow.lowering.values.host_values import device_copy
 from dflow.lowering.values.kept_shardings import beside, is_spread, refuse_divided
@@ -213,16 +214,29 @@ class Store:
 
         parts  for each further variable by key, the array that it is a part of, and the indices
 
-        Raises CheckpointError, which names the array, for one that is missing or damaged.
+        Arrays of another dtype are converted. Raises CheckpointError, which names the array, for one that is missing or
+        damaged, and as `converted` does.
         """
         shardings = self.shardings([*keys.values(), *parts])
-        read = files.each({name: shardings[key] for name, key in keys.items()})
-        # Those without a sharding may be in the memory that was read into.
-        found = {keys[name]: own_copy(value) if shardings[keys[name]] is None else value for name, value in read}
-        for key, value in zip(parts, read_parts(files, [*parts.values()]), strict=True):
-            place, own = shardings[key], own_copy(value)
-            found[key] = own if place is None else placed(own, place)
+        dtypes = {key: self.table.entry(key).type.dtype for key in shardings}
+        others = {name for name, key in keys.items() if files.types[name].dtype != dtypes[key]}
+        read = files.each({name: None if name in others else shardings[key] for name, key in keys.items()})
+        found = {}
+        for name, value in read:
+            key = keys[name]
+            if name in others:
+                found[key] = self._own(converted(name, value, dtypes[key]), shardings[key])
+            else:  # one without a sharding may be in the memory that was read into
+                found[key] = own_copy(value) if shardings[key] is None else value
+        for (key, (name, _)), value in zip(parts.items(), read_parts(files, [*parts.values()]), strict=True):
+            same = value if files.types[name].dtype == dtypes[key] else converted(name, value, dtypes[key])
+            found[key] = self._own(same, shardings[key])
         return found
+
+    @staticmethod
+    def _own(value: Any, place: Any) -> jax.Array:
+        own = own_copy(value)
+        return own if place is None else placed(own, place)
 
     def write(self, key: str, value: Any) -> None:
         """Replace the value by a copy of `value`. Raises VariableShapeError when its type differs."""
