@@ -380,7 +380,8 @@ async def _small_body(request: Request) -> bytes:
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
     status = int(getattr(error, "status_code", 404))
-    return _refused(RefusedRequest(status, f"there is no {request.method} {request.url.path}; see /v2"))
+    text = f"there is no {request.method} {request.url.path}; see /v2"
+    return _refused(RefusedRequest(status, text, getattr(error, "headers", None)))
 
 
 def _refused(refusal: RefusedRequest) -> Response:

@@ -167,10 +167,9 @@ def test_a_bad_request_is_answered_by_an_error_that_names_it(
 
 
 def test_other_requests_are_refused(url: str) -> None:
-    assert call(url, "/v2/models/scale/infer")[:2] == (
-        405,
-        {"error": "there is no GET /v2/models/scale/infer; see /v2"},
-    )
+    status, answer, headers = call(url, "/v2/models/scale/infer")
+    assert (status, headers["allow"]) == (405, "POST")
+    assert answer == {"error": "there is no GET /v2/models/scale/infer; see /v2"}
     assert call(url, "/v3")[:2] == (404, {"error": "there is no GET /v3; see /v2"})
     assert infer(url, "scale", b"x" * 10_001)[0] == 413
     assert infer(url, "scale", b"x", **{"Content-Encoding": "br"})[:2] == (
