@@ -74,7 +74,16 @@ def follow_coordinator(session: SessionDriver, server: TaskServer, handle: Calla
     """Have the task hold back its steps in pauses, and handle the notices about snapshots on a thread."""
     session.call_on(HoldSteps, partial(_hold_steps, session, server))
     for kind in (CaptureState, LoadState, SnapshotCommitted):
-        session.call_on(kind, lambda notice: server.threads.submit(handle, notice))
+        session.call_on(kind, partial(_handle_on_thread, server, handle))
+
+
+def _handle_on_thread(server: TaskServer, handle: Callable[[Notice], None], notice: Notice) -> None:
+    """Handle a notice on a thread, unless the process is at its end, which begins no calls on threads."""
+    try:
+        server.threads.submit(handle, notice)
+    except RuntimeError as error:
+        if "shutdown" not in str(error):
+            raise
 
 
 def _hold_steps(session: SessionDriver, server: TaskServer, notice: HoldSteps) -> None:
