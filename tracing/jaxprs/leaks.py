@@ -82,9 +82,12 @@ def watched_for_leaks() -> Iterator[None]:
     _watches.begin()
     try:
         yield
-    finally:
-        names = _watches.end()
-    if names:
+    except BaseException:
+        _watches.end()
+        # An error that is kept, as a notebook keeps the last one, keeps the values of its trace: these are no leak.
+        _looked_at.update(filter(None, (trace() for trace in _living.found())))
+        raise
+    if names := _watches.end():
         for trace in _living.found():
             name = _name_of(trace(), names)
             if name is not None:

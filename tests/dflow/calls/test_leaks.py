@@ -142,3 +142,23 @@ def test_a_trace_that_another_thread_is_making_is_no_leak() -> None:
     half_made: Any = object.__new__(LivingTraces._cls)
     assert half_made in [trace() for trace in LivingTraces().found()]
     assert float(dflow.jit(lambda x: x + 1)(1.0)) == 2
+
+
+def test_an_error_that_is_kept_keeps_the_values_of_its_trace_and_is_no_leak_later() -> None:
+    """A notebook keeps the last error, with the frames of the trace. To search for their holders takes seconds."""
+    may_fail = True
+
+    @dflow.jit
+    def step(x: Any) -> Any:
+        holder = {"h": x * 2}
+        if may_fail:
+            raise ValueError("refused")
+        return holder["h"]
+
+    with pytest.raises(ValueError, match="refused") as kept:
+        step(1.0)
+    may_fail = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert float(step(1.0)) == 2
+    assert kept.value.__traceback__ is not None
