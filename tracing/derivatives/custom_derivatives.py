@@ -33,12 +33,14 @@ class CustomCall:
     `body`      from values and operands to results and the new values of the variables that it writes
     `original`  from operands to results; it uses the variables themselves and has JAX's rule
     `run`       runs a function that uses the variables, on operands and values
+    `queues`    queues and accumulators that the body uses
     """
 
     names: Sequence[str]
     body: Callable[[_Values, _Values], tuple[_Values, _Values]]
     original: Callable[[_Values], _Values]
     run: Callable[[Callable[..., _Values], _Values, _Values], _Values]
+    queues: Sequence[Any]
 
     def with_jvp(self, values: _Values, operands: _Values) -> tuple[_Values, _Values]:
         """Call it as a `custom_jvp` function; return the results and the values of the variables written."""
@@ -57,6 +59,7 @@ class CustomCall:
         return call(values, operands)
 
     def _along(self, values: _Values, operands: _Values, moved_values: _Values, moved: _Values) -> Any:
+        self._refuse_queues()
         self._refuse_moved(values, operands, [_moves(t, v) for t, v in zip(moved_values, values, strict=True)])
         live = _Participants([_moves(t, operand) for t, operand in zip(moved, operands, strict=True)])
         directions = live.pick(moved)
@@ -94,10 +97,12 @@ class CustomCall:
         return [r for r in results if _is_floating(r)], [r for r in results if not _is_floating(r)]
 
     def _forward(self, values: Any, operands: Any) -> Any:
-        is_moved = [value.perturbed and _is_floating(value.value) for value in values]
+        is_moved, moves = ([_is_moved(primal) for primal in primals] for primals in (values, operands))
         values, operands = ([primal.value for primal in primals] for primals in (values, operands))
+        self._refuse_queues()
         self._refuse_moved(values, operands, is_moved)
-        live, trees = _Participants([_is_floating(operand) for operand in operands]), list[Any]()
+        # Only of what moves: JAX refuses a derivative with respect to an array that the function closes over.
+        live, trees = _Participants(moves), list[Any]()
 
         def with_pull(*given: Any) -> _Values:
             out, pull, rest = jax.vjp(partial(self._parts, live, given), *live.pick(given), has_aux=True)
@@ -111,7 +116,7 @@ class CustomCall:
         results = floating.joined(flat[:count], flat[count : count + others])
         pull = jax.tree_util.tree_unflatten(tree, flat[count + others :])
         written, written_pull = self._written_pull(values, operands)
-        return (results, written), (pull, written_pull, values, operands)
+        return (results, written), (live, pull, written_pull, values, operands)
 
     def _written_pull(self, values: _Values, operands: _Values) -> tuple[_Values, Any]:
         whole, count = [*values, *operands], len(values)
@@ -126,17 +131,27 @@ class CustomCall:
         return after, pull
 
     def _backward(self, residuals: Any, cotangents: Any) -> Any:
-        pull, written_pull, values, operands = residuals
+        live, pull, written_pull, values, operands = residuals
         by_result, by_written = cotangents
         count = len(values)
-        live = _Participants([_is_floating(value) for value in (*values, *operands)])
+        floating = _Participants([_is_floating(value) for value in (*values, *operands)])
         total: _Values = [None] * (count + len(operands))
         incoming = [_instantiated(ct) for ct in by_result if _is_floating(ct)]
         _refuse_state(pull, incoming)
-        _add(total, [place for place in live.places if place >= count], pull(incoming))
+        _add(total, [count + place for place in live.places], pull(incoming))
         if not all(isinstance(ct, SymbolicZero) for ct in by_written):
-            _add(total, live.places, written_pull([_instantiated(ct) for ct in by_written if _is_floating(ct)]))
+            _add(total, floating.places, written_pull([_instantiated(ct) for ct in by_written if _is_floating(ct)]))
         return total[:count], total[count:]
+
+    def _refuse_queues(self) -> None:
+        """Raise if the body uses a queue: its derivative runs the body for the results and again for the writes."""
+        for resource in self.queues:
+            raise resource.error(
+                f"{resource.title} is used in a differentiated function with a custom derivative rule, whose "
+                "derivative runs it several times",
+                "use it before the function, and pass the value as an argument, or after it",
+                at=line_bound(),
+            )
 
     def _refuse_moved(self, values: _Values, operands: _Values, is_moved: list[bool]) -> None:
         """Raise DflowError if a result depends on a differentiated variable: the rule gives no derivative for it."""
@@ -158,11 +173,18 @@ class CustomCall:
             )
 
 
+@jax.tree_util.register_static
 class _Participants:
-    """The positions in a list of the values that take part in a derivative."""
+    """The positions in a list of the values that take part in a derivative. A pytree without leaves."""
 
     def __init__(self, is_live: Sequence[bool]) -> None:
         self.places = [place for place, live in enumerate(is_live) if live]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Participants) and self.places == other.places
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.places))
 
     def pick(self, values: Sequence[Any]) -> _Values:
         """The values at the positions."""
@@ -205,6 +227,11 @@ def _add(total: _Values, places: Sequence[int], more: Sequence[Any]) -> None:
 
 def _moves(tangent: Any, value: Any) -> bool:
     return not isinstance(tangent, SymbolicZero) and _is_floating(value)
+
+
+def _is_moved(primal: Any) -> bool:
+    """Whether a primal of a forward rule with symbolic zeros takes part in the derivative."""
+    return bool(primal.perturbed) and _is_floating(primal.value)
 
 
 def _is_floating(value: Any) -> bool:

@@ -438,7 +438,8 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
             _refuse_others(jaxpr, {*touched}, {*writes})
             return evaluate(jaxpr, consts, operands, State(zip(touched, values, strict=True)))
 
-        call = CustomCall([variable.name for variable in touched], body, original, run)
+        names, queues = [variable.name for variable in touched], host_resources(equation.effects)
+        call = CustomCall(names, body, original, run, queues)
         results, values = method(call, state.of(touched), operands)
         state.update(zip(writes, values, strict=True))
         return list(results)

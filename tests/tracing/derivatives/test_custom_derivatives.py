@@ -205,3 +205,44 @@ def test_second_order(state: State) -> None:
 
     cube.defjvps(lambda dx, y, x: 5.0 * x * dx)
     assert dflow.grad(dflow.grad(cube))(2.0) == 5.0
+
+
+@pytest.mark.parametrize("way", ["jvp", "vjp"])
+@COMPILED
+def test_a_function_with_a_rule_may_close_over_an_array(way: str, compiled: bool, state: State) -> None:
+    factors = np.array([1.0, 2.0, 3.0], np.float32)
+
+    def body(x: Any) -> Any:
+        state.calls.assign_add(1)
+        return (x * factors).sum()
+
+    fn: Any = jax.custom_jvp(body) if way == "jvp" else jax.custom_vjp(body)
+    if way == "jvp":
+        fn.defjvp(lambda primals, tangents: (fn(*primals), 7.0 * tangents[0].sum()))
+    else:
+        fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (7.0 * ct * jnp.ones_like(x),))
+    np.testing.assert_allclose(run(dflow.grad(lambda x: fn(x) ** 2), compiled, X), 14 * (X * factors).sum() + 0 * X)
+    assert state.calls.read() == 1
+
+
+@pytest.mark.parametrize("way", ["jvp", "vjp"])
+@COMPILED
+def test_a_queue_in_a_differentiated_function_with_a_rule_is_refused_and_loses_no_element(
+    way: str, compiled: bool
+) -> None:
+    queue = dflow.FIFOQueue(4, jax.ShapeDtypeStruct((), jnp.float32))
+    queue.enqueue_many(jnp.arange(4.0))
+
+    def body(x: Any) -> Any:
+        return queue.dequeue() * x.sum()
+
+    fn: Any = jax.custom_jvp(body) if way == "jvp" else jax.custom_vjp(body)
+    if way == "jvp":
+        fn.defjvp(lambda primals, tangents: (fn(*primals), tangents[0].sum()))
+    else:
+        fn.defvjp(lambda x: (fn(x), x), lambda x, ct: (ct * jnp.ones_like(x),))
+    with pytest.raises(dflow.QueueError, match=r"in a differentiated function with a custom(.|\n)*as an argument"):
+        run(dflow.grad(fn, argnums=0), compiled, X)
+    assert queue.size() == 4
+    run(fn, compiled, X)
+    assert queue.size() == 3
