@@ -37,7 +37,7 @@ from dflow.tracing.primitives.state_primitives import gather_p
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.slices import ArrayPart, AxisSlice
 from dflow.tracing.source import as_code, at, caller
-from dflow.tracing.state.context import current_home
+from dflow.tracing.state.context import current_home, spread_here
 from dflow.tracing.state.initial_value import initial_type
 from dflow.tracing.state.resources import Variable, is_variable, name
 from dflow.tracing.state.row_updates import RowUpdates
@@ -93,6 +93,13 @@ class ShardedVariable(RowUpdates):
             raise VariableError(
                 f"track_changes: expected a division by rows or modulo, got by {self.layout.by}",
                 "divide it by rows, or leave track_changes out",
+            )
+        if track_changes and spread_here() is not None and jax.process_count() > 1:
+            raise VariableError(
+                "track_changes: expected a table on parameter tasks or in one process, got a copy or a part in each "
+                "worker",
+                "make it within cluster.parameter_servers(), and train it by Async, Sync or Hybrid; or leave "
+                "track_changes out",
             )
         beside = near.shards if near is not None else (None,) * self.layout.shards
         most = MOST_ROWS - len((PERIOD, LIFE)) * track_changes

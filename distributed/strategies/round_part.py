@@ -247,6 +247,12 @@ class _Found:
         to_dense = [self._dense is not None and self._dense.takes(optimizer) for optimizer in optimizers]
         # A function that is called several times, or a loop, is traced once.
         times = times_noted(jaxpr)
+        if optimizers and all(to_dense):
+            raise StrategyError(
+                f"{getattr(step, '__name__', 'the step')}: expected gradients for a table on parameter tasks, got none "
+                f"beside those of {', '.join(optimizer.name for optimizer in optimizers)}",
+                "train variables of the workers alone by dflow.distributed.AllReduce",
+            )
         if all(to_dense) or not times == len(optimizers) == len({*optimizers}):
             count = 0 if all(to_dense) else max(times, len(optimizers))
             names = ", ".join(optimizer.name for optimizer in optimizers) or "none"

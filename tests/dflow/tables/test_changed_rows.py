@@ -22,6 +22,7 @@ import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.tables import changed_rows
 from dflow.testing import memory_cluster
+from dflow.tracing.state.context import spreading
 from tests.distributed.waiting import until
 from tests.distributed.worker.test_recovered_state import Tasks
 from tests.effort import examples
@@ -405,3 +406,12 @@ def test_the_places_of_true_elements(flags: list[bool], room: int) -> None:
     padded[: len(flags)] = flags
     found = jax.jit(changed_rows._first_true, static_argnums=1)(padded, room)
     np.testing.assert_array_equal(found[: len(expected)], expected)
+
+
+def test_a_copy_in_each_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with (
+        spreading(lambda variable: None),
+        pytest.raises(dflow.VariableError, match=r"track_changes: expected a table on parameter tasks(.|\n)*leave"),
+    ):
+        dflow.Embedding(9, 2, track_changes=True, name="a copy of changes")

@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import optax
 import pytest
 
 import dflow
+from dflow.distributed.strategies import round_part
 from dflow.distributed.wire.messages.rounds import RoundOpen
 from dflow.tracing.errors import DflowError, StrategyError, TaskLost
 
@@ -87,3 +89,13 @@ def failed(cluster: Any) -> None:
 def test_an_error_without_a_return_is_raised_as_it_is() -> None:
     with pytest.raises(StrategyError, match="of the step"):
         list(run(failed)[0])
+
+
+def test_a_step_without_a_table_is_refused_with_the_reason() -> None:
+    w = dflow.Variable(1.0, name="dense alone")
+    optimizer = dflow.Optimizer(optax.sgd(0.1), [w], name="of dense alone")
+    step = dflow.jit(lambda x: optimizer.apply([x]))
+    dense = SimpleNamespace(takes=lambda optimizer: True)
+    fact = r"expected gradients for a table on parameter tasks, got none beside those of of dense alone(.|\n)*AllReduce"
+    with pytest.raises(StrategyError, match=fact):
+        round_part._look(step, [1.0], dense)  # type: ignore[arg-type]
