@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from dflow.exporting.export_manifest import CheckEntry, FunctionSignature, Param
 from dflow.lowering.programs.export import PureProgram, exported, pure_program
 from dflow.lowering.programs.portable_tree import Tree, UnknownNodeError, is_bound, tree_of
 from dflow.tracing.derivatives.discharge import constants_within
-from dflow.tracing.errors import ExportError
+from dflow.tracing.errors import DflowError, ExportError
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import closed_parts, devices_of_shardings
 from dflow.tracing.jaxprs.captured import is_large
@@ -69,7 +69,8 @@ def make(
             "write dflow.export(fn, *specs), or dflow.export({'name': (fn, *specs)}) for several",
         )
     jitted: Any = fn if hasattr(fn, "trace") else jit(fn)
-    stage = jitted.trace(*args, **kwargs)
+    with _naming_open_sizes(name, (args, kwargs)):
+        stage = jitted.trace(*args, **kwargs)
     looked = getattr(stage, "_looked", stage)
     if (count := devices_of_shardings(looked)) > 1:
         raise ExportError(
@@ -82,7 +83,8 @@ def make(
     types = [_type_of(var.aval) for var in jaxpr.invars]
     constants = _constants(_names_seen_by(fn) if names is None else names, constants_within(jaxpr, consts))
     pure = pure_program(name, jaxpr, consts, constants, arguments_of(parameters), types, result)
-    program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
+    with _naming_open_sizes(name, (args, kwargs)):
+        program, content = exported(pure, options.platforms, options.disabled_checks, options.vjp_order)
     results = jax.tree_util.tree_unflatten(looked.out_tree, [None] * looked.out_tree.num_leaves)
     returned = filter(is_variable, jax.tree_util.tree_leaves(results, is_leaf=is_variable))
     signature = FunctionSignature(
@@ -98,11 +100,41 @@ def make(
         size_bytes=len(content),
         sha256=hashlib.sha256(content).hexdigest(),
         checks={
-            check.name: CheckEntry(check.table, check.size, str(ArrayType(check.dtype, ())), check.noun)
+            check.name: CheckEntry(check.table, _fixed(name, check), str(ArrayType(check.dtype, ())), check.noun)
             for check in pure.checks
         },
     )
     return TracedExport(signature, pure, program, content, {v.name: v for v in (*pure.variables, *returned)})
+
+
+def _fixed(name: str, check: Any) -> int:
+    """Return the number of rows or bags that a check of ids compares with. Raises ExportError for an open one."""
+    if not isinstance(check.size, int):
+        raise ExportError(
+            f"{name}: expected a fixed number of {check.noun} of {check.table}, got one that needs the number "
+            f"{check.size}",
+            "export it for one size of its arguments, and pad the last batch",
+        )
+    return check.size
+
+
+@contextmanager
+def _naming_open_sizes(name: str, arguments: Any) -> Iterator[None]:
+    """Turn the error of an op that needs a size which is open, of many classes in JAX, into an ExportError."""
+    shapes = [getattr(leaf, "shape", ()) for leaf in jax.tree_util.tree_leaves(arguments)]
+    letters = dict.fromkeys(str(size) for shape in shapes for size in shape if not isinstance(size, int))
+    try:
+        yield
+    except DflowError:
+        raise
+    except Exception as error:
+        if not letters:
+            raise
+        raise ExportError(
+            f"{name}: expected ops that take any size of {', '.join(letters)}, got one that needs the number: "
+            f"{str(error).splitlines()[0]}",
+            "export it for one size of its arguments, and pad the last batch",
+        ) from error
 
 
 def _type_of(array: Any) -> ArrayType:

@@ -304,3 +304,18 @@ def test_an_export_is_not_saved_to_an_object_store() -> None:
     made = dflow.export(lambda x: x, jnp.ones(3))
     with pytest.raises(dflow.ExportError, match="expected a local path, got s3://bucket/model"):
         made.save("s3://bucket/model")
+
+
+@pytest.mark.parametrize(
+    "needs_the_size",
+    [
+        lambda x: x.sum() if x.shape[0] > 3 else x.max(),
+        lambda x: jnp.zeros(int(x.shape[0])),
+        lambda x: jnp.arange(x.shape[0], dtype=np.int8).reshape(2, -1),
+    ],
+    ids=["compares it", "makes it a number", "divides it"],
+)
+def test_an_op_that_needs_an_open_size_is_refused_with_the_size(needs_the_size: Any) -> None:
+    with pytest.raises(dflow.ExportError, match=r"take any size of b, got one that needs(.|\n)*export it for one size"):
+        dflow.export(needs_the_size, dflow.spec("b", jnp.float32))
+    dflow.export(needs_the_size, dflow.spec("4", jnp.float32))
