@@ -128,7 +128,8 @@ class ClusterSteps:
         recovered = self._requests.await_recovery(is_joining=is_joining)
         if recovered.epoch != self.epoch:  # the notice was lost with a connection
             self.restored(recovered.epoch, recovered.undone)
-        self._requests.unsaved.make_again()
+        with contextlib.suppress(DflowError):  # the state is restored; the next request tries this again, and raises
+            self._requests.unsaved.make_again()
 
     def while_paused(self, do: Callable[[], Result], what: str) -> Result:
         """Return `do()`, called while no task runs a step that several tasks take part in; `what` is done by it.
@@ -197,6 +198,7 @@ class ClusterSteps:
     def register(self, step: PartitionedStep, own: Sequence[LoweredProgram]) -> Runner:
         """Register the plans with all tasks, given the lowered programs of this one; the result runs one step."""
         self._release_unused()
+        epoch = self.epoch  # before the plans are sent: a return during that has them registered again
         others = {task: part for task, part in step.plans.items() if task != self._task}
         # XLA compiles without the GIL, while other tasks' programs are exported and compiled.
         compiling = ThreadPoolExecutor(1, "dflow-compile")
@@ -215,15 +217,14 @@ class ClusterSteps:
         released, mine = released_at_call(plans, self._task), self.server.plans.get(handles[self._task])
         traced, why_not = step.traced, why_not_own(mine, step.traced.donated)
         described = traced.name, traced.signature, tuple(map(weakref.ref, written_on_tasks(traced)))
-        registered, epoch = RegisteredStep(handles, released, feeds, why_not, *described), self.epoch
+        registered = RegisteredStep(handles, released, feeds, why_not, *described)
 
         def run(leaves: Sequence[Any]) -> Sequence[Any]:
             nonlocal registered, epoch
-            if epoch != self.epoch:
-                epoch = self.epoch
+            if epoch != (newest := self.epoch):
                 # Equal plans have equal handles, except on tasks that were started again.
                 handles.update(self._registered(others))
-                registered = replace(registered, handles=dict(handles))
+                registered, epoch = replace(registered, handles=dict(handles)), newest
             return self.run(registered, leaves)
 
         weakref.finalize(run, self._unused.append, handles).atexit = False

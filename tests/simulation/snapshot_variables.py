@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 from dflow.distributed.steps.step_gate import inside_step
@@ -85,7 +85,8 @@ class SnapshotVariables:
             raise
         if recovered.epoch != self._worker.epoch:  # the notice was lost with a connection
             self._restored(StateRestored(recovered.epoch, recovered.undone))
-        self.unsaved.make_again()
+        with suppress(DflowError):  # the next request tries this again
+            self.unsaved.make_again()
 
     def _restored(self, notice: StateRestored) -> None:
         self.used.restored()

@@ -247,6 +247,57 @@ def test_a_task_is_lost_before_the_first_snapshot_is_complete(
         np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
 
 
+@pytest.mark.parametrize("strategy", [Async, Sync])
+@pytest.mark.parametrize("moment", ["creation", "registration"])
+def test_a_task_that_cannot_be_reached_after_the_return_is_tried_again(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch, strategy: Any, moment: str
+) -> None:
+    """The worker is cut off as it makes again the state that the return has freed, or registers its plans again."""
+    monkeypatch.setattr(SnapshotSchedule, "is_due", lambda *_: False)
+    made, left = counts(tasks, "w"), [moment, moment]
+    with tasks.worker.parameter_servers():
+        optimizer = dflow.Optimizer(optax.sgd(1.0, momentum=0.0), made, name="sgd")
+
+    @dflow.jit
+    def step(number: jax.Array) -> None:
+        optimizer.apply([-jnp.zeros(STEPS).at[number].set(1.0) for _ in made])
+
+    def cut_off(reached: str, task: str) -> None:
+        if tasks.worker.epoch and reached in left:
+            left.remove(reached)
+            raise dflow.TaskLost("/job:ps/task:0 could not be reached")
+
+    def batch(number: int) -> Any:
+        if number == 3 and not tasks.worker.epoch:
+            monkeypatch.setattr(moments, "hook", cut_off)
+            tasks.start_again(0)
+        return jnp.int32(number)
+
+    in_time(lambda: list(strategy(tasks.worker).run(step, batch, steps=STEPS, name="run")))
+    assert (left, tasks.worker.epoch) == ([], 1)
+    for variable in made:
+        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
+
+
+def test_plans_that_a_return_outside_of_a_step_overtakes_are_registered_again(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, steps = counts(tasks), tasks.worker.steps
+    tasks.await_new_snapshot()
+    register = steps._registered
+
+    def overtaken(parts: Any) -> dict[str, int]:
+        handles = register(parts)
+        monkeypatch.setattr(steps, "_registered", register)
+        tasks.start_again(0)
+        until(lambda: tasks.worker.epoch == 1)
+        return handles
+
+    monkeypatch.setattr(steps, "_registered", overtaken)
+    in_time(lambda: compiled(tasks, made)(jnp.full(1, 5)))
+    assert [float(variable.read()[5]) for variable in made] == [1.0, 1.0]
+
+
 def test_a_wait_for_a_return_does_not_keep_a_step_of_another_thread_from_ending(
     tasks: Tasks, lost: Callable[..., Loss]
 ) -> None:
