@@ -250,6 +250,8 @@ def test_compressed_requests_are_taken_and_answers_are_compressed_on_demand(
         (gzip.compress(b"{") + gzip.compress(json_request(x=ROW)[1:]), 200, ""),
         (b"", 400, "the request's JSON: Input data was truncated"),
     ],
+    # Not made of the bytes, which have the time.
+    ids=["large", "large in parts", "larger than a body", "cut", "with a rest", "not compressed", "in parts", "empty"],
 )
 def test_compressed_requests_are_bounded_and_checked(url: str, body: bytes, status: int, text: str) -> None:
     found, answer, _ = infer(url, "scale", body, **{"Content-Encoding": "gzip"})
