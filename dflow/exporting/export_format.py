@@ -115,7 +115,7 @@ def read_manifest(path: Path) -> ExportManifest:
 
 
 def _no_export(path: Path) -> ExportError:
-    """Return the error for a folder that holds no export, with those that are in it."""
+    """Return the error for a folder that holds no export. It lists the exports in its subfolders."""
     names = sorted(entry.name for entry in path.iterdir())
     found = [name for name in names if (path / name / MANIFEST).is_file()]
     if found:

@@ -1,7 +1,7 @@
 """Write the files of an export with the present values of its variables.
 
-Under `AllReduce` one process writes values that each has whole, and the others wait for it; each writes its own parts
-of the others, as `group_saving` says.
+Under `AllReduce` one process writes the values that every process has whole, and the others wait for it. Of a value in
+parts on several processes, each process writes its own parts (`group_saving`).
 """
 
 from __future__ import annotations

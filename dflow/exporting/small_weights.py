@@ -65,7 +65,7 @@ def with_small_weights(made: Mapping[str, TracedExport], form: WeightForm, optio
         raise ExportError(
             f"weights={form!r}: expected a floating-point variable of two dimensions or more that no function writes, "
             f"got {_by_reason(kept_as_they_are(made.values(), form)) or 'none'}",
-            "leave weights out, or export the functions that only read apart from those that write",
+            "leave weights out, or export the functions that write variables separately",
         )
     return {name: _over(name, one, smaller, options) for name, one in made.items()}
 

@@ -330,7 +330,7 @@ def _answering(handler: Handler) -> Handler:
 
 
 def _without_last_slash(app: ASGIApp) -> ASGIApp:
-    """Return the application, for which `/v2/` is `/v2`: many clients repeat no POST after a redirection."""
+    """Return the application with `/v2/` served as `/v2`: many clients do not repeat a POST after a redirect."""
 
     async def called(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")

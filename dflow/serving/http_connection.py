@@ -1,11 +1,11 @@
-"""An HTTP connection of uvicorn with deadlines and bounds on what its client may make it hold.
+"""An HTTP connection of uvicorn with deadlines, and with limits on the memory that a client can take.
 
-Why: uvicorn keeps a connection without a request, or with part of one, for ever, and its parser joins a header line
-that comes in many pieces in quadratic time. Invariants:
+Why: uvicorn keeps a connection without a request, or with part of one, for ever, and its parser takes quadratic time
+for a header line that comes in many pieces. Invariants:
 
-- a connection waits for the rest of a request, and for its client to read an answer, for a limited time. The time of a
-  request's head is that of the whole head, however slowly its bytes arrive;
-- what a request has besides its body is bounded;
+- a connection waits for the rest of a request, and for its client to read an answer, for a limited time. One deadline
+  holds for the whole head of a request, however slowly its bytes arrive;
+- the bytes of a request besides its body are limited;
 - events that clients cause are logged at a limited rate, each on one line.
 """
 
@@ -43,7 +43,7 @@ class HttpLimits:
     idle_s       longest time from an answer to the next request: longer than that of usual proxies, which else send
                  requests over connections that end
     body_s       longest time of a body before its answer
-    answer_s     longest time in which a client reads no byte of an answer
+    answer_s     longest time without a byte of an answer read by the client
     head_bytes   most bytes of a request besides its body
     waiting      most connections that have not sent the head of a first request
     connections  most others
@@ -108,7 +108,7 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         self._is_in_head = False
         #: The bytes that are being parsed.
         self._received = b""
-        #: Bytes since the last part of a body; those of a piece in which a request begins are not counted.
+        #: Bytes received since the last part of a body, without the received piece that a request begins in.
         self._head_bytes = 0
         self._is_refused = False
         self._was: tuple[Any, ...] = ()
@@ -124,7 +124,7 @@ class HttpConnection(HttpToolsProtocol):  # type: ignore[misc]  # mypy does not 
         self._on_end()
 
     async def _first_request(self, scope: Any, receive: Any, send: Any) -> None:
-        """Answer the first request, unless it is refused, and those that came together with it."""
+        """Answer the first request, unless it is refused, and the requests that came together with it."""
         if not self._has_request and (text := self._refusal()):
             headers = {"Connection": "close", "Retry-After": "1"}
             await JSONResponse({"error": text}, 503, headers)(scope, receive, send)

@@ -1,10 +1,13 @@
-"""An HTTP server on a listening socket: uvicorn, with connections that are bounded in number and time.
+"""An HTTP server on a listening socket: uvicorn, with limits on the number and time of connections.
 
-A connection is *waiting* until its TLS handshake is done and its first request has come. Invariants: a waiting
-connection ends after `HttpLimits.request_s`, or twice that with TLS; beyond `HttpLimits.waiting` of them, a new one
-ends the oldest of the address that has most; and the process keeps file descriptors for its files.
+A connection is *waiting* until its TLS handshake is done and its first request has come. Invariants:
 
-Why uvicorn does not accept connections itself: it gives a TLS handshake a minute, and knows of no connection before it.
+- a waiting connection ends after `HttpLimits.request_s`, or twice that with TLS;
+- at most `HttpLimits.waiting` connections wait: a further one ends the oldest of the address with most of them;
+- the process keeps file descriptors for its files.
+
+This module accepts connections instead of uvicorn, which allows a minute for a TLS handshake and cannot count or end
+connections before the handshake is done.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class HttpServer(uvicorn.Server):  # type: ignore[misc]  # mypy does not follow 
         self._context, self._limits = context, limits
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Accept connections at the sockets, of which uvicorn passes those of `serve`."""
+        """Accept connections at `sockets`: uvicorn passes the sockets that were given to `serve`."""
         assert sockets is not None
         await self.lifespan.startup()
         arrivals = _Arrivals(self, self._context, self._limits)
@@ -129,7 +132,7 @@ class _Arrivals:
         """Count a connection as one with a request; return why there is no room, or None."""
         try:
             has_room = self._admission.believe(arrival)
-        except TransportClosed:  # ended for another one: the answer reaches nobody
+        except TransportClosed:  # ended for another one: no client reads the answer
             has_room = False
         return None if has_room else f"the server has {self._most} connections, the most; {self._cause}"
 

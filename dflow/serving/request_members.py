@@ -1,7 +1,7 @@
 """The members and parameters of requests of the Open Inference Protocol v2 and of Triton's repository extension.
 
-Invariant: each member and each parameter of a request is honoured, or the request is refused: one that is misspelt, or
-that this server does not offer, changes an answer that its sender relies on.
+Invariant: each member and each parameter of a request is honoured, or the request is refused. A server that ignored a
+misspelt or unsupported parameter would return an answer that the client did not ask for.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dflow.lowering.files.object_path import ObjectPath, Place
 
-#: Remedies of errors that say nothing of what a file holds: of the process, its rights, or the file system.
+#: Remedies of errors that do not concern a file's content but the process, its rights or the file system.
 _REMEDIES = {
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n), or close files"),
     **dict.fromkeys((errno.EACCES, errno.EPERM), "give this process the right to read it"),
@@ -39,7 +39,7 @@ _REMEDY = "if you trust it, copy it by cp -rL, which replaces links by the files
 
 
 class LinkError(OSError):
-    """Error for a link in the place of a file or folder."""
+    """Error for a link where a file or folder is expected."""
 
     def __init__(self, path: Path) -> None:
         target = os.path.realpath(path)

@@ -1,7 +1,7 @@
-"""Arrays of several processes: made without a word to the others, and whether a process has the whole of one.
+"""Arrays over the devices of several processes: created without messages between them, and read in one of them.
 
-A process has the whole of an array whose devices elsewhere only have copies of what it has, such as a variable that is
-on all devices.
+A process has the whole of an array if the devices of other processes only have copies of the parts on its own devices.
+A variable that is replicated on all devices is an example.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_whole_here(value: Any) -> bool:
 
 
 def whole_here(value: Any) -> Any:
-    """Return an array whose whole this process has as an array of its own."""
+    """Return an array that this process has the whole of as an array of this process alone."""
     if not isinstance(value, jax.Array) or value.is_fully_addressable:
         return value
     if value.is_fully_replicated:

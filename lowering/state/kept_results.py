@@ -1,8 +1,9 @@
-"""The results of the changes that a run's newest steps made here, for attempts that do these steps again.
+"""The results of the changes that a run's newest steps made on this task, for later attempts at these steps.
 
-Why: a step that took an element of a queue and did not end everywhere must get the same element again, or it is lost.
-The results are kept until the process that did the step begins another step of the run here: it runs one at a time, so
-the step has ended on all tasks. An attempt at such a step is refused, since nothing of it is left to do.
+Why: a step may take an element of a queue here and then fail on another task. The next attempt must get the same
+element, or it is lost. The results are kept until the process that did the step begins another step of the run on this
+task: a process runs one step at a time, so the first step has ended on all tasks. A later attempt at an ended step is
+refused, since nothing of it is left to do.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The watch over programs whose variables are spread over the devices of several processes.
 
-Every process must run the same such programs in the same order, or it computes something else than the others, or
-waits for them without end. So a layer that can talk to them sets a watch, which sees each call first. A process is in
-one group of processes at a time, as JAX's own runtime is of the whole process.
+All processes must run the same such programs in the same order. Else a process computes something else than the others,
+or waits for them without end. So the distributed layer, which can exchange messages with them, sets a watch that is
+called before each program runs. A process has one watch, since JAX's runtime is in one group of processes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dflow.tracing.state.resources import Variable, is_variable
 #: Runs a call: takes args, kwargs and the leaves of the traced arguments.
 RunCall = Callable[[Any, Any, list[Any]], Any]
 
-#: Ops of an XLA program in which processes wait for each other.
+#: Ops of an XLA program that make processes wait for each other.
 _COLLECTIVES = (
     "all-reduce",
     "all-gather",

@@ -1,4 +1,4 @@
-"""Conversion of saved arrays to the dtypes of variables: never silently to other values than rounded ones."""
+"""Conversion of saved arrays to the dtypes of variables. Values are rounded; any other change is an error."""
 
 from __future__ import annotations
 

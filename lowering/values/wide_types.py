@@ -1,8 +1,8 @@
 """Types of 64 bits in a process that runs other processes' programs, whose settings of JAX it does not know.
 
-JAX cuts values to 32 bits unless it is told otherwise, which is a setting of the process. A task server follows the
-programs that it is given: with the first value of 64 bits it keeps these too. All other settings of JAX that change
-numbers, such as the precision of products or how random bits are drawn, are parts of the programs.
+JAX cuts values to 32 bits unless `jax_enable_x64` is set, for the whole process. A task server sets it when the first
+program, variable or resource with 64 bits comes. All other settings of JAX that change numbers, such as the precision
+of products or how random bits are drawn, are parts of the programs.
 """
 
 from __future__ import annotations
