@@ -1,10 +1,10 @@
-"""The members of a group of processes run the same programs: compared before they run, and refused with what differs.
+"""Compare the programs of the members of a process group before they run, and refuse programs that differ.
 
-A program over all processes is one computation. If one of them has traced another constant, each goes on with values of
-its own, and nothing else finds out; if it has traced another operation, or calls another function, the others wait in a
-collective without end. So each call is a point of the program that all members come to, and tell there what they call.
-Within a step of a training loop, a call of the step's own program that all have compared before needs no message: the
-loop has met the others already.
+A program over all processes is one computation. If one process has traced another constant, each process goes on with
+different values and no error. If it has traced another operation, or calls another function, the others wait in a
+collective without end. So each call is a point that all members come to, where they exchange a description of it. In
+a step of a training loop, a call of the step's own program needs no message if all members have compared it before: the
+members have already met at the begin of the step.
 """
 
 from __future__ import annotations

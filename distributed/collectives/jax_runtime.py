@@ -100,10 +100,10 @@ def _check_reached(address: str, timeout_s: float) -> None:
 
 @contextmanager
 def _without_proxy(address: str) -> Iterator[None]:
-    """Return a context in which gRPC connects to an address itself, and not by a proxy of the environment.
+    """Return a context that has gRPC connect to an address directly, not through a proxy of the environment.
 
-    gRPC reads the environment when it makes a connection. The variable is one that nothing else reads, and names the
-    hosts that are reached without a proxy.
+    gRPC reads the environment when it makes a connection. The context sets a variable that only gRPC reads: the hosts
+    that are reached without a proxy.
     """
     if not any("_proxy" in name.lower() for name in os.environ):
         yield

@@ -121,7 +121,7 @@ class ProcessGroup:
 
     @contextlib.contextmanager
     def leading(self, work: LeaderWork) -> Iterator[None]:
-        """Return the context in which the member of rank 0 does a work, without a wait for other members."""
+        """Return the context of a work that the member of rank 0 does without a wait for other members."""
         self._tell_work(work)
         try:
             yield

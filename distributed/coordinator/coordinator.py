@@ -7,8 +7,8 @@ Invariants:
   in the order of their versions;
 - the changes of an event are written to the store before its commands are carried out; events that arrive during a
   write are written together;
-- when a write fails, the changes are written later (`surviving_store`), and what may not be lost is told then
-  (`held_commands`);
+- when a write fails, the changes are written later (`surviving_store`), and commands that depend on changes that may
+  not be lost wait until then (`held_commands`);
 - when an event or command raises an unexpected error, the coordinator answers nothing more and ends, so that the next
   one resumes from the last write;
 - carrying out a command never waits for a peer.

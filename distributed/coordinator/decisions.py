@@ -1,6 +1,6 @@
-"""Decisions that all workers of a run follow, such as whether it ends: the first value that one of them gives counts.
+"""Decisions that all workers of a run follow, such as whether it ends: the first value that a worker gives counts.
 
-Invariant: what was decided stays so, also for workers that are started again, which come to the same points.
+Invariant: a decision never changes, so a worker that is started again and comes to the same point gets the same one.
 """
 
 from __future__ import annotations

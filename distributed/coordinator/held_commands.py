@@ -1,9 +1,10 @@
 """The commands that wait until the records behind them are written, while the coordinator's disk takes no writes.
 
-Why: what a task has been told is lost if the coordinator ends before the record is written. That steps are done may be
-lost: they are claimed again, and tasks apply none twice. A place, a member, an election or a number may not, since the
-next process would decide otherwise. Invariant: with such a record unwritten, tasks hear nothing, as if the coordinator
-were away; later they hear all, in order.
+Why: a record is lost if the coordinator's process ends before the record is written, and tasks may know of it by then.
+A record of finished steps may be lost: the steps are claimed again, and tasks apply none twice. A record of the task of
+a variable, a member, an election or a number may not be lost, since the coordinator's next process would decide
+otherwise. Invariant: while such a record is not written, tasks get no message, as if the coordinator were away; later
+they get all messages, in order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Work that the member of rank 0 does for its group, such as a file that it writes, and the members that wait for it.
 
-The member of rank 0 waits for nobody, so it may also work when no other member asks.
+The member of rank 0 does not wait for the others, so it may do a work that no other member asks for.
 
 Invariants:
 - a wait is answered exactly once: with the end of the work, or with an error that names the member of rank 0;
-- no member waits for a work that the member of rank 0 has passed by, since it told of the works before its exchange.
+- a wait fails if the member of rank 0 has come to a later exchange without this work: it reports the begin of each work
+  before the next exchange.
 """
 
 from __future__ import annotations

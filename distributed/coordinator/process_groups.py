@@ -13,7 +13,7 @@ Invariants:
 - a request is answered exactly once: with the words of all, or with an error that names the tasks that are missing,
   have left, or have come to another point of the program;
 - no member passes an exchange before all have come there, and no exchange is passed after a member has left;
-- an exchange whose missing members wait for those that have come, at a barrier or at the end of the program, fails;
+- an exchange fails if its missing members wait for the other members, at a barrier or at the end of the program;
 - a group does not outlive its coordinator's process, and its members are notified.
 """
 

@@ -1,12 +1,13 @@
-"""The workers of one run train the same: what their steps write and their optimizers' settings, compared.
+"""Compare the workers of one run: the variables that their steps write, and their optimizers' settings.
 
-Why: on parameter tasks a name is a variable. Workers that give other names train models of their own, and each of them
-does its part of the steps without an error.
+Why: parameter tasks identify a variable by its name. Workers that use other names would train separate models, and each
+of them would do its part of the steps without an error.
 
 Invariants:
-- the first description of a run and key counts, as long as a worker that gave it is live or has ended normally. A
-  worker may give several, of functions of one name; another worker then gives these;
-- when one differs, its sender and all later ones are refused with both sides, and all live tasks are notified;
+- the first description of a run and key counts, as long as a worker that sent it is live or has ended normally. A
+  worker may send several, for functions of one name; the other workers must then send the same ones;
+- when a description differs, its sender and all later senders get an error with both sides, and all live tasks are
+  notified;
 - a run without such a worker is forgotten, so that corrected programs may use its name.
 """
 

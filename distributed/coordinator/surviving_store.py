@@ -1,7 +1,7 @@
-"""A store that outlives failures of its disk: changes that cannot be written are kept, and written when they can be.
+"""A store that outlives failures of its disk: it keeps changes that cannot be written, and retries.
 
-Why: a disk that is full, read-only or gone need not end training. Meanwhile no snapshot is complete, and what changes
-is lost if the coordinator ends; its clients detect that (`state_marks`).
+Why: a disk that is full, read-only or gone need not end training. Until the disk takes writes again no snapshot is
+complete, and the kept changes are lost if the coordinator ends; its clients detect that (`state_marks`).
 Invariant: while `is_durable`, all changes are in the store.
 """
 

@@ -1,6 +1,7 @@
-"""The whole runs of trainers, of which each run that workers claim steps of is a part.
+"""The plans of trainers: the steps of a trainer's whole run. It consists of several runs that workers claim steps of.
 
-Invariant: a part counts in the plan whose name it begins with, if it begins at the first step of the plan or later.
+Invariant: such a run is part of the plan whose name its own name begins with, and its steps count in the plan if the
+run begins at the plan's first step or later.
 """
 
 from __future__ import annotations

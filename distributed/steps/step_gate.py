@@ -19,7 +19,7 @@ _in_step: ContextVar[bool] = ContextVar("dflow_in_step", default=False)
 
 
 def is_in_step() -> bool:
-    """Whether the caller is within a shared step, for which pauses of the steps wait."""
+    """Whether the caller is within a shared step: a pause of the steps waits for its end."""
     return _in_step.get()
 
 

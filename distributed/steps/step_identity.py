@@ -1,8 +1,8 @@
-"""Identities of the steps of one loop, the same for all attempts at a step, by which each task applies it once.
+"""Identities of the steps of one loop: all attempts at a step have the same one, so each task applies the step once.
 
-Other tasks know a step by its run and its number in the run, since another worker may do it again. This process knows
-it by the number of the loop's steps that have ended: a step that failed is tried again with the same elements of the
-process's own queues, under whatever number of the run.
+Other tasks identify a step by its run and its number in the run, since another worker may do it again. This process
+identifies it by the number of the loop's steps that have ended: a step that failed is tried again with the same
+elements of the process's own queues, even if its number in the run is another one then.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a worker's step writes and its optimizers' settings, which the coordinator compares with those of other workers.
+"""Description of a worker's step, for the coordinator to compare: the variables written and the optimizers' settings.
 
-Constants of a step may differ between workers that train asynchronously or give gradients to an average, such as keys
-for noise. The variables that they train, and the rules of the updates, may not.
+Constants of a step, such as keys for noise, may differ between workers that train asynchronously or average their
+gradients. The variables that they train, and the rules of the updates, may not.
 """
 
 from __future__ import annotations

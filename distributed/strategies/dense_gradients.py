@@ -1,8 +1,8 @@
 """The gradients of a step for the variables that each process of a group has for itself: all apply their mean.
 
 In the step the gradients go into variables of this process. After it, a collective gives their mean to all processes,
-and each updates its own variables by that. All begin with the same values, so they stay the same. What a step itself
-writes to such variables, as batch norms write their statistics, is averaged too.
+and each updates its own variables by that. All begin with the same values, so they stay the same. Values that a step
+itself writes to such variables, as batch norms write their statistics, are averaged too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class DenseGradients:
         self._programs = programs
         self.name = f"dense gradients {next(_serials)}"
         self._kept: WeakKeyDictionary[GivenOptimizer, dict[_Key, KeptGradients]] = WeakKeyDictionary()
-        #: The variables of which all processes have copies.
+        #: The variables that all processes have copies of.
         self.copies: WeakSet[Variable] = WeakSet()
         #: Computes the means, on the processes' first devices.
         self._mean_program: Callable[[Sequence[jax.Array]], list[jax.Array]] | None = None

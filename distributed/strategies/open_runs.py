@@ -1,7 +1,7 @@
-"""Runs that the program has neither finished nor closed: closed at its end, while Python's modules are still there.
+"""Runs that the program has neither finished nor closed: closed at the program's exit, before Python is torn down.
 
 A program that takes results by `next(run)`, or leaves the loop at its last step with the run in a variable, keeps a
-suspended generator. Its end reports the steps that are done, and returns the others to other workers.
+suspended generator. Its `close` reports the finished steps, and returns the others for other workers to claim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Refusal of steps on all processes' devices that take values from queues and accumulators of one process.
 
-Such a value differs between the processes, and their programs would take it for the same everywhere. The batch is the
-place for values that differ: each process gives its part.
+Such a value differs between the processes, while their programs assume that it is the same on all. Values that differ
+belong in the batch: each process gives its part.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: Type of the results of the program's step, which its loop yields.
 StepResult = TypeVar("StepResult")
 
-#: By worker, several of which may be threads of one process, and prefix: number of runs that the program did not name.
+#: Number of runs that the program did not name, by worker and prefix. Several workers may be threads of one process.
 _run_counts: Counter[tuple[Hashable, str]] = Counter()
 
 

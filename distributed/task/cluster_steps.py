@@ -113,7 +113,7 @@ class ClusterSteps:
         return LoopSteps(run, self._unfinished.setdefault(run, set()))
 
     def loop_ended(self, steps: LoopSteps) -> None:
-        """Free what the tasks keep for attempts to do the steps of a loop again, but those that have not ended."""
+        """Free the results that tasks keep for new attempts at a loop's steps, except for steps that have not ended."""
         self.server.store.applied.forget(steps.own_run)
         message = ForgetResults(self._task, self.server.starter.first, steps.run, steps.unfinished())
         for peer in steps.peers.values():

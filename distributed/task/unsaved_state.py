@@ -1,8 +1,8 @@
-"""The state on other tasks that this process has made and that no complete snapshot may have yet.
+"""The state on other tasks that this process has made and that may not be in a complete snapshot yet.
 
 Why: when a task is lost, all tasks return to a snapshot, and state that was made after it is freed on all of them. Each
-process that made it makes it again, with the same first values and on the same tasks, before its next request.
-Invariant: state that is freed in a return is here, or is in no process's program any more.
+process that made such state makes it again, with the same initial values and on the same tasks, before its next
+request. Invariant: state that a return has freed is listed here, unless the program of its process no longer has it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class UnsavedState:
         """Note that this process has made state.
 
         epoch  `epoch` before it was placed
-        make   makes such state from several items, in the order in which they were noted, and notes them again
+        make   makes such state from several items, in the order of their notes, and notes them again
         """
         with self._lock:
             self._made[name] = _Made(self._snapshots, epoch, item, make)

@@ -1,7 +1,7 @@
-"""The requests that wait until no state is lost, and the deadline of each thing that a return to a snapshot waits for.
+"""The requests that wait until lost state is recovered, and the deadlines of a return to a snapshot.
 
-A pure function of events. Invariant: a request is answered at the latest `RETURN_S` after the return began to wait for
-the same thing, with the tasks that it waits for.
+A pure function of events. Invariant: when the return has waited `RETURN_S` for one thing, such as a task's process or
+the steps that run, all requests fail with the names of the tasks that it waits for.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     cluster: str
 
 
-#: The moment before all state, to which tasks return if they lose some before the first snapshot is complete.
+#: The moment before all state: tasks return to it if they lose state before the first snapshot is complete.
 BEGINNING = Snapshot(0, (), (), LedgerCopy({}), 0.0, (), "")
 
 

@@ -106,7 +106,7 @@ class StepPauses:
         return [self._hold({task: peer})]
 
     def remind(self, live: Mapping[str, int | None]) -> list[Broadcast]:
-        """Have the tasks hold their steps again, such as those that wait for a queue since the pause began."""
+        """Ask the tasks again to hold their steps, such as steps that wait for a queue since the pause began."""
         return [self._hold(live)] if self.is_on and not self._is_reached else []
 
     def leave(self, task: str, live: Mapping[str, int | None]) -> list[Broadcast | SendReply]:

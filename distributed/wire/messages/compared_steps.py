@@ -1,4 +1,4 @@
-"""Descriptions of what the workers of a run compute, which the coordinator compares."""
+"""Messages that describe the steps of the workers of a run, for the coordinator to compare."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class CompareStep(Request[StepCompared], frozen=True):
     `run`     name of the run
     `key`     steps with one key must be equal
     `digest`  of the items
-    `items`   descriptions of what the step writes and of the optimizers' settings; empty at first, and sent again with
-              them if no worker has sent equal ones
+    `items`   descriptions of the variables that the step writes and of the optimizers' settings; empty at first, and
+              sent if no worker has sent equal ones
     """
 
     speaker = "task"

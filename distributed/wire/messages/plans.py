@@ -75,7 +75,7 @@ class ReleaseStep(Notice, frozen=True):
 
 
 class ForgetResults(Notice, frozen=True):
-    """Free the results that are kept of steps of `run`: those that `origin` did have ended, but the `unfinished` ones.
+    """Free the kept results of the steps of `run` that `origin` did: all have ended except for the `unfinished` ones.
 
     `first` is the number of the first step of the process of `origin`.
     """

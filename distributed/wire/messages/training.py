@@ -1,4 +1,4 @@
-"""What a trainer tells the coordinator, for people: the steps of its whole run, its evaluations and checkpoints."""
+"""A trainer's reports to the coordinator, for people: the steps of its whole run, its evaluations and checkpoints."""
 
 from __future__ import annotations
 
