@@ -1,4 +1,4 @@
-"""Tables of columns by name, such as a DataFrame, and the refusal to take their names for batches.
+"""Tables of columns by name, such as a DataFrame, and the error for a table where batches are expected.
 
 No library is imported: an object is recognised by the modules and names of its classes.
 """

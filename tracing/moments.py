@@ -1,7 +1,7 @@
 """Named moments that a process reaches, so that a test of faults can kill or pause a process exactly there.
 
-Nothing happens at a moment unless a test has set `hook`: outside of tests a moment costs a comparison, and none is
-reached in each step.
+Nothing happens at a moment unless a test has set `hook`. Otherwise a moment costs one comparison, and no moment is on
+the path of every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The variable that a value is of, as long as the value itself lives: for messages alone.
+"""The names of the variables that values and gradients belong to, for messages; kept while the value exists.
 
 Values of variables are noted as they are read in a trace, and gradients as `grad` and others return them.
 """
@@ -15,13 +15,13 @@ _gradients: WeakDict[Any, str] = WeakDict()
 
 
 def note_value(value: Any, variable: str) -> None:
-    """Remember the variable of which this is the value."""
+    """Remember that `value` is a value of `variable`."""
     with suppress(TypeError):  # a value without weak references
         _values[value] = variable
 
 
 def note_gradient(gradient: Any, variable: str) -> None:
-    """Remember the variable of which this is the gradient."""
+    """Remember that `gradient` is a gradient with respect to `variable`."""
     with suppress(TypeError):
         _gradients[gradient] = variable
 
@@ -32,7 +32,7 @@ def variable_read(value: Any) -> str | None:
 
 
 def variable_differentiated(gradient: Any) -> str | None:
-    """The name of the variable of which this is the gradient; None for another value, and for one computed of it."""
+    """The name of the variable that this is a gradient of; None for other values, also computed from a gradient."""
     return _name(_gradients, gradient)
 
 

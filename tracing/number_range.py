@@ -29,7 +29,7 @@ class NumberRangeWarning(RuntimeWarning):
 
 
 def may_be_wide(args: Any, kwargs: Any) -> bool:
-    """Whether any leaf is a NumPy value of 64 bits. It runs at most calls, so it tests the classes of all at once."""
+    """Whether any leaf is a NumPy value of 64 bits. It runs at most calls, so it tests all classes together."""
     leaves = jax.tree_util.tree_leaves((args, kwargs) if kwargs else args)
     return not NARROW_ARGUMENTS.issuperset(map(type, leaves)) and any(map(_is_wide, leaves))
 

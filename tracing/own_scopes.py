@@ -1,6 +1,7 @@
 """Name scopes of the ops that dflow makes itself, such as a lookup in a table and an optimizer's update.
 
-A reader of a graph knows them by the call that made them; drawings show each as a group that is folded at first.
+A reader of a graph recognises these ops by the call that made them. A drawing shows each scope as a group that is
+folded at first.
 """
 
 from __future__ import annotations

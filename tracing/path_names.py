@@ -1,4 +1,4 @@
-"""Names of the leaves of pytrees, by their paths."""
+"""Names of the leaves of pytrees, made from their paths, such as `layers/0/w`."""
 
 from __future__ import annotations
 

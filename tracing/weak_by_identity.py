@@ -1,6 +1,6 @@
 """A set and a mapping that do not keep their members alive, and find them by identity.
 
-Those of `weakref` compare members by `==`, which for variables compares values.
+The classes of `weakref` compare members by `==`, which for variables compares values.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class Function(Generic[P, R]):
             return cast(R, _hoisted(stage, leaves))
 
     def _inlined(self, args: Any, kwargs: Any) -> R:
-        """Add the function's operations to the trace that runs, in place of a call with a trace of its own."""
+        """Add the function's operations to the running trace, instead of a call with a separate trace."""
         static = self._planner.shared.static
         is_static = static.test_of(args)
         given = [arg if is_static(place) else as_operands(arg) for place, arg in enumerate(args)]

@@ -53,7 +53,7 @@ def cluster_json(before: Look | None, now: Look, steps_per_s: float, earlier: Lo
 def curve_values(state: Data, reported: Collection[str], results: Collection[str] = ()) -> dict[SeriesName, float]:
     """Return the new value of each curve, from the JSON data of a state.
 
-    results   names of the results, as of evaluations, that have changed since the last state
+    results   names of the results, such as evaluations', that have changed since the last state
     reported  short names of the workers that have reported steps since the last state. The metrics of the others are
               old: a worker that has died keeps its last ones.
     """

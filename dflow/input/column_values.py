@@ -2,8 +2,9 @@
 
 No library is imported here: an object is recognised by the modules and names of its classes.
 
-Invariants: an array has a value for each row. Missing values are NaN in a column of floats, and else refused, with
-their place; so is a column that NumPy would keep as Python objects, except strings and bytes.
+Invariants: an array has a value for each row. A missing value becomes NaN in a column of floats; in other columns it is
+an error, which names the row. A column that NumPy would keep as Python objects is an error too, except strings and
+bytes.
 """
 
 from __future__ import annotations
@@ -66,12 +67,12 @@ def is_typed_column(value: Any) -> bool:
 
 
 def is_column(value: Any) -> bool:
-    """Return whether a value is a column by itself."""
+    """Return whether a value is one column."""
     return isinstance(value, _LISTS) or is_typed_column(value) or is_array(value)
 
 
 def column_values(column: Any, name: str) -> Any:
-    """Return a column as a NumPy array, or a `StoredColumn`. Raises InputError, with its name, for what is neither."""
+    """Return a column as a NumPy array or a `StoredColumn`. Raises InputError with its name for other values."""
     try:
         values = _converter(column)(column, name)
         if len(values.shape) == 0:

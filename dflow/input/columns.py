@@ -3,8 +3,8 @@
 A container is a table (a DataFrame, a table of Arrow, a file of HDF5 or of NumPy arrays, an array of records), or a
 dict or tuple of columns and of further containers. A list is a list of elements, not of columns, as in PyTorch.
 
-Invariants: data that has columns is taken by its rows, or refused with the column's name: neither the columns nor their
-names are taken for elements.
+Invariant: an element of data with columns is a row, never a column or the name of one. Data that cannot be divided into
+rows is an error that names the column.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def columns_of(data: Any, path: tuple[Any, ...] = ()) -> Columns | None:
         shown = ", ".join(f"{name}: {count}" for name, count in counts.items())
         raise InputError(
             f"batches: expected columns of one number of rows, got {shown}",
-            "cut them to one length, or leave out those that are no columns",
+            "cut them to one length, or leave out the values that are not columns",
             at=caller(),
         )
     return Columns(found.tree, found.values, next(iter(counts.values())))

@@ -23,7 +23,7 @@ def as_array(leaf: Any) -> Any:
 
     A string or bytes is an array of dtype object: NumPy's own dtypes for them lose zeros at the end.
 
-    Raises InputError for a sparse or ragged tensor, a table, and objects of which NumPy makes no numbers.
+    Raises InputError for a sparse or ragged tensor, a table, and objects that NumPy cannot convert to numbers.
     """
     library = library_of(type(leaf))
     if library == "torch":

@@ -1,7 +1,7 @@
 """How full the buckets of a vocabulary are: ids fall into them at random, so some are full while rows are free.
 
-The number of ids of a bucket has a Poisson distribution, whose mean is the bucket's size times the load: the number of
-ids by that of rows.
+The number of ids of a bucket has a Poisson distribution. Its mean is the bucket's size times the load: the number of
+ids divided by the number of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def share_without_row(load: float, bucket: int = 32) -> float:
 
 
 def rows_for(ids: int, bucket: int = 32, share: float = SMALL_SHARE) -> int:
-    """Return the number of rows at which at most this share of so many ids has none, with two digits."""
+    """Return the number of rows, rounded up to two digits, at which at most `share` of `ids` ids have no row."""
     load = max((step / 100 for step in range(1, 100) if share_without_row(step / 100, bucket) <= share), default=0.01)
     rows = ids / load
     unit: int = 10 ** max(0, math.floor(math.log10(max(rows, 1))) - 1)

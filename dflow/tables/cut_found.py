@@ -1,7 +1,7 @@
-"""Does JAX take a pytree apart to slice it? Then one whose arrays belong together has its own error to raise.
+"""Detection of a `scan` over, or a `vmap` of, a pytree whose arrays belong together: it raises an error of its class.
 
-A `scan` over such a pytree, or a `vmap`, fails within JAX, which speaks of ranks and lengths. JAX flattens the pytree
-first, in a call whose frames tell what it is for.
+Else JAX would slice the arrays, and fail with an error about ranks and lengths. JAX flattens the pytree first: the
+frames of that call show whether `scan` or `vmap` made it.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Embedding(ShardedVariable):
 
         Raises InputError, while the step runs and before it changes the table, for an id that is not from 0 to
         `rows` - 1, which it names; VariableShapeError for ids that are no integers. An exported function gives NaN for
-        such an id, and names it in a result of its own, of which `dflow.load` and `dflow serve` make the same error.
+        such an id, and names it in an additional result: `dflow.load` and `dflow serve` then raise the same error.
 
         With a vocabulary, `ids` is the result of `find` in a step that trains the table; elsewhere `WideIds`, NumPy's
         integers or strings. An id without a row of its own has the one that its bucket shares.

@@ -1,9 +1,12 @@
 """Decisions of a trainer that all workers follow: whether the run ends, and the results of an evaluation.
 
-Workers see different results: each has the metrics of its own steps, and perhaps statistics of its own. If each decided
-by these, one would end while the others wait for it. So there are points that all workers come to, where one decision
-is taken for all. Where the workers' loops end together they exchange their words there. Other workers come and go: the
-first one that comes to a point decides, and a reason of a later one counts at the next point.
+Workers see different results: each worker has the metrics of the steps that it did, and perhaps its own statistics.
+If each worker decided by these, one would end while the others wait for it. So all workers take one decision at each
+of several points of the run, such as an evaluation:
+
+- if the workers' loops end together, all workers exchange their reasons or results at the point, and the first counts;
+- else workers come to a point at different times: the first worker there decides, and a reason that a later worker has
+  counts at the next point.
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class _TrainingRun:
         return TrainingResult(self._done, self._metrics, self._found, self._reason)
 
     def _tell_plan(self, *, is_over: bool = False) -> None:
-        """Tell the coordinator the steps of the whole run, of which each segment is a part."""
+        """Report the steps of the whole run to the coordinator; each segment is a part of that run."""
         plan = TrainingPlan(self.name, self._cluster.task, self._first, self._total, is_over)
         self._cluster.coordinator.tell(plan)
 
@@ -407,7 +407,7 @@ class _TrainingRun:
 
     @property
     def _is_saver(self) -> bool:
-        """Whether this worker saves by itself, or with all others, which end after the same step."""
+        """Whether this worker saves: only worker 0 if it saves for the others, else every worker."""
         return (
             self._checkpoints is None or not self._checkpoints.is_shared or split_task_name(self._cluster.task)[1] == 0
         )

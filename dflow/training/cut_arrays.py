@@ -1,9 +1,8 @@
-"""A program on whole arrays, run on the shards that they are in: only sums and other reductions leave a shard.
+"""Run a program for whole arrays on the shards of these arrays: only sums and other reductions leave a shard.
 
-Each value is an array, the parts of one (`Cut`), or one that is repeated along some dimensions and not made yet
-(`Repeated`). An op that computes each element by itself runs on each part; a reduction, or a product that sums over the
-divided dimension, runs on each part, and the results are combined. Where neither is possible, `NotOnPartsError` is
-raised.
+Each value is an array, the parts of an array (`Cut`), or an array that is repeated along some dimensions and not made
+yet (`Repeated`). An elementwise op runs on each part. A reduction, or a product that sums over the divided dimension,
+runs on each part, and the results are combined. Other ops raise `NotOnPartsError`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Checkpoints of variables that are spread over the processes of a group.
 
-If each process has the whole of every variable, the process of rank 0 writes the checkpoint without a wait for others,
-which may do the same save or not: those that do wait until it is complete. Else each process writes its own parts: the
-process of rank 0 makes the folder, and puts it in place when all have written theirs. Then every process has to save at
-the same point of its program. Each process reads its own parts of a checkpoint.
+If each process has the whole of every variable, the process of rank 0 writes the checkpoint without a wait for others.
+Another process that does the same save waits until the checkpoint is complete. Else each process writes its own parts:
+the process of rank 0 makes the folder, and puts it in place when all have written theirs. Then every process has to
+save at the same point of its program. Each process reads its own parts of a checkpoint.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which value of a metric is better, the smaller or the larger, as far as its name says."""
+"""The better direction of a metric, smaller or larger, as far as its name tells."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def better(mode: str) -> str:
 
 
 def missing_metric(owner: str, metric: str, known: Iterable[str]) -> tuple[str, str]:
-    """Return the fact and the remedy for a metric that is not among those that an evaluation returns."""
+    """Return the fact and the remedy for a metric that the evaluation does not return."""
     names = sorted(known)
     return (
         f"{owner}: expected {metric!r} among the metrics of the evaluation, got {names}",

@@ -1,8 +1,8 @@
 """The settings of an optax transformation: the numbers that its functions close over, by their names there.
 
-An optax transformation is a pair of functions, and has its settings in their closures only. Functions within, such as
-schedules and the parts of a chain, are looked into in the same way. What has no text that is the same in every process,
-such as an object without fields, is left out: settings are compared to find a fault, and not to prove equality.
+An optax transformation is a pair of functions, and has its settings in their closures only. Functions in a closure,
+such as schedules and the parts of a chain, are searched in the same way. A value whose text would differ between
+processes, such as an object without fields, is left out: the comparison finds faults, and does not prove equality.
 """
 
 from __future__ import annotations

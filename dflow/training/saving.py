@@ -95,9 +95,9 @@ def save(
     An array's default name is the name passed when its variable, generator or optimizer was created, or else its path
     in the pytree: the keys and indices joined by `/`, as in `layers/0/w`.
 
-    Of variables of `AllReduce`, worker 0 writes those that each worker has whole, on its own or while the others wait
-    in the same call. With parts on several workers, as by `fully_sharded=True`, all workers call `save`, and each
-    writes its parts.
+    With `AllReduce`, worker 0 writes the variables that each worker has whole. The others need not call `save`; those
+    calls wait until the files are there. With parts on several workers, as by `fully_sharded=True`, all workers call
+    `save`, and each writes its parts.
 
     Other threads and workers may keep training: the checkpoint is the state between two of their steps (on a cluster,
     between steps of strategies; see docs/saving.md). Each array is stored in
@@ -356,7 +356,7 @@ def named_variables(tree: Any, names: Names | None, task: str) -> dict[str, Name
 
 
 def _is_same(one: Variable, other: Variable) -> bool:
-    """Return whether two handles are of one variable, as of one on tasks that a program has made twice by its name."""
+    """Return whether two handles are of one variable: a program may make a variable on tasks twice, by its name."""
     is_shared = one.home.shares_names and one.home == other.home
     return one is other or (is_shared and one.name == other.name)
 

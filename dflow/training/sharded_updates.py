@@ -33,8 +33,9 @@ class ShardedUpdateWarning(UserWarning):
 def on_shards(transformation: Any, variables: Any) -> Any:
     """Return a transformation that updates sharded variables as the given one updates whole arrays.
 
-    It is the given one if that does so already, if it cannot be tried (with arguments beside gradients, or tied to the
-    structure), and, with a ShardedUpdateWarning, if it can only treat each shard as an array of its own.
+    It is the given transformation if that does so already, or cannot be tried (it takes arguments beside gradients, or
+    is tied to the structure). It is also the given one, with a ShardedUpdateWarning, if that can only treat each shard
+    as a separate array.
     """
     leaves = jax.tree_util.tree_leaves(variables, is_leaf=is_sharded)
     if not any(is_sharded(leaf) and leaf.layout.shards > 1 for leaf in leaves):

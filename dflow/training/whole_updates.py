@@ -1,8 +1,8 @@
-"""A transformation that updates arrays in shards as it would whole ones.
+"""A transformation that updates arrays in shards as it would update whole arrays.
 
 `update` is traced for the whole arrays, and run on their shards: norms and factors of a whole array are sums over its
-shards (`cut_arrays`). A part of the state with a row for each row of the array is divided as the array is; another
-part, such as the factor of Adafactor for the columns, is the same in each shard's slots.
+shards (`cut_arrays`). A part of the optimizer's state with a row for each row of the array is divided like the array.
+Other parts, such as the factor of Adafactor for the columns, are the same in the slots of all shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dflow.training.cut_arrays import Cut, NotOnPartsError, beside, run_on_parts
 def as_whole(transformation: Any) -> optax.GradientTransformationExtraArgs:
     """Return the transformation for pytrees with sharded variables. Its `update` may raise NotOnPartsError.
 
-    With extra arguments, and for gradients of other shapes than the variables', each shard is an array of its own.
+    With extra arguments, and for gradients of other shapes than the variables', each shard is a separate array.
     """
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The variables at the border of a region of a program: what enters it, and what is written when it is left."""
+"""The variables of a region of a program: the values that enter it, and the values that are written at its end."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class CustomCall:
         values, operands = ([primal.value for primal in primals] for primals in (values, operands))
         self._refuse_queues()
         self._refuse_moved(values, operands, is_moved)
-        # Only of what moves: JAX refuses a derivative with respect to an array that the function closes over.
+        # Only operands that move take part: JAX refuses a derivative with respect to a closed-over array.
         live, trees = _Participants(moves), list[Any]()
 
         def with_pull(*given: Any) -> _Values:

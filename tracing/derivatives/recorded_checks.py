@@ -1,7 +1,7 @@
 """Checks of ids whose outcome is a value of the program, for programs that run without Python.
 
-Each check that a program holds has a key in its `State`, like a variable: an id outside of its table, or 0 while there
-is none. So it passes through loops and branches as variables do.
+Each check of a program has an entry in its `State`, like a variable. The value is an id outside of its table, or 0
+while no such id was found. So the outcome passes through loops and branches like the value of a variable.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Sums of numbers of few bits: computed in float32, and rounded once.
+"""Sums of floats of fewer than 32 bits: computed in float32, and rounded once.
 
-A running sum of bfloat16 ones stays at 256, and one of float16 ones at 2,048. So every sum that dflow makes itself is
-computed in `sum_dtype`, and its result is rounded to the dtype of what it is for.
+A running sum of ones stays at 256 in bfloat16, and at 2,048 in float16. So every sum that dflow makes itself is
+computed in `sum_dtype`, and its result is rounded to the dtype of its destination.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dflow.tracing.ir.each_once import representatives
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The dtype in which numbers of `dtype` are summed: at least float32 for floats, else `dtype`."""
+    """The dtype for sums of numbers of `dtype`: at least float32 for floats, else `dtype`."""
     return np.dtype(np.float32) if is_narrow(dtype) else dtype
 
 

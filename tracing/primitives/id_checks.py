@@ -2,8 +2,8 @@
 
 The check is an op of the host, before the program that takes the numbers: an error within a compiled program would cost
 a copy of the state that the program changes. Inside a loop that XLA runs it is a callback. XLA reports an error of a
-callback as one of its own, whose text has the number of the check; `raises_failed_checks` raises the check's in its
-place. An exported program, which runs without Python, returns what the checks found (`recorded_checks.py`).
+callback as an error of XLA, whose text has the number of the check; `raises_failed_checks` raises the check's error
+instead. An exported program, which runs without Python, returns what the checks found (`recorded_checks.py`).
 """
 
 from __future__ import annotations

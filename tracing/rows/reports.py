@@ -1,4 +1,4 @@
-"""Reports that a step logs of its tables: an exported function, which runs without Python, has none."""
+"""Removal of the reports that a step logs about its tables, for exported functions, which run without Python."""
 
 from __future__ import annotations
 

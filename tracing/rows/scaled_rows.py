@@ -1,4 +1,4 @@
-"""The value of a table whose rows are stored in fewer bits: a lookup converts the rows that it takes, and no others."""
+"""The value of a table whose rows are stored in fewer bits: a lookup converts only the rows that it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A note on JAX's error about operands whose shapes do not fit: the variable among them, and both types."""
+"""A note on JAX's error for operands whose shapes do not fit: the name of the variable among them, and both types."""
 
 from __future__ import annotations
 

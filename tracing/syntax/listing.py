@@ -1,7 +1,7 @@
 """A traced program as a list of items, to compare it with the program that another process traced.
 
-Programs of several processes are equal if the texts of their items are. The user's lines are shown and not compared:
-the same program may stand on other lines of another copy of the script.
+Two programs are equal if the texts of their items are equal. The user's lines are shown in messages but not compared:
+the same program may be on other lines in another copy of the script.
 """
 
 from __future__ import annotations
