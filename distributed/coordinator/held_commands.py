@@ -18,7 +18,10 @@ from dflow.distributed.coordinator.snapshots.resumption import EPOCH, SNAPSHOT
 from dflow.distributed.wire.messages.snapshots import CaptureState, LoadState, Saved, SnapshotCommitted
 
 #: Beginnings of the keys of records whose newest changes may be lost.
-_MAY_BE_LOST = ("run/", "worker/", "progress/", "not finite/", "result/", "revision", SHELL, EPOCH, SNAPSHOT)
+_MAY_BE_LOST = (
+    *("run/", "worker/", "progress/", "training plan/", "not finite/", "result/", "revision"),
+    *(SHELL, EPOCH, SNAPSHOT),
+)
 #: Messages that tell of a record, and its key.
 _TELL = {CaptureState: EPOCH, LoadState: EPOCH, SnapshotCommitted: SNAPSHOT, Saved: SNAPSHOT}
 
