@@ -7,12 +7,13 @@ suspended generator. Its `close` reports the finished steps, and returns the oth
 from __future__ import annotations
 
 import atexit
-import contextlib
+import logging
 import weakref
 from collections.abc import Generator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+LOGGER = logging.getLogger("dflow")
 
 #: By run, the identity of its strategy's cluster.
 _open: weakref.WeakKeyDictionary[Generator[Any], int] = weakref.WeakKeyDictionary()
@@ -31,5 +32,12 @@ def close_runs(cluster: Any = None) -> None:
     """Close the runs of a cluster that this process has not finished; by default all."""
     for run, owner in list(_open.items()):
         if cluster is None or owner == id(cluster):
-            with contextlib.suppress(ValueError):  # another thread runs it
-                run.close()
+            _close(run)
+
+
+def _close(run: Generator[Any]) -> None:
+    try:
+        run.close()
+    except Exception as error:  # of any kind: the other runs are closed too, and the cluster is left
+        if not (isinstance(error, ValueError) and "already executing" in str(error)):  # by another thread
+            LOGGER.error("a run that the program left open could not be closed", exc_info=error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -13,11 +13,11 @@ import optax
 import pytest
 
 import dflow
-from dflow.distributed.strategies.open_runs import close_runs
+from dflow.distributed.strategies.open_runs import close_runs, closed_at_exit
 from dflow.distributed.strategies.strategy import Strategy, run_name
 from dflow.distributed.wire.messages.status import GetStatus
 from dflow.distributed.worker.cluster import Cluster
-from dflow.testing import MemoryCluster
+from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.strategies.sync_programs import together
 
@@ -126,6 +126,57 @@ def test_a_run_that_was_left_is_closed_at_the_end_of_the_process() -> None:
     assert steps_of(cluster) == (done + 1, total)
     with pytest.raises(StopIteration):
         next(run)
+
+
+def test_a_run_whose_end_fails_keeps_no_other_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    ends: list[str] = []
+
+    def run(name: str, error: Exception) -> Generator[int]:
+        try:
+            yield 1
+        finally:
+            ends.append(name)
+            raise error
+
+    cluster = object()
+    runs = [
+        closed_at_exit(run("a", OSError("a pipe is broken")), cluster),
+        closed_at_exit(run("b", ValueError("signal only works in main thread")), cluster),
+    ]
+    assert [*map(next, runs)] == [1, 1]
+    close_runs(cluster)
+    assert sorted(ends) == ["a", "b"]
+    assert "a pipe is broken" in caplog.text
+    assert "signal only works" in caplog.text
+
+
+def test_a_run_that_a_thread_runs_is_left_to_it(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = object()
+
+    def run() -> Generator[int]:
+        close_runs(cluster)
+        yield 1
+
+    assert [*closed_at_exit(run(), cluster)] == [1]
+    assert not caplog.records
+
+
+def test_a_cluster_is_left_though_the_end_of_a_run_is_interrupted() -> None:
+    with memory_cluster(ps=1, workers=2) as memory:
+        first, second = memory.worker(0), memory.worker(1)
+
+        def run() -> Generator[int]:
+            try:
+                yield 1
+            finally:
+                raise KeyboardInterrupt
+
+        one = closed_at_exit(run(), first)
+        next(one)
+        with pytest.raises(KeyboardInterrupt):
+            first.close()
+        assert first.task not in second.tasks
+        second.close()
 
 
 @pytest.mark.once
