@@ -15,6 +15,10 @@ import json
 from collections.abc import Mapping
 
 from dflow.distributed.worker.cluster import Cluster
+from dflow.tracing.errors import DeadlineExceeded
+
+#: Longest wait for a reason that may be known; the next look comes soon, in s.
+KNOWN_S = 1.0
 
 
 class SharedDecisions:
@@ -37,10 +41,16 @@ class SharedDecisions:
         return self._cluster.decide(what, mine) or ""
 
     def known_reason(self, point: str) -> str:
-        """Return why the run will end at a point that this worker has not come to; empty if none is known."""
+        """Return why the run will end at a point that this worker has not come to; empty if none is known.
+
+        None is known while the coordinator is away.
+        """
         if self._cluster.is_standalone or self._group is not None:
             return ""
-        return self._cluster.decide(self._what(point), None) or ""
+        try:
+            return self._cluster.decide(self._what(point), None, KNOWN_S) or ""
+        except DeadlineExceeded:
+            return ""
 
     def results(self, point: str, mine: Mapping[str, float]) -> dict[str, float]:
         """Return the results that all workers use at this point; `mine` are this worker's."""

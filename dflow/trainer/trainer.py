@@ -18,6 +18,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from dflow.distributed.client.coordinator_client import AGREE_S
 from dflow.distributed.process.termination import Terminated
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
 from dflow.distributed.strategies.strategy import Strategy, run_name
@@ -318,7 +319,7 @@ class _TrainingRun:
                 f"Trainer: run {self.name!r}: expected {self._total} steps, got {self._done}: {self._reason}",
                 f"give more, or ask for fewer steps; DFLOW_ACCEPT={SHORT} accepts it",
             ) from self._ended
-        found = [one for one in self._cluster.coordinator.ask(GetStatus()).not_finite if self._is_own(one.run)]
+        found = [one for one in self._cluster.coordinator.ask(GetStatus(), AGREE_S).not_finite if self._is_own(one.run)]
         if found and not is_accepted(NOT_FINITE):
             step = int(found[0].run.rpartition(" ")[2].partition("-")[0]) + found[0].step
             raise TrainingError(

@@ -24,7 +24,7 @@ from dflow.distributed.coordinator.snapshots.recovery_waits import RECOVERY_S
 from dflow.distributed.coordinator.traffic_totals import largest
 from dflow.distributed.transport.base import Transport
 from dflow.distributed.transport.link import on_reader_thread
-from dflow.distributed.wire.messages.coordination import AwaitBarrier
+from dflow.distributed.wire.messages.coordination import AwaitBarrier, DecideOnce, ElectOnce
 from dflow.distributed.wire.messages.message import Answer, Message, Notice, Request
 from dflow.distributed.wire.messages.observing import DumpEvents
 from dflow.distributed.wire.messages.pauses import PauseSteps, ResumeSteps
@@ -38,6 +38,8 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, InternalError
 
 #: Deadline of a call that the coordinator answers immediately, in s.
 ANSWER_S = 30.0
+#: Deadline of a question on which a worker cannot go on alone, through a restart of the coordinator, in s.
+AGREE_S = 600.0
 #: The coordinator enforces a barrier's timeout; the client waits this much longer for its answer.
 BARRIER_GRACE_S = 5.0
 #: Deadline of the health request that adds detail to an error, in s.
@@ -249,6 +251,8 @@ def _timeout_s(message: Message) -> float:
     match message:
         case ClaimSteps():
             return CLAIM_S
+        case DecideOnce() | ElectOnce():
+            return AGREE_S
         case AwaitBarrier():
             return message.timeout_s + BARRIER_GRACE_S
         case AwaitRecovery():

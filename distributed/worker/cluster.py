@@ -323,13 +323,13 @@ class Cluster:
         """Return whether this task is the one that does `what`: the first live task that asks."""
         return self.coordinator.ask(ElectOnce(what, self.task)).elected
 
-    def decide(self, what: str, value: str | None) -> str | None:
+    def decide(self, what: str, value: str | None, timeout_s: float | None = None) -> str | None:
         """Return what was decided by the first task that asked with a value; None if there is none, and none is given.
 
         Decisions outlive the coordinator's process. A job that goes on from a snapshot, all of whose processes had
-        ended, decides again.
+        ended, decides again. Raises DeadlineExceeded after `timeout_s`, by default when the coordinator is long away.
         """
-        return self.coordinator.ask(DecideOnce(what, self.task, value)).value
+        return self.coordinator.ask(DecideOnce(what, self.task, value), timeout_s).value
 
     @suggests_keywords
     def barrier(self, name: str, *, timeout_s: float = 600.0, fails_on_leave: bool = False) -> tuple[str, ...]:
@@ -384,7 +384,12 @@ class Cluster:
 
     def close(self) -> None:
         """Leave the cluster, after the runs that the program has left open; a second call does nothing."""
-        close_runs(self)
+        try:
+            close_runs(self)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
         while self._endpoints:
             self._endpoints.pop().close()
         _joined.discard(self)
