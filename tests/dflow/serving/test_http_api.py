@@ -26,7 +26,7 @@ from dflow.distributed.transport.security.mutual_tls import MutualTls
 from dflow.distributed.transport.security.policy import SameMachine
 from dflow.distributed.transport.security.shared_secret import SharedSecret
 from dflow.serving import http_api
-from dflow.serving.content_encoding import takes_gzip
+from dflow.serving.content_encoding import decompressed, takes_gzip
 from dflow.serving.model_server import ModelServer
 from dflow.serving.served_version import ServingSettings
 from dflow.tracing.errors import ConfigError, SecurityError
@@ -256,6 +256,28 @@ def test_compressed_requests_are_taken_and_answers_are_compressed_on_demand(
 def test_compressed_requests_are_bounded_and_checked(url: str, body: bytes, status: int, text: str) -> None:
     found, answer, _ = infer(url, "scale", body, **{"Content-Encoding": "gzip"})
     assert (found, answer.get("error", "")[: len(text)]) == (status, text)
+
+
+def test_many_members_are_decompressed_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Stream:
+        def __init__(self, bits: int) -> None:
+            self._stream = make(bits)
+
+        def decompress(self, data: bytes, most: int) -> bytes:
+            sizes.append(len(data))
+            return self._stream.decompress(data, most)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
+
+    make, members = zlib.decompressobj, 5_000
+    body = gzip.compress(b"") * members + gzip.compress(b"data")
+    monkeypatch.setattr(zlib, "decompressobj", Stream)
+    assert decompressed(body, 4) == b"data"
+    assert len(sizes) > members
+    assert max(sizes) < len(body) / 10
 
 
 @pytest.mark.parametrize(
