@@ -201,19 +201,31 @@ def _check(group: ProcessGroup, errors: list[str]) -> None:
 
 
 def restored_together(
-    group: ProcessGroup, place: Place, variables: Sequence[Variable], restore: Callable[[], Restored]
+    group: ProcessGroup, place: Place, variables: Sequence[Variable], restore: Callable[[Callable[[], None]], Restored]
 ) -> Restored:
     """Return what `restore` gives, which restores variables of the group from a checkpoint on each process.
 
-    raises  CheckpointError on all when it fails on one; StrategyError if the values differ, or other processes do
-            something else
+    restore  calls its argument between reading all values and setting them: it raises if another process has failed
+    raises   CheckpointError on all when it fails on one, before any sets a variable; StrategyError if the values
+             differ, or other processes do something else
     """
     channel, found = channel_of(what := f"dflow.restore({str(place)!r})"), list[Restored]()
-    error = _error_of(lambda: found.append(restore()))
-    texts = group.exchange(what, "" if error is None else _text(error), channel=channel)
-    if error is not None:
+    ahead = ["values read", "values set"]
+
+    def meet(error: Exception | None = None) -> None:
+        event, *rest = ahead
+        ahead.clear()  # after an error no process comes to a further meeting
+        texts = group.exchange(f"{what} ({event})", "" if error is None else _text(error), channel=channel)
+        if error is not None:
+            raise error
+        _check(group, [*texts])
+        ahead.extend(rest)
+
+    error = _error_of(lambda: found.append(restore(meet)))
+    if ahead:
+        meet(error)
+    elif error is not None:
         raise error
-    _check(group, [*texts])
     ours = [*filter(is_of_group, variables)]
     # All of them live in this process.
     home = cast(LocalHome, ours[0].home)

@@ -163,11 +163,11 @@ def restore(
     place = given_place(path, "restore")
     named = named_variables(variables, names, "restore")
 
-    def work() -> RestoreReport:
-        return restore_named(place, named, ignore if strict else DIFFERENCES, casts=cast)
+    def work(before_set: Callable[[], None]) -> RestoreReport:
+        return restore_named(place, named, ignore if strict else DIFFERENCES, casts=cast, before_set=before_set)
 
     group = group_of(_variables_of(named))
-    return work() if group is None else restored_together(group, place, [*_variables_of(named)], work)
+    return work(lambda: None) if group is None else restored_together(group, place, [*_variables_of(named)], work)
 
 
 def restore_named(
@@ -177,8 +177,12 @@ def restore_named(
     of: Callable[[StateBackend], bool] = lambda backend: True,
     *,
     casts: bool = False,
+    before_set: Callable[[], None] = lambda: None,
 ) -> RestoreReport:
-    """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint."""
+    """As `restore`, for the variables of those backends that are `of` it; all are compared with the checkpoint.
+
+    before_set  called when all values are read, before the first is set
+    """
     for _ in range(_ATTEMPTS):
         files = open_arrays(place)
         named = {_stored(name, files.types): entry for name, entry in named.items()}
@@ -186,7 +190,7 @@ def restore_named(
         if refused := report.refused(ignore):
             raise CheckpointError(differs(files, named, report, refused))
         restored = {name: named[name] for name in report.restored}
-        if _restored(files, restored, of):
+        if _restored(files, restored, of, before_set):
             use_beside_namesakes(_variables_of(restored))
             for variable in _variables_of(restored):
                 if variable.vocabulary is not None and of(cast(StateBackend, variable.home)):
@@ -486,7 +490,12 @@ def given_place(path: str | os.PathLike[str], task: str) -> Place:
     return place
 
 
-def _restored(files: SavedArrays, named: Mapping[str, NamedArray], of: Callable[[StateBackend], bool]) -> bool:
+def _restored(
+    files: SavedArrays,
+    named: Mapping[str, NamedArray],
+    of: Callable[[StateBackend], bool],
+    before_set: Callable[[], None],
+) -> bool:
     """Read and set the variables. Return False, with nothing set, if the checkpoint was replaced meanwhile."""
     with ExitStack() as stack:
         try:
@@ -501,6 +510,7 @@ def _restored(files: SavedArrays, named: Mapping[str, NamedArray], of: Callable[
             return False
         if files.is_replaced():
             return False
+        before_set()
         for set_all in settings:
             set_all()
     return True

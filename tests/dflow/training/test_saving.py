@@ -22,6 +22,7 @@ import dflow
 from dflow.lowering.files.array_files import read_arrays
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import CheckpointError, VariableError
+from dflow.training import saving
 from tests.dflow.training.scaled_model import same, scaled_model
 
 #: A second set of variables with the same names stands for those of a restarted program.
@@ -265,3 +266,25 @@ def test_what_a_killed_save_left_is_not_listed_as_a_checkpoint(tmp_path: Path) -
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(dflow.NoCheckpoint, match=r"there are: c(;|$)"):
             dflow.restore(path, v)
+
+
+@pytest.mark.parametrize("is_ours", [False, True])
+def test_a_restore_that_fails_on_one_process_of_a_group_changes_no_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool
+) -> None:
+    w, events = dflow.Variable(1.0, name="w"), list[str]()
+    dflow.save(tmp_path / "saved", [w])
+    w.assign(2.0)
+
+    class Group:
+        names = ("worker:0", "worker:1")
+
+        def exchange(self, what: str, text: str, **options: Any) -> list[str]:
+            events.append(what.partition(" (")[2])
+            return [text, "" if is_ours else "its disk is gone"]
+
+    monkeypatch.setattr(saving, "group_of", lambda variables: Group())
+    saved = tmp_path / ("other" if is_ours else "saved")
+    with pytest.raises(dflow.CheckpointError, match="other" if is_ours else "worker:1: its disk is gone"):
+        dflow.restore(saved, [w])
+    assert (w.read(), events) == (2.0, ["values read)"])
