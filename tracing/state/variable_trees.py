@@ -24,7 +24,7 @@ def trainable_variables(tree: Any) -> list[Variable]:
     """
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
     return [
-        leaf for leaf in leaves if is_variable(leaf) and leaf.trainable and jnp.issubdtype(leaf.dtype, jnp.floating)
+        leaf for leaf in leaves if is_variable(leaf) and leaf.trainable and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
 
 

@@ -140,10 +140,11 @@ def test_trainable_variables_are_those_that_have_gradients() -> None:
         "flag": dflow.Variable(False),
         "key": dflow.Variable(jax.random.key(0)),
         "fixed": dflow.Variable(1.0, trainable=False),
+        "wave": dflow.Variable(jnp.ones(2, jnp.complex64)),
     }
     found = dflow.trainable_variables(tree)
-    assert [*map(id, found)] == [id(tree["half"]), id(tree["w"])]
-    assert len(dflow.grad(lambda: sum(jnp.sum(one.astype(jnp.float32)) for one in found), found)()) == 2
+    assert [*map(id, found)] == [id(tree["half"]), id(tree["w"]), id(tree["wave"])]
+    assert len(dflow.grad(lambda: sum(jnp.sum(jnp.abs(one.read())) for one in found), found)()) == 3
 
 
 def test_functions_among_the_leaves_of_a_module_have_a_remedy_that_works() -> None:
