@@ -1,6 +1,6 @@
 """Sums that dflow makes of bfloat16 and float16 numbers: computed in float32, and rounded once.
 
-A running sum of bfloat16 ones stays at 256, one of float16 ones at 2,048; 3,000 is a number of both but for rounding.
+A running sum of ones stays at 256 in bfloat16, and at 2,048 in float16. The tests sum 3,000 ones, up to rounding.
 """
 
 from __future__ import annotations

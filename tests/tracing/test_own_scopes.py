@@ -1,4 +1,4 @@
-"""Name scopes of dflow's own ops: they reach the graph, and leave the programs that tasks get as they are."""
+"""Name scopes of dflow's own ops: they are in the graph, and do not change the programs that tasks get."""
 
 from __future__ import annotations
 

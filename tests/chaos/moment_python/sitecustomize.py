@@ -1,7 +1,7 @@
-"""Imported at the start of each Python process of a round of `make chaos` with a fault at a named moment.
+"""Kill a process of a round of `make chaos` at a named moment; Python imports this module at its start.
 
-The environment says which process this is, and which process ends when any of them reaches the moment. That process is
-killed before this one goes on, so that the moment is exact.
+The environment has the name of this process, the moment, and the process to kill. The process that reaches the moment
+kills that process before it goes on, so that the moment is exact.
 """
 
 import atexit

@@ -27,7 +27,7 @@ CHECKPOINT_EVERY = 20
 MAX_STALENESS = 2
 
 
-#: What the steps of `elements.py` take, each once.
+#: Sources of elements and numbers that each go into one step of `elements.py`.
 USED_ONCE = ("fifo", "shuffle", "priority", "padding", "numbers")
 
 

@@ -3,9 +3,9 @@
     elements.py Async|Sync STEPS SECONDS [loop]
 
 The queues are on one parameter task, with a generator and an accumulator. A step puts its number into each queue, and
-takes an element of each. The variables that the steps bring these to are on the other task. Each batch takes SECONDS
-to come. With `loop` the elements are taken in a loop and a branch. At the end a worker reports how many elements and
-numbers were brought once, and more often, and the counts of gradients, of different random bits, and of updates.
+takes an element of each. It counts the elements in variables on the other task. Each batch takes SECONDS to come. With
+`loop` the elements are taken in a loop and a branch. At the end a worker reports the numbers of elements that were
+counted once, and more often, and the counts of gradients, of different random bits, and of updates.
 """
 
 import sys

@@ -208,7 +208,7 @@ def test_a_short_batch_is_told_once_with_the_remedy(caplog: pytest.LogCaptureFix
 
 
 def test_a_trace_is_compared_with_those_of_its_kind() -> None:
-    """A strategy looks at a step within a trace of its own, before it runs it for the same arguments."""
+    """A strategy looks at a step in a separate trace, before it runs the step for the same arguments."""
     log = TraceLog("step")
     for rows in (8, 4):
         for is_within in (True, False):

@@ -1,4 +1,4 @@
-"""Every `dflow` command of the documentation is one that the command line takes, and misspelt ones get a suggestion."""
+"""The command line accepts every `dflow` command of the documentation, and suggests a name for a misspelt one."""
 
 from __future__ import annotations
 

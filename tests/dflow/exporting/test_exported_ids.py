@@ -29,7 +29,7 @@ def table(name: str, **division: Any) -> dflow.Embedding:
 
 
 def doubled(t: Any) -> Any:
-    """A function with a derivative rule of its own."""
+    """A function with a custom derivative rule."""
 
     @jax.custom_jvp
     def double(ids: Any, factor: Any) -> Any:

@@ -179,7 +179,7 @@ def test_what_cannot_shrink_is_refused() -> None:
     [("int8", {}), ("int8", {"shards": 3}), ("int8", {"shards": 2, "by": "columns"}), ("bfloat16", {"shards": 3})],
 )
 def test_tables_become_smaller_with_a_scale_for_each_row(form: Any, division: Any, tmp_path: Path) -> None:
-    def draw(key: Any, shape: Any, dtype: Any) -> Any:  # rows of very different sizes, for which one scale would not do
+    def draw(key: Any, shape: Any, dtype: Any) -> Any:  # one scale would not fit rows of such different sizes
         return jax.random.normal(key, shape, dtype) * 10.0 ** jnp.arange(-3, 3).repeat(100)[: shape[0], None]
 
     table = dflow.Embedding(500, 16, name="table", initializer=draw, **division)

@@ -78,7 +78,7 @@ def is_ended(sock: socket.socket) -> bool:
         b"POST /v2/models/scale/infer HTTP/1.1\r\nHost: local",
         INFER + b"Content-Length: 100\r\n\r\n{",
         INFER + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n",
-        # Answered at once, without the body.
+        # Answered immediately, without the body.
         b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
         INFER + b"Content-Length: 999999999999\r\n\r\n{",
     ],

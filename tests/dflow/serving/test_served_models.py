@@ -187,7 +187,7 @@ def test_versions_whose_folder_is_gone_are_not_listed(model: Path, scales: Path)
         shutil.rmtree(model / "3")
         assert load_newest(server.url) == (200, "")
         assert listed(server.url) == [("2", "READY", "")]
-        # A version that is taken back gives way to the one before it.
+        # If a version's folder is removed, the version before it is served.
         shutil.rmtree(model / "2")
         assert load_newest(server.url) == (200, "")
         assert listed(server.url) == [("2", "READY", "its folder is gone")]

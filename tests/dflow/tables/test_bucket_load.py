@@ -1,4 +1,4 @@
-"""How many ids find their bucket full, by the load: the formula, the tables' own hash, and the warning of `counts`."""
+"""Share of ids whose bucket is full, by the load: the formula, the tables' own hash, and the warning of `counts`."""
 
 from __future__ import annotations
 

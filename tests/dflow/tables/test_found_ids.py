@@ -1,4 +1,4 @@
-"""Found ids belong together: taken apart they are refused; and what tables with a vocabulary give to files."""
+"""The arrays of found ids belong together: slicing them is an error. Also files of tables with a vocabulary."""
 
 from __future__ import annotations
 

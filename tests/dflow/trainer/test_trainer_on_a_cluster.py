@@ -261,7 +261,7 @@ def test_checkpoints_by_time_are_refused(tmp_path: Path) -> None:
 
 
 class Stops(dflow.Callback):
-    """Ends the run of one worker by what only it has seen, in one of the methods."""
+    """Ends the run from one of the methods, for a reason that only worker 1 has."""
 
     def __init__(self, cluster: Cluster, where: str) -> None:
         self.where, self.is_mine, self.ended = where, cluster.index == 1, list[str]()
@@ -270,7 +270,7 @@ class Stops(dflow.Callback):
         return f"worker 1 has seen enough in {where}" if self.is_mine and where == self.where else None
 
     def on_step(self, steps: int, outcome: Any) -> str | None:
-        """End in the midst of steps."""
+        """End the run between two steps."""
         return self._reason("on_step") if steps > 3 else None
 
     def on_metrics(self, steps: int, metrics: Mapping[str, float]) -> str | None:

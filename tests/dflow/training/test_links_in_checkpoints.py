@@ -1,4 +1,4 @@
-"""Links inside a checkpoint or an export lead nowhere: what is read is its own, or an error names the link."""
+"""Links inside a checkpoint or an export are not followed, or are errors that name the link."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of optax transformations, by which the optimizers of several workers are compared."""
+"""The settings of optax transformations: workers compare them to find optimizers that differ."""
 
 from __future__ import annotations
 

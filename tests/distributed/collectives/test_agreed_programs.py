@@ -1,4 +1,4 @@
-"""Processes of a group compare the programs that they call: what differs is an error in all of them, by name."""
+"""Processes of a group compare the programs that they call: a difference is an error in all of them that names it."""
 
 from __future__ import annotations
 

@@ -49,8 +49,8 @@ class Tasks:
     """Two ps tasks and a worker; a ps holds the set of the steps that it has applied, and its disk the parts.
 
     A task handles its notices one by one, when the test has it do so. `fresh` has the ps tasks that are empty since
-    they were started again, `created` the names that have been created on each, `freed` those that a return has freed,
-    with their task.
+    they were started again, `created` the names that have been created on each, `freed` the names that a return has
+    freed, with their task.
     """
 
     def __init__(self, every_s: float = 5.0) -> None:

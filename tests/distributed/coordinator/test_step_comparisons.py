@@ -1,4 +1,4 @@
-"""The workers of one run train the same: the coordinator's decision."""
+"""The coordinator's comparison of the steps and optimizers of the workers of one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of trainers: the steps that the status shows, from those of the parts."""
+"""Plans of trainers: the status shows the steps of the whole run, added up over its parts."""
 
 from __future__ import annotations
 

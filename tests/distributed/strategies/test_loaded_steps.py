@@ -1,4 +1,4 @@
-"""Loaded training steps under strategies: over variables of tasks by `Async`, else refused."""
+"""Loaded training steps under strategies: `Async` runs them over variables on tasks, other strategies refuse them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronous steps that call several compiled functions, each of which gives gradients to its own optimizer."""
+"""Synchronous steps that call several compiled functions, each with its own optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers of one run whose steps write other variables, or update by other rules, are refused: all of them."""
+"""Workers of one run whose steps write different variables, or update by different rules: all workers get an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""State that a process has made and that no snapshot may have: what is made again after a return, and when no more."""
+"""State that a process has made and that may be in no snapshot: a return has it made again, until a snapshot has it."""
 
 from __future__ import annotations
 

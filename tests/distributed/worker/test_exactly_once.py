@@ -1,6 +1,6 @@
 """Each element of a queue, ticket of a counter and key of a generator is used once, whatever fails and returns.
 
-A step takes an element, draws a ticket and a key, and brings them to another task. Parameter tasks are started again
+A step takes an element, draws a ticket and a key, and writes them to another task. Parameter tasks are started again
 and return to snapshots; answers are lost, so that steps fail on the worker after one task or all have done their part.
 """
 
@@ -97,7 +97,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Tasks]:
 
 
 def numbers(tasks: Tasks, returns: dict[int, int]) -> Iterator[jax.Array]:
-    """Numbers, before some of which a parameter task is started again, right after a snapshot."""
+    """Yield numbers; before each key of `returns`, start that parameter task again, right after a snapshot."""
     for number in itertools.count():
         if number in returns:
             tasks.await_new_snapshot()

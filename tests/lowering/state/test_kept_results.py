@@ -1,6 +1,6 @@
 """Results of changes are those of the first attempt: elements, tickets and counts are exact, whatever dies and returns.
 
-A model of a run: a queue and a counter of tickets are on the first task, the sums of what steps took on the second one.
+A model of a run: a queue and a counter of tickets are on the first task, and sums over the steps on the second one.
 Workers claim steps, do them, report them late, fail, and die; both tasks return to snapshots.
 """
 

@@ -1,4 +1,4 @@
-"""A process that runs others' programs keeps 64 bits with the first value that has them, and others say what to do."""
+"""Values of 64 bits: a process that runs others' programs starts to keep them; in other processes they are an error."""
 
 from __future__ import annotations
 
