@@ -10,6 +10,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
@@ -51,7 +52,7 @@ class LeaderWorkBook:
         ended = self._ended[told.work] = LeaderWorkEnded(told.kind, told.error)
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
-        return [SendReply(one.ask, ended) for one in self._take({told.work})]
+        return [SendReply(one.ask, ended) for one in self._take(lambda one: one.request.work == told.work)]
 
     def wait(self, at_s: float, ask: int, request: AwaitLeaderWork) -> list[SendReply]:
         """Answer a member when the work has ended."""
@@ -69,8 +70,8 @@ class LeaderWorkBook:
 
     def expire(self, at_s: float) -> list[SendReply]:
         """End the waits that are past their deadlines."""
-        late = [one for one in self._waiting if at_s >= one.until_s]
-        return self._refuse({one.request.work for one in late}, "DeadlineExceeded", "and it has not ended")
+        late = self._take(lambda one: at_s >= one.until_s)
+        return self._refuse(late, "DeadlineExceeded", "and it has not ended")
 
     def lose(self, why: str) -> list[SendReply]:
         """End all waits, since the group is over."""
@@ -78,11 +79,11 @@ class LeaderWorkBook:
         return [SendReply(one.ask, Failure("TaskLost", why)) for one in waiting]
 
     def _refuse_passed(self) -> list[SendReply]:
-        passed = {one.request.work for one in self._waiting if one.request.work.point < self._point} - self._begun
+        passed = self._take(lambda one: one.request.work.point < self._point and one.request.work not in self._begun)
         return self._refuse(passed, "StrategyError", "which has gone on without it")
 
-    def _refuse(self, works: set[LeaderWork], kind: str, why: str) -> list[SendReply]:
-        return [SendReply(one.ask, Failure(kind, self._refusal(one, why))) for one in self._take(works)]
+    def _refuse(self, waiters: Sequence[_Waiter], kind: str, why: str) -> list[SendReply]:
+        return [SendReply(one.ask, Failure(kind, self._refusal(one, why))) for one in waiters]
 
     def _refusal(self, one: _Waiter, why: str) -> str:
         leader = short_task_name(self.leader)
@@ -91,7 +92,7 @@ class LeaderWorkBook:
             f"  call it on all workers, or on {leader} alone"
         )
 
-    def _take(self, works: set[LeaderWork]) -> list[_Waiter]:
-        taken = [one for one in self._waiting if one.request.work in works]
-        self._waiting = [one for one in self._waiting if one.request.work not in works]
+    def _take(self, is_taken: Callable[[_Waiter], bool]) -> list[_Waiter]:
+        taken = [one for one in self._waiting if is_taken(one)]
+        self._waiting = [one for one in self._waiting if not is_taken(one)]
         return taken

@@ -218,6 +218,14 @@ def test_a_wait_for_a_work_ends_at_its_deadline_and_with_the_group() -> None:
     assert texts(room.groups.leave(5.0, A, room.lives[A], "killed"))[0].startswith("TaskLost: the group of")
 
 
+def test_a_wait_for_a_work_ends_at_its_own_deadline_alone() -> None:
+    room = Room(A, B, C).formed()
+    await_work(room, 1, B)
+    room.groups.await_work(60.0, 2, room.lives[C], AwaitLeaderWork(C, WORK, 100.0))
+    assert [one.ask for one in room.groups.tick(100.0) if isinstance(one, SendReply)] == [1]
+    assert [one.ask for one in room.groups.tick(160.0) if isinstance(one, SendReply)] == [2]
+
+
 @pytest.mark.parametrize("where", ["barrier", "end"])
 def test_an_exchange_whose_missing_members_wait_for_it_is_refused(where: str) -> None:
     room = Room(A, B).formed()
