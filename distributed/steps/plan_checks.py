@@ -27,17 +27,20 @@ MAX_SLOTS = 1 << 20
 MAX_DEPTH = 64
 #: Most characters of a name, or of the user's line.
 MAX_TEXT = 4096
+#: Most steps of a run that a process began and that have not ended.
+MAX_UNFINISHED = 4096
 #: Largest capacity of a queue, and most elements that one op may take.
 MAX_COUNT = 1 << 31
 
 
 def check_step_of_run(step: StepOfRun) -> None:
     """Raise WireError for a step that no run of a worker has."""
-    if (
-        len(step.run) > MAX_TEXT
-        or len(step.unfinished) > MAX_TEXT
-        or not (0 <= step.number <= MAX_COUNT and 0 <= step.call <= MAX_COUNT)
-    ):
+    if len(step.unfinished) > MAX_UNFINISHED:
+        raise WireError(
+            f"run {step.run[:64]!r}: expected at most {MAX_UNFINISHED} steps that a process began and that failed, got "
+            f"{len(step.unfinished)}\n  remove the cause of the failures, and start the process again"
+        )
+    if len(step.run) > MAX_TEXT or not (0 <= step.number <= MAX_COUNT and 0 <= step.call <= MAX_COUNT):
         raise WireError(f"expected a step of a run, got call {step.call} of step {step.number} of {step.run[:64]!r}")
 
 

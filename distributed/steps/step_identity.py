@@ -41,6 +41,7 @@ class LoopSteps:
         try:
             yield
         except StepEnded:
+            self._unfinished.discard(number)
             raise  # by another attempt: the elements of this process's own queues are left for the next step
         except BaseException:
             self._unfinished.add(number)

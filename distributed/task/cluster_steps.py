@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,6 +86,8 @@ class ClusterSteps:
         self._loops: list[StepsAhead] = []
         #: By run, the numbers of the steps that this process began and that have not ended.
         self._unfinished: dict[str, set[int]] = {}
+        #: Number of open loops by run; the lock is of both.
+        self._open, self._open_lock = Counter[str](), threading.Lock()
 
     @contextlib.contextmanager
     def ahead(
@@ -110,10 +113,18 @@ class ClusterSteps:
 
     def loop_steps(self, run: str) -> LoopSteps:
         """Return the identities of the steps of a loop over steps of `run`; `loop_ended` must follow."""
-        return LoopSteps(run, self._unfinished.setdefault(run, set()))
+        with self._open_lock:
+            self._open[run] += 1
+            return LoopSteps(run, self._unfinished.setdefault(run, set()))
 
     def loop_ended(self, steps: LoopSteps) -> None:
         """Free the results that tasks keep for new attempts at a loop's steps, except for steps that have not ended."""
+        with self._open_lock:
+            self._open[steps.run] -= 1
+            if self._open[steps.run] <= 0:
+                del self._open[steps.run]
+                if not steps.unfinished():
+                    self._unfinished.pop(steps.run, None)
         self.server.store.applied.forget(steps.own_run)
         message = ForgetResults(self._task, self.server.starter.first, steps.run, steps.unfinished())
         for peer in steps.peers.values():
