@@ -25,7 +25,10 @@ from dflow.tracing.devices.task_name import short_task_name
 
 #: Number of the newest runs whose descriptions are kept.
 KEPT_RUNS = 64
-_REMEDY = "make the same variables, with the same names, and the same optimizers on all workers of a run"
+_REMEDY = (
+    "make the same variables, with the same names, and the same optimizers on all workers of a run, and start them "
+    "again, or give the run another name"
+)
 
 
 @dataclass

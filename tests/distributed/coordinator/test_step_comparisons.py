@@ -43,6 +43,7 @@ def test_another_step_is_refused_to_all_with_the_first_difference() -> None:
     assert answer.message.kind == "StrategyError"
     assert "run 'run': expected" in answer.message.text
     assert "got\n    worker:0: w\n    worker:1: w2\n  make the same variables" in answer.message.text
+    assert answer.message.text.endswith("start them again, or give the run another name")
     assert told == Broadcast(LIVE, RunRefused("run", answer.message.text))
     for task in (B, C):
         assert compared(steps, task, "same", "w2") == answer.message
