@@ -156,15 +156,15 @@ class PlanRuns:
         self._cancel_run(step, error)
 
     def end_blocked(self, why: str) -> None:
-        """End the parts of steps of shared runs that wait for a queue: the steps that they wait for are held back.
+        """End the parts of steps of shared runs that may wait for a queue: the steps that they wait for are held back.
 
         The steps fail with TaskLost, and are done again after the return to a snapshot. `why` ends the error's text.
         """
         with self._lock:
             blocked = [step for step, (run, *_) in self._runs.items() if run.attempt is not None and run.is_blocked]
-        task = short_task_name(self._task)
+        where = f"was ended on {short_task_name(self._task)}, where it may wait for a queue"
         for step in blocked:
-            self.cancel(step, TaskLost(f"{describe(step)} waits for a queue on {task}, while {why}"))
+            self.cancel(step, TaskLost(f"{describe(step)} {where}, while {why}"))
 
     def _cancel_run(self, step: StepId, error: BaseException) -> None:
         run = self._run_of(step)
