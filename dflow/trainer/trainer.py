@@ -359,7 +359,7 @@ class _TrainingRun:
         """Evaluate and save if the schedule has that after `stop` steps."""
         is_last, found = stop == self._total, dict[str, float]()
         if self._evaluate_every is not None and (is_last or stop % self._evaluate_every == 0):
-            found = self._found = self._decisions.results(f"{_point(stop)}, evaluated", self._evaluated(stop))
+            found = self._found = self._evaluated(stop)
             LOGGER.info("%s: after %d steps: %s", self.name, stop, found)
             self._tell_event("evaluation", stop, found)
             for callback in self._callbacks:
@@ -370,11 +370,12 @@ class _TrainingRun:
             self._save(stop, found)
 
     def _evaluated(self, stop: int) -> dict[str, float]:
+        """Return the results of an evaluation, the same on all workers."""
         assert self._evaluation is not None
         step, batches = self._evaluation
         # Variables of the workers' own processes are the same in all of them: each evaluates all batches.
         if self._cluster.is_standalone or not is_on_tasks(step, batches):
-            return evaluate(step, batches)
+            return self._decisions.results(f"{_point(stop)}, evaluated", evaluate(step, batches))
         return evaluate(step, batches, cluster=self._cluster, name=f"{self.name} {stop}")
 
     def _save(self, stop: int, metrics: Mapping[str, float]) -> None:

@@ -206,6 +206,8 @@ class Ends(dflow.Callback):
 def test_all_workers_end_with_the_same_evaluation(tmp_path: Path) -> None:
     with cluster_of_workers() as (_, workers):
         results = on_all(workers, lambda index, cluster: Program(cluster, Async, tmp_path, callbacks=[Ends()]).run(100))
+        # The evaluation has recorded its results: they are no decision too.
+        assert workers[0].decide("run: the end of step 5, evaluated", None) is None
     assert [(result.steps, result.reason) for result in results] == [(6, "enough")] * WORKERS
     assert (tmp_path / "step_5").exists()
 
