@@ -23,9 +23,7 @@ def trainable_variables(tree: Any) -> list[Variable]:
     Those made with `trainable=False` are left out, and those of integers, bools and keys, which have no gradient.
     """
     leaves = jax.tree_util.tree_leaves(tree, is_leaf=is_variable)
-    return [
-        leaf for leaf in leaves if is_variable(leaf) and leaf.trainable and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    ]
+    return [leaf for leaf in leaves if is_variable(leaf) and leaf.trainable and jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
 
 @suggests_keywords
