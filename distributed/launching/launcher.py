@@ -352,8 +352,9 @@ class _Launch:
         if status is not None and status.not_finite and NOT_FINITE not in self._plan.accept:
             found, first = True, status.not_finite[0]
             self._view.show_event(
-                f"{first.metric} was {first.value} at step {first.step} of run {first.run!r}; lower the learning rate "
-                f"or clip the gradients; --accept {NOT_FINITE} makes it a success"
+                f"{first.metric} was {first.value} at step {first.step} of run {first.run!r}; look for NaN in the "
+                f"data and in what was restored, lower the learning rate or clip the gradients; --accept {NOT_FINITE} "
+                f"makes it a success"
             )
         return int(found)
 
