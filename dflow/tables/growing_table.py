@@ -196,14 +196,15 @@ def _warn_of_full_buckets(table: Embedding, evicted: int) -> None:
     """Log a warning if ids lose their rows although many rows are free: the first time, and when twice as many have."""
     shards = _own_ids(table)
     used, bucket = sum(int(ids.used_rows()) for ids in shards), shards[0].config.bucket
-    free = 1 - used / sum(ids.capacity for ids in shards)
-    if free < MUCH_FREE:
+    rows, needed = sum(ids.capacity for ids in shards), rows_for(used, bucket)
+    free = 1 - used / rows
+    if free < MUCH_FREE or needed <= rows:
         return
     _warned[table] = evicted
     LOGGER.warning(
         "table %r: %d times an id has lost its row to another one, though %.0f%% of the rows are free: an id has its "
         "row in one bucket of %d, and some buckets are full\n  give it rows=%d for %d ids, or Vocabulary(bucket=%d)",
-        *(table.name, evicted, 100 * free, bucket, rows_for(used, bucket), used, 4 * bucket),
+        *(table.name, evicted, 100 * free, bucket, needed, used, 4 * bucket),
     )
 
 

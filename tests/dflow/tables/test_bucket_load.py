@@ -58,3 +58,20 @@ def test_counts_warn_of_evictions_while_rows_are_free(caplog: pytest.LogCaptureF
     assert [text.split(" times")[0] for text in told] == [f"table 'users': {count}" for count in (1, 2, 4)]
     assert "though 83% of the rows are free: an id has its row in one bucket of 2" in told[0]
     assert "Vocabulary(bucket=8)" in told[0]
+
+
+@pytest.mark.once
+def test_counts_do_not_advise_fewer_rows_than_the_table_has(caplog: pytest.LogCaptureFixture) -> None:
+    table = dflow.Embedding(128, 2, name="users", vocabulary=dflow.Vocabulary(bucket=2))
+    optimizer = dflow.Optimizer(optax.sgd(0.1), [table])
+
+    @dflow.jit
+    def step(ids: dflow.WideIds) -> None:
+        found = table.find(ids)
+        optimizer.apply(dflow.grad(lambda: table(found).sum(), [table])(), found=found)
+
+    ids = dflow.wide_ids(np.arange(400))
+    for id in np.flatnonzero(np.asarray(bucket_of(ids.high, ids.low, 64)) == 0)[:3]:
+        step(dflow.wide_ids([int(id)]))
+    assert (table.counts().evicted, rows_for(2, 2)) == (1, 67)
+    assert not caplog.records
