@@ -222,7 +222,7 @@ def _function(
         plain_args, plain_kwargs = build(arguments, iter(leaves))
         state = {key: variables[key].read() for key in signature.variables}
         with _naming_sizes(name, positional):
-            if signature.writes:
+            if signature.writes and signature.checks:
                 # Before it writes anything: XLA computes no more of this call than the ids that it checks.
                 _, _, *outside = program.call(state, given, *plain_args, **plain_kwargs)
                 if leaves:

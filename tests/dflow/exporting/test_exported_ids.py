@@ -161,3 +161,17 @@ def test_the_server_refuses_the_request_and_names_its_input(tmp_path: Path) -> N
         assert ask(1, 30) == (200, None)
         assert ask(1, 300) == (400, "input 'item': table 'items': expected ids from 0 to 99, got 300")
         assert ask(-3, 30) == (400, "input 'user': table 'users': expected ids from 0 to 9, got -3")
+
+
+def test_a_loaded_function_without_ids_calls_its_program_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, count, call = [], dflow.Variable(0.0, name="count"), jax.export.Exported.call
+
+    def counted(program: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(program)
+        return call(program, *args, **kwargs)
+
+    dflow.export(lambda x: count.assign_add(2 * x), 1.0, platforms=["cpu"]).save(tmp_path / "m")
+    model = dflow.load(tmp_path / "m", prefix="loaded/")
+    monkeypatch.setattr(jax.export.Exported, "call", counted)
+    model(1.0)
+    assert (len(calls), model.variables["count"].read()) == (1, 2.0)
