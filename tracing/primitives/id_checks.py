@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from typing import Any, TypeVar
 
 import jax
@@ -144,7 +145,8 @@ def raises_failed_checks(fn: F) -> F:
 def failed_check(error: BaseException) -> InputError | None:
     """Return the error of the check that made a program fail, if one did."""
     number = _NUMBER.search(str(error))
-    return None if number is None else _failed.get(int(number[1]))
+    # A copy: a raised error keeps the frames that it passes, and their arrays.
+    return None if number is None else copy(_failed.get(int(number[1])))
 
 
 def _in_xla(ids: Any, *values: Any, size: int, table: str, noun: str, line: str) -> Any:
@@ -156,7 +158,7 @@ def _in_xla(ids: Any, *values: Any, size: int, table: str, noun: str, line: str)
             check_ids(ids, size, table, line, noun)
         except InputError as error:
             number = next(_numbers)
-            _failed[number] = error
+            _failed[number] = error.with_traceback(None)
             if len(_failed) > _MOST_FAILED:
                 _failed.popitem(last=False)
             raise _CheckFailed(f"dflow: check {number} of row numbers failed: {error}") from None
