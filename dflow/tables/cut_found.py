@@ -7,7 +7,6 @@ frames of that call show whether `scan` or `vmap` made it.
 from __future__ import annotations
 
 import sys
-from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,7 @@ _MOST_FRAMES = 8
 def is_cut(part: Any) -> bool:
     """Return whether JAX flattens `part`, now, for a `scan` over it or a `vmap` of it."""
     frame: FrameType | None = sys._getframe(2)
-    for _ in islice(iter(int, 1), _MOST_FRAMES):
+    for _ in range(_MOST_FRAMES):
         if frame is None or not str(frame.f_globals.get("__name__")).startswith(("jax.", "dflow.tables")):
             return False
         held = frame.f_locals

@@ -450,8 +450,8 @@ def _custom(method: Callable[[CustomCall, list[Any], list[Any]], Any]) -> _Rule:
 def _refuse_others(jaxpr: Jaxpr, touched: set[Any], written: set[Any]) -> None:
     """Raise DflowError if a derivative rule reads or writes a variable that its function does not."""
     reads, writes = accesses(jaxpr.effects)
-    strange = [variable.name for variable in reads if variable not in {*touched}]
-    strange += [variable.name for variable in writes if variable not in {*written} and variable.name not in strange]
+    strange = [variable.name for variable in reads if variable not in touched]
+    strange += [variable.name for variable in writes if variable not in written and variable.name not in strange]
     if strange:
         raise DflowError(
             f"a derivative rule uses variables ({', '.join(strange)}) that its function does not use so",
