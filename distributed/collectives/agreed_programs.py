@@ -43,7 +43,7 @@ MoreItems = Callable[[WatchedProgram], list[ListedItem]]
 
 
 @dataclass
-class _Step:
+class _AgreedStep:
     """A step of a loop whose workers have met; `is_covered` until it has called its own program."""
 
     point: str
@@ -70,7 +70,7 @@ class AgreedPrograms:
         self._agreed: set[str] = set()
         #: Keys of the variables of this process whose values were compared, since steps use them.
         self._compared: set[str] = set()
-        self._step: ContextVar[_Step | None] = ContextVar("dflow_agreed_step", default=None)
+        self._step: ContextVar[_AgreedStep | None] = ContextVar("dflow_agreed_step", default=None)
 
     @contextmanager
     def step(
@@ -86,7 +86,7 @@ class AgreedPrograms:
         refuse       raises for a program that no step of this kind may call
         is_one_call  whether the step is one call of a function of `dflow.jit`
         """
-        token = self._step.set(_Step(point, refuse, more, is_one_call))
+        token = self._step.set(_AgreedStep(point, refuse, more, is_one_call))
         try:
             yield
         finally:

@@ -53,7 +53,7 @@ class KeptGradients:
 
 
 @dataclass(frozen=True)
-class KeptStep:
+class DenseStep:
     """What a step writes in this process: gradients, and the variables whose new values are averaged."""
 
     gradients: Sequence[KeptGradients] = ()
@@ -92,7 +92,7 @@ class DenseGradients:
             )
         return bool(own)
 
-    def use(self, found: Sequence[tuple[GivenOptimizer, Any]], traced: Traced | None = None) -> KeptStep:
+    def use(self, found: Sequence[tuple[GivenOptimizer, Any]], traced: Traced | None = None) -> DenseStep:
         """Prepare for steps that give these optimizers gradients of these types; return what such a step writes.
 
         traced  the step, without the updates by the optimizers
@@ -103,7 +103,7 @@ class DenseGradients:
             for one in (() if traced is None else traced.variables)
             if one.key in written and one in self.copies and jnp.issubdtype(one.dtype, jnp.inexact)
         ]
-        return KeptStep([self._prepared(optimizer, types) for optimizer, types in found], statistics)
+        return DenseStep([self._prepared(optimizer, types) for optimizer, types in found], statistics)
 
     def _prepared(self, optimizer: GivenOptimizer, types: Any) -> KeptGradients:
         key = leaves, tree = _key(_dense(types))
@@ -124,7 +124,7 @@ class DenseGradients:
         for variable, gradient in zip(kept.variables, jax.tree_util.tree_leaves(dense), strict=True):
             variable.assign(gradient)
 
-    def apply_means(self, step: KeptStep) -> None:
+    def apply_means(self, step: DenseStep) -> None:
         """Update the variables by the means of the gradients of all processes, which all call this after a step."""
         written = [variable for kept in step.gradients for variable in kept.variables]
         means = iter(self._means([one.home.read(one) for one in (*written, *step.statistics)]))

@@ -21,7 +21,7 @@ from dflow.distributed.collectives.agreed_programs import AgreedPrograms
 from dflow.distributed.steps.retries import retried
 from dflow.distributed.strategies.applying import GivenOptimizer, applying, refuse_own_variables, shared_step
 from dflow.distributed.strategies.compared_steps import compare_step, settings_of
-from dflow.distributed.strategies.dense_gradients import DenseGradients, KeptStep
+from dflow.distributed.strategies.dense_gradients import DenseGradients, DenseStep
 from dflow.distributed.strategies.long_wait import waited_for
 from dflow.distributed.strategies.round_gradients import Gradients, GradientTypes, each_of, leaves_of, together
 from dflow.distributed.strategies.strategy import StrategyCluster, arguments_of
@@ -82,7 +82,7 @@ class RoundPart:
         place = PlaceVariable(f"{run}/rounds", "synchronous training", (), 0, job, kind="run", is_saved=False)
         self._host = self._placed(place)
         #: What `dense` keeps of each step of the run, when it was opened.
-        self.kept = KeptStep()
+        self.kept = DenseStep()
         #: The name of the host's accumulator, when the run was opened.
         self._accumulator = ""
         # This process alone does them: the next one of this task cannot know which of them are in an average.
