@@ -86,18 +86,19 @@ def is_backend_up() -> bool:
     return up
 
 
-def use_gloo_at(host: str) -> None:
-    """Have collectives of CPUs of several processes listen at an address of this host.
+def use_gloo_at(host: Callable[[], str]) -> None:
+    """Have collectives of CPUs of several processes listen at an address of this host, which `host` returns.
 
     By default they resolve the name of the host, which may have no address, or one that others do not reach. To be
     called after `jax.distributed.initialize`, and before JAX looks for devices.
     """
     if jax_config.cpu_collectives_implementation.value != "gloo":
         return
+    address = host()
 
     def make() -> Any:
         client = jax_distributed.global_state.client
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=address)
         return xla_bridge.make_cpu_client(collectives=collectives)
 
     xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)

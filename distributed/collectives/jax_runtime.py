@@ -6,9 +6,11 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -62,7 +64,7 @@ class JaxRuntime:
                 heartbeat_timeout_seconds=NEVER_S,
                 shutdown_timeout_seconds=int(timeout_s),
             )
-        use_gloo_at(_host_here(host))
+        use_gloo_at(lambda: _host_here(host))
 
     def _serve(self, host: str) -> str:
         """Start the service, and return its address."""
@@ -130,15 +132,19 @@ def _host_here(host: str) -> str:
     That is `host`, unless the network translates it: then the address of the host's own name.
     """
     names = [host, socket.gethostname()]
-    for name in names:
-        try:
-            for family, kind, protocol, _, address in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM):
-                with socket.socket(family, kind, protocol) as tried:
-                    tried.bind(address)
-                return str(address[0])
-        except OSError:
-            continue
+    for family, kind, protocol, _, address in chain.from_iterable(map(_addresses_of, names)):
+        with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+            tried.bind(address)
+            return str(address[0])
     raise StrategyError(
         f"collectives of CPUs: expected an address of this host, got {' and '.join(map(repr, names))}, which are none",
         "give connect() the address= of one of its interfaces",
     )
+
+
+def _addresses_of(name: str) -> Sequence[Any]:
+    """Return what `getaddrinfo` finds for a host's name: nothing if the name has no address."""
+    try:
+        return socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return ()

@@ -56,6 +56,13 @@ def test_collectives_listen_at_an_address_of_this_host(monkeypatch: pytest.Monke
         jax_runtime._host_here("192.0.2.1")
 
 
+def test_each_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0] for address in ("192.0.2.1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda name, *args, **options: found)
+    monkeypatch.setattr(socket, "gethostname", lambda: "here")
+    assert jax_runtime._host_here("here") == "127.0.0.1"
+
+
 def test_loopback_is_of_the_sixth_version_where_there_is_no_other() -> None:
     assert loopback(v4="127.0.0.1", v6="192.0.2.1") == "127.0.0.1"
     assert loopback(v4="192.0.2.1", v6="::1") == ("::1" if socket.has_ipv6 else "192.0.2.1")
