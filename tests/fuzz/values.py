@@ -66,6 +66,8 @@ def value_of(kind: shapes.Type, rng: random.Random, depth: int = 0) -> Any:
             return [value_of(field.type, rng, depth + 1) for field in fields]
         case shapes.EnumType(cls=members):
             return rng.choice([*members]).value
+        case shapes.LiteralType(values=values):
+            return rng.choice(values)
         case shapes.StructType():
             return struct_of(kind, rng, depth)
     raise NotImplementedError(f"no values for {kind}")
