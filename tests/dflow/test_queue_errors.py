@@ -156,10 +156,9 @@ def test_an_error_in_a_step_names_the_op_and_the_loops_around_it() -> None:
 
     with pytest.raises(dflow.QueueClosed) as raised:
         fails(9)
-    *notes, of_jax = raised.value.__notes__
+    notes = raised.value.__notes__  # without JAX's on its frames
     assert [note.split("\n")[0].split(" (")[1] for note in notes] == ["queue.dequeue)", "ctrl.cond)", "ctrl.while)"]
     assert all("test_queue_errors.py:" in note for note in notes)
-    assert "JAX has removed its internal frames" in of_jax
 
 
 def test_an_error_of_a_callback_in_a_step_that_waits_names_the_call() -> None:
