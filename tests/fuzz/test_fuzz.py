@@ -18,7 +18,7 @@ from dflow.distributed.wire import codec
 from dflow.distributed.wire.messages.message import Message
 from tests.effort import examples
 from tests.fuzz.__main__ import verdict
-from tests.fuzz.scripts import MESSAGES, Script, hello, numbered, packed, script
+from tests.fuzz.scripts import MESSAGES, PLAN, Script, hello, numbered, packed, script
 from tests.fuzz.siege import Tally, Usage, Victim, besiege, send_script
 from tests.fuzz.values import ENCODER, struct_of
 
@@ -86,6 +86,12 @@ def test_the_fuzzer_knows_every_message_and_makes_some_that_are_right() -> None:
     rng, decoder = random.Random(0), msgspec.msgpack.Decoder(codec.ANY_MESSAGE)
     for kind in MESSAGES:
         assert any(_is_right(decoder, ENCODER.encode(struct_of(kind, rng))) for _ in range(200)), kind
+
+
+def test_the_fuzzer_has_values_for_every_field_of_a_plan() -> None:
+    assert isinstance(PLAN, msgspec.inspect.StructType)
+    rng = random.Random(0)
+    assert all(ENCODER.encode(struct_of(PLAN, rng)) for _ in range(100))
 
 
 def _is_right(decoder: msgspec.msgpack.Decoder[Message], data: bytes) -> bool:
