@@ -25,8 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
 
 
 def test_a_worker_that_dies_within_a_round_is_not_waited_for(workers: list[Cluster]) -> None:
-    turns = Turns()
-
     def work(index: int, cluster: Cluster) -> Any:
         model, step = pair(cluster)
         done = 0
@@ -35,7 +33,6 @@ def test_a_worker_that_dies_within_a_round_is_not_waited_for(workers: list[Clust
             done += 1
             if index == 2 and done == 2:
                 cluster._leave()  # as `close`, which would end the run in order first
-                turns.done("dead")
                 with pytest.raises(DflowError):
                     next(run)
                 return None
