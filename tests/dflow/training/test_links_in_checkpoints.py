@@ -70,6 +70,7 @@ def test_each_link_is_refused_or_not_followed(form: str, tmp_path: Path) -> None
     write(tmp_path / "2" / form, 2.0)
     assert read(tmp_path / "1" / form) == {1.0}
     places = [place.relative_to(tmp_path / "1") for place in (tmp_path / "1" / form).rglob("*")]
+    places = [place for place in places if (tmp_path / "2" / place).exists()]  # Orbax's data has random names
     if form == "export":  # each load starts a process
         places = [place for place in places if {"a", "_METADATA", "dflow.json"}.isdisjoint(place.parts)]
     refusals = []
