@@ -32,7 +32,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden dashboard array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel release pins site clean
+.PHONY: help setup dependencies demo test checks lint format types layers pytest nightly fuzz chaos golden composition dashboard array-api-suite jax-suite bench bench-tiny bench-peers gpu-check wheel release pins site clean
 
 help:  ## list the targets
 	@echo 'make TARGET [PYTHON=python3] [VENV=.venv]; needs Python 3.11 or newer and pip; set-up is done on first use'
@@ -85,6 +85,9 @@ chaos: $(STAMP)  ## kill, pause and cut off processes of real clusters that trai
 
 golden: $(STAMP)  ## rewrite tests/**/*.graphs, outputs in docs and docs/environment.md with what the code gives now
 	$(PY) -m pytest --update-golden tests
+
+composition: $(STAMP)  ## use each kind of state in each use, and write docs/composition.md from the outcome
+	DFLOW_TEST_EFFORT=2 $(PY) -m pytest --update-golden tests/composition
 
 dashboard:  ## build the dashboard's page and the graphs of notebooks from dflow/dashboard/web, which needs npm
 	cd dflow/dashboard/web && npm ci --ignore-scripts --no-audit --no-fund && node build.mjs

@@ -1,0 +1,71 @@
+"""The table of all pairs: its uses, the part of it that each test run has, and what came of each pair."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.composition import uses_in_process, uses_in_processes, uses_of_files, uses_on_a_cluster
+from tests.composition.kinds import KINDS, Kind
+from tests.composition.refusals import judged
+from tests.composition.use import Pair, Use
+from tests.effort import factor
+
+#: A test run has one pair of this number; `make nightly` has all.
+PART = 1 if factor() > 1 else 27
+
+
+def is_installed(kind: str) -> bool:
+    """Whether the library that a kind needs is there."""
+    library = KINDS[kind].library
+    return library is None or importlib.util.find_spec(library) is not None
+
+
+_LOCAL: list[Use] = [*uses_in_process.USES, *uses_on_a_cluster.USES, *uses_of_files.USES]
+
+
+def chosen(use: int) -> list[str]:
+    """Return the kinds that this test run has with use number `use`: a diagonal, so each use and each kind is in it."""
+    return [name for number, name in enumerate(KINDS) if (use + 2 * number) % PART == 0]
+
+
+_TOGETHER = [
+    Use(name, "by processes together", run, uses_in_processes.job(name, list(filter(is_installed, chosen(number)))))
+    for number, (name, run) in enumerate(uses_in_processes.RUNS.items(), len(_LOCAL))
+]
+
+#: Every use, in the order of the docs: a new one is an entry of one of these files.
+USES: list[Use] = [*_LOCAL, *_TOGETHER]
+
+#: The recorded outcome of each use and kind: RIGHT, or the remedy of a refusal.
+CELLS = Path(__file__).with_name("cells.json")
+
+
+def cells() -> dict[str, dict[str, str]]:
+    """Read the recorded outcomes."""
+    found: dict[str, dict[str, str]] = json.loads(CELLS.read_text()) if CELLS.exists() else {}
+    return found
+
+
+def record(use: Use, kind: Kind, outcome: str) -> None:
+    """Write an outcome into the recorded ones, in the order of the table."""
+    with open(__file__) as lock:  # several runs may each do a part
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        known = cells()
+        known.setdefault(use.name, {})[kind.name] = outcome
+        ordered = {
+            one.name: {name: known[one.name][name] for name in KINDS if name in known[one.name]}
+            for one in USES
+            if one.name in known
+        }
+        CELLS.write_text(json.dumps(ordered, indent=1) + "\n")
+
+
+def outcome(use: Use, kind: Kind, room: Any) -> str:
+    """Run a pair, or look up what a job of processes has found of it; return RIGHT, or the remedy of its refusal."""
+    if use in _TOGETHER:
+        return uses_in_processes.found_of(kind, room)
+    return judged(use.run, Pair(kind, use.name), *(() if room is None else (room,)))
