@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
-from tests.composition.kinds import KINDS, Batch, Held, Padded, Queue, Shards, stacked, whole
+from tests.composition.kind import Batch, Held, stacked, whole
+from tests.composition.kinds import KINDS
+from tests.composition.kinds_of_resources import Padded, Queue
+from tests.composition.kinds_of_variables import Shards
 from tests.composition.use import NUMBERS, Outcome, Pair, compare
 from tests.composition.uses_in_process import Step, all_together, in_scan, one_by_one
 from tests.composition.uses_in_processes import all_reduced, hybrid
@@ -123,7 +126,7 @@ def one_gradient(pair: Pair) -> Outcome:
 
 
 def taken_before(pair: Pair, *room: Any) -> Outcome:
-    """Evaluate a function of what was taken before: an element, a key, or the sum of an accumulator."""
+    """Evaluate a function of a value taken before: an element, a key, or the sum of an accumulator."""
     held, given, kind = in_place(pair, *room), pair.batches((0,))[0], pair.kind
     if isinstance(kind, Queue):
         expected = float(kind.number(held.items["queue"].dequeue()))

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.composition import uses_in_process, uses_in_processes, uses_of_files, uses_on_a_cluster
-from tests.composition.kinds import KINDS, Kind
+from tests.composition.kind import Kind
+from tests.composition.kinds import KINDS
 from tests.composition.refusals import judged
 from tests.composition.use import Pair, Use
 from tests.effort import factor

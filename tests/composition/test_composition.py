@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.composition.kinds import KINDS, Kind
+from tests.composition.kind import Kind
+from tests.composition.kinds import KINDS
 from tests.composition.pages import page
 from tests.composition.table import USES, cells, chosen, outcome, record
 from tests.composition.use import Room, Use

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tests.composition.kinds import Batch, Held, Kind, batch, joined
+from tests.composition.kind import Batch, Held, Kind, batch, joined
 
 _MAKING = threading.Lock()
 #: Numbers of the batches of a run of three steps.
@@ -43,7 +43,7 @@ class Pair:
         return self.kind.batch(joined([batch(number) for number in numbers]))
 
 
-#: What a use gives: the results of its steps and the content at the end, each beside that of the reference.
+#: The outcome of a use: the results of its steps and the content at the end, each beside that of the reference.
 Outcome = list[tuple[str, Any, Any]]
 #: Opens what all pairs of a use share, such as a cluster.
 Room = Callable[[], contextlib.AbstractContextManager[Any]]

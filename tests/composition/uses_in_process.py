@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import dflow
-from tests.composition.kinds import Batch, Held, Reference, stacked
+from tests.composition.kind import Batch, Held, Reference, stacked
 from tests.composition.use import NUMBERS, Outcome, Pair, Use
 
 Step = Callable[[Batch], Any]
@@ -129,7 +129,7 @@ def reading_in_vmap(pair: Pair) -> Outcome:
 
 
 def in_custom_vjp(step: Step) -> Step:
-    """Do the step in a function with a derivative rule of its own."""
+    """Do the step in a function with a custom backward rule."""
 
     def ruled(given: Batch) -> Any:
         @jax.custom_vjp
@@ -144,7 +144,7 @@ def in_custom_vjp(step: Step) -> Step:
 
 
 def in_custom_jvp(step: Step) -> Step:
-    """Do the step in a function with a forward rule of its own."""
+    """Do the step in a function with a custom forward rule."""
 
     def ruled(given: Batch) -> Any:
         @jax.custom_jvp

@@ -18,7 +18,10 @@ import numpy as np
 import optax
 
 import dflow
-from tests.composition.kinds import KINDS, Batch, Kind, Shards, Table, whole
+from tests.composition.kind import Batch, Kind, whole
+from tests.composition.kinds import KINDS
+from tests.composition.kinds_of_training import Table
+from tests.composition.kinds_of_variables import Shards
 from tests.composition.use import NUMBERS, Outcome, Pair
 
 ROOT = Path(__file__).parents[2]
@@ -117,7 +120,7 @@ def main(use: str) -> None:
 
 
 def job(use: str, kinds: Sequence[str]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a room in which a launched job has run a use of these kinds."""
+    """Return a room where a launched job has run a use of these kinds."""
 
     @contextlib.contextmanager
     def room() -> Iterator[dict[str, Any]]:

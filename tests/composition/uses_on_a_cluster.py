@@ -20,7 +20,8 @@ import dflow
 from dflow.distributed import Async, Strategy, Sync
 from dflow.distributed.worker.cluster import Cluster, ClusterSettings
 from dflow.testing import memory_cluster
-from tests.composition.kinds import Batch, Held, Slots
+from tests.composition.kind import Batch, Held
+from tests.composition.kinds_of_training import Slots
 from tests.composition.use import NUMBERS, Outcome, Pair, Use
 from tests.composition.uses_in_process import in_cond, one_by_one
 

@@ -1,0 +1,128 @@
+"""A kind of state: how a user makes one, a step that reads and writes it, and the same in plain JAX and NumPy.
+
+A step takes a batch and returns a number that depends on the state before it. All numbers are small whole ones or
+binary fractions, so that sums are exact in any order and dtype. What several workers do at the same time commutes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dflow
+
+#: Rows of a batch, rows of a table, and the first value of each row of a table.
+ROWS, TABLE = 4, 6
+FIRST = np.arange(TABLE * 2, dtype=np.float32).reshape(TABLE, 2) / 4
+
+Batch = dict[str, Any]
+
+
+def batch(number: int) -> Batch:
+    """Batch `number`: x f32[4], ids i32[4] below 6 with repetitions, round i32[4], each row the same number."""
+    return {
+        "x": np.array([1, 2, 0, 1], np.float32) + number % 2,
+        "ids": np.array([number, 5, number, 2], np.int32) % TABLE,
+        "round": np.full(ROWS, number, np.int32),
+    }
+
+
+def whole(value: Any) -> Any:
+    """Return a value as a NumPy array, also one that is divided over the devices of several processes."""
+    value = value.read() if dflow.is_variable(value) or isinstance(value, dflow.ShardedVariable) else value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        value = jax.random.key_data(value)
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        from jax.experimental.multihost_utils import process_allgather
+
+        value = process_allgather(value, tiled=True)
+    return np.asarray(value)
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    """Return the batch with the rows of several."""
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+
+
+def stacked(batches: Sequence[Batch]) -> Batch:
+    """Return batches along a new first axis, as a `scan` takes them."""
+    return jax.tree.map(lambda *parts: np.stack(parts), *batches)
+
+
+@dataclass
+class Held:
+    """State that a program holds, and what it does with it."""
+
+    #: Uses and writes the state once; returns f32[], in traced code or outside.
+    step: Callable[[Batch], jax.Array]
+    #: The content, as NumPy arrays; called once, at the end, since it may empty a queue.
+    state: Callable[[], Any]
+    #: What `dflow.save` is given.
+    items: Any
+    #: Reads the state, and writes nothing; None for state that can't be read without a change.
+    look: Callable[[Batch], jax.Array] | None = None
+    #: The gradients of a step and what else its update takes, and the update, for state that is trained.
+    gradients: Callable[[Batch], tuple[Any, Any]] | None = None
+    apply: Callable[[Any, Any], None] | None = None
+
+
+class Reference:
+    """The same state in plain JAX and NumPy. In a step of several workers each writes, and their gradient is one."""
+
+    def write(self, given: Batch) -> float | None:
+        """Do what a step does without an optimizer; return its result."""
+        return None
+
+    def train(self, given: Batch) -> float | None:
+        """Do what a step does with its optimizer, with the rows of all workers; return its result."""
+        return None
+
+    def step(self, given: Batch) -> float:
+        """Do a whole step of one process; return its result."""
+        written, trained = self.write(given), self.train(given)
+        return written if written is not None else trained  # type: ignore[return-value]
+
+    def state(self) -> Any:
+        """Return the content, structured as that of `Held.state`."""
+        raise AssertionError("a reference has a state")
+
+
+class Kind:
+    """A kind of state. `name` is what a user calls it; kinds of one `family` share a column of the docs."""
+
+    name: str
+    family: str
+    #: The library that it needs, where that may be absent.
+    library: str | None = None
+    #: Whether an optimizer changes it, as synchronous strategies want.
+    trains = False
+    #: Options of `make` that give another division into shards, where there are shards.
+    divided_otherwise: ClassVar[dict[str, int]] = {}
+
+    def make(self, prefix: str, **division: int) -> Held:
+        """Make the state, with names that begin with `prefix`, in the scope that the caller opened."""
+        raise AssertionError("a kind can be made")
+
+    def reference(self) -> Reference:
+        """Return new state of plain JAX and NumPy."""
+        raise AssertionError("a kind has a reference")
+
+    def batch(self, given: Batch) -> Batch:
+        """Return what this kind's step takes for a batch."""
+        return given
+
+    def plain(self, given: Batch) -> Batch:
+        """Return a batch in containers and arrays alone, as an export takes it; `rebuilt` is the way back."""
+        return given
+
+    def rebuilt(self, plain: Batch) -> Batch:
+        """Return the batch of a plain one."""
+        return plain
+
+    def __repr__(self) -> str:
+        return self.name

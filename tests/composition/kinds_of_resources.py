@@ -1,0 +1,176 @@
+"""Generators, queues and accumulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dflow
+from tests.composition.kind import Batch, Held, Kind, Reference, whole
+
+
+class Random(Kind):
+    """A generator, which each step splits."""
+
+    family = "generators"
+    name = "generator"
+
+    def make(self, prefix: str) -> Held:
+        generator = dflow.Generator(7, name=f"{prefix}/generator")
+
+        def step(given: Batch) -> jax.Array:
+            return jax.random.uniform(generator.split())
+
+        return Held(step, lambda: whole(generator.key), {"generator": generator})
+
+    def reference(self) -> Reference:
+        class Key(Reference):
+            def __init__(self) -> None:
+                self.key = jax.random.key(7)
+
+            def write(self, given: Batch) -> float:
+                self.key, drawn = jax.random.split(self.key)
+                return float(jax.random.uniform(drawn))
+
+            def state(self) -> Any:
+                return np.asarray(jax.random.key_data(self.key))
+
+        return Key()
+
+
+class Queue(Kind):
+    """A queue with 8 elements. Each step takes one, and enqueues the sum of that and its batch."""
+
+    family = "queues"
+
+    def __init__(self, kind: type[Any], element: Callable[[Any], Any], number: Callable[[Any], Any]) -> None:
+        self.kind, self.name, self.element, self.number = kind, kind.__name__, element, number
+
+    def made(self, prefix: str) -> Any:
+        """Make the queue, full of the numbers 0 to 7."""
+        spec = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), self.element(jnp.float32(0)))
+        return self.kind(64, spec, name=f"{prefix}/queue")
+
+    def make(self, prefix: str) -> Held:
+        queue = self.made(prefix)
+        for number in range(8 if int(queue.size()) == 0 else 0):  # another worker may have made it
+            queue.enqueue(self.element(jnp.float32(number)))
+
+        def state() -> Any:
+            return self.content([float(self.number(queue.dequeue())) for _ in range(int(queue.size()))])
+
+        return Held(lambda given: self.step(queue, given), state, {"queue": queue})
+
+    def step(self, queue: Any, given: Batch) -> Any:
+        """Take an element and give one; return the first."""
+        taken = self.number(queue.dequeue())
+        queue.enqueue(self.element(taken + given["x"].sum()))
+        return taken
+
+    def content(self, elements: list[float]) -> Any:
+        """Return the elements in a form that does not depend on the order of concurrent steps."""
+        return np.sort(elements)
+
+    def reference(self) -> Reference:
+        kind = self
+
+        class Elements(Reference):
+            def __init__(self) -> None:
+                self.elements = [float(number) for number in range(8)]
+
+            def write(self, given: Batch) -> float:
+                taken = min(self.elements) if kind.kind is dflow.PriorityQueue else self.elements[0]
+                self.elements.remove(taken)
+                self.elements.append(taken + float(given["x"].sum()))
+                return taken
+
+            def state(self) -> Any:
+                return kind.content(self.elements)
+
+        return Elements()
+
+
+class Shuffled(Queue):
+    """A queue that gives a random element: a step returns the number of elements, and their sum is compared."""
+
+    def made(self, prefix: str) -> Any:
+        return self.kind(64, 0, jax.ShapeDtypeStruct((), jnp.float32), name=f"{prefix}/queue", seed=0)
+
+    def step(self, queue: Any, given: Batch) -> Any:
+        before = queue.size().astype(jnp.float32)
+        super().step(queue, given)
+        return before
+
+    def content(self, elements: list[float]) -> Any:
+        return np.array([len(elements), sum(elements)])
+
+    def reference(self) -> Reference:
+        reference = super().reference()
+        write = reference.write
+        reference.write = lambda given: 8.0 + 0 * write(given)  # type: ignore[method-assign, operator]
+        return reference
+
+
+class Padded(Queue):
+    """A queue of elements of several lengths: steps give them, and code outside of steps takes them."""
+
+    def made(self, prefix: str) -> Any:
+        return self.kind(64, dflow.PaddedSpec((None,), jnp.float32), name=f"{prefix}/queue")
+
+    def step(self, queue: Any, given: Batch) -> Any:
+        before = queue.size().astype(jnp.float32)
+        queue.enqueue(given["x"])
+        return before
+
+    def reference(self) -> Reference:
+        kind = self
+
+        class Elements(Reference):
+            def __init__(self) -> None:
+                self.elements = [float(number) for number in range(8)]
+
+            def write(self, given: Batch) -> float:
+                self.elements.append(float(given["x"].sum()))
+                return len(self.elements) - 1.0
+
+            def state(self) -> Any:
+                return kind.content(self.elements)
+
+        return Elements()
+
+
+class Accumulator(Kind):
+    """An accumulator; each step applies one gradient to it."""
+
+    family = "accumulators"
+    name = "accumulator"
+
+    def make(self, prefix: str) -> Held:
+        spec = jax.ShapeDtypeStruct((), jnp.float32)
+        sums = dflow.ConditionalAccumulator((spec, spec), name=f"{prefix}/sums", reduction="sum")
+
+        def step(given: Batch) -> jax.Array:
+            return sums.apply((given["x"].sum(), jnp.float32(1)), step=0).astype(jnp.float32)
+
+        def state() -> Any:
+            sums.apply((jnp.float32(0), jnp.float32(0)), step=0)  # a take waits for one
+            return np.asarray(sums.take(1))
+
+        return Held(step, state, {"sums": sums})
+
+    def reference(self) -> Reference:
+        class Sum(Reference):
+            value = np.zeros(2, np.float32)
+
+            def write(self, given: Batch) -> float:
+                self.value = self.value + np.array([given["x"].sum(), 1], np.float32)
+                return 1.0
+
+            def state(self) -> Any:
+                return self.value
+
+        return Sum()
