@@ -140,19 +140,8 @@ def shared_step(variables: SharedVariables = SharedVariables()) -> Iterator[None
 def refuse_own_variables(optimizer: GivenOptimizer) -> None:
     """In a `shared_step`, raise VariableError if a variable of the optimizer lives in this process only."""
     _applied.add(optimizer)
-    shared = _shared.get()
-    own = is_own if shared is None else shared.is_own
-    leaves = _variables_of(optimizer) if shared or is_tracing() else []
-    variable = next(filter(own, leaves), None)
-    if variable is not None and shared is None:
-        _traced_outside.add(optimizer)
-    elif variable is not None and shared is not None:
-        raise VariableError(
-            f"variable {variable.name!r} of {optimizer.name!r} lives in this process, so that the other workers "
-            f"would train variables of their own",
-            f"make it within {shared.where}",
-            at=variable.loc,
-        )
+    leaves = _variables_of(optimizer) if _shared.get() or is_tracing() else []
+    _refuse_own(optimizer, leaves, f" of {optimizer.name!r}", "make")
 
 
 def refuse_own_training(function: Any, name: str, trained: Iterable[Any]) -> None:
@@ -160,14 +149,19 @@ def refuse_own_training(function: Any, name: str, trained: Iterable[Any]) -> Non
 
     Its optimizer is a part of its program, so that `refuse_own_variables` is not called.
     """
+    _refuse_own(function, trained, f", which the loaded function {name!r} trains,", "load")
+
+
+def _refuse_own(holder: Any, variables: Iterable[Any], said: str, remedy: str) -> None:
+    """In a `shared_step`, raise VariableError if one of the variables is of this process only; else note its holder."""
     shared = _shared.get()
-    variable = next(filter(is_own if shared is None else shared.is_own, trained), None)
+    variable = next(filter(is_own if shared is None else shared.is_own, variables), None)
     if variable is not None and shared is None:
-        _traced_outside.add(function)
+        _traced_outside.add(holder)
     elif variable is not None and shared is not None:
         raise VariableError(
-            f"variable {variable.name!r}, which the loaded function {name!r} trains, lives in this process, so that "
-            f"the other workers would train variables of their own",
-            f"load it within {shared.where}",
+            f"variable {variable.name!r}{said} lives in this process, so that the other workers would train variables "
+            f"of their own",
+            f"{remedy} it within {shared.where}",
             at=variable.loc,
         )
