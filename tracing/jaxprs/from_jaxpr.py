@@ -129,13 +129,25 @@ def _tasks_of_changes(border: Border) -> set[str | None]:
 
 
 def _is_over_tasks(equation: Equation, scopes: Iterable[str]) -> bool:
-    """Whether an equation spans several tasks: a scope in it names another task, or it changes state there."""
+    """Whether an equation spans several tasks: a scope in it names another task, or it changes state there.
+
+    A check of ids calls back into the process, which a program of another task cannot do: so a branch or loop with one
+    spans this process and the task whose state it changes.
+    """
     own = origin_of(equation).device
     if any(scope != own and is_on_task(scope) for scope in scopes):
         return True
     if is_on_task(own) or not touches_state(equation.effects):
         return False
-    return len(_tasks_of_changes(_border(equation))) > 1
+    tasks = _tasks_of_changes(_border(equation))
+    return len(tasks) > 1 or (bool(tasks) and _checks_ids(equation))
+
+
+def _checks_ids(equation: Equation) -> bool:
+    """Whether an op within an equation checks ids."""
+    return any(
+        inner.primitive is check_ids_p for jaxpr, _ in inner_parts(equation.params) for inner in equations_within(jaxpr)
+    )
 
 
 def handle_type(resource: Any) -> Type:

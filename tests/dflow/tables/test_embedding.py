@@ -125,6 +125,37 @@ def test_an_id_without_a_row_is_named_on_a_cluster() -> None:
         assert step(jnp.array([1, 2, 99])) == table.read()[jnp.array([1, 2, 99])].sum()
 
 
+#: Loops and branches around a step that takes ids.
+LOOPS: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
+    "scan": lambda step, ids: jax.lax.map(step, ids).sum(),
+    "while": lambda step, ids: jax.lax.while_loop(
+        lambda carry: carry[0] < len(ids), lambda carry: (carry[0] + 1, carry[1] + step(ids[carry[0]])), (0, 0.0)
+    )[1],
+    "cond": lambda step, ids: jax.lax.cond(ids.sum() > 0, step, lambda _: 0.0, ids[1]),
+}
+
+
+@pytest.mark.parametrize("way", LOOPS)
+def test_a_loop_that_looks_up_and_writes_a_table_of_one_task(way: str) -> None:
+    def run(table: dflow.Embedding, ids: Any) -> Any:
+        def step(ids: Any) -> Any:
+            seen = table(ids).sum()
+            table.scatter_add(ids, jnp.ones((2, 2)))
+            return seen
+
+        return dflow.jit(lambda ids: LOOPS[way](step, ids))(ids)
+
+    ids, make = np.array([[0, 5], [5, 2]]), lambda: jnp.arange(12.0).reshape(6, 2)
+    alone = dflow.Embedding(6, 2, initializer=lambda *_: make())
+    with memory_cluster(ps=1, workers=1) as cluster, closing(cluster.worker()) as worker:
+        with worker.parameter_servers():
+            table = dflow.Embedding(6, 2, initializer=lambda *_: make(), name=f"of one task, {way}")
+        np.testing.assert_array_equal(run(table, ids), run(alone, ids))
+        np.testing.assert_array_equal(table.read(), alone.read())
+        with pytest.raises(dflow.InputError, match="expected ids from 0 to 5, got 6"):
+            run(table, ids + 1)
+
+
 def test_bags(table: dflow.Embedding) -> None:
     rows = np.asarray(table.read())
     ids = np.array([[1, 2, 3], [4, 5, 5]])
