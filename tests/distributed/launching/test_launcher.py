@@ -167,7 +167,10 @@ cluster.close()
     assert output.count(f"dflow: the run ended short of its steps: {short}") == 1
     assert output.count("run 'run_0' has 20 of 100 steps done, and no worker takes part in it any more") == 1
     assert len(re.findall(r"\[coordinator\] loss is nan at step \d+ of run 'run_0' on worker:[01]; later", output)) == 1
-    assert output.count("run 'run_0'; look for NaN in the data and in what was restored, lower the learning rate") == 1
+    assert (
+        output.count("run 'run_0'; look for NaN in the data and in the restored checkpoint, lower the learning rate")
+        == 1
+    )
     assert "Not finite" in output
     assert re.search(r"run_0 +loss +nan +\d+ +worker:[01]", output), output
 
