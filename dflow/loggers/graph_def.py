@@ -1,8 +1,8 @@
 """A function's graph as the GraphDef that TensorBoard draws.
 
-Name scopes are folders of names; `gradients/` has the backward part of each, and `update/` an optimizer's update. A
-variable is a node, the first input of its reads and updates. Devices are those of the graph. Control edges are the
-order of reads and writes.
+Name scopes are folders of names; `gradients/` has the backward part of each, and dflow's own scopes their names, such
+as `apply_adam/`. `update/` has the other ops that run where the state is. A variable is a node, the first input of its
+reads and updates. Devices are those of the graph. Control edges are the order of reads and writes.
 """
 
 from __future__ import annotations

@@ -100,9 +100,10 @@ def test_the_pages_of_curves_and_of_the_graph(browser: Any, server: str) -> None
     page.locator("vz-line-chart2 g.plot path, vz-line-chart2 path.line").first.wait_for(state="attached")
     keep(page, "scalars")
     page.goto(f"{server}/#graphs")
-    for name in ("hidden", "output", "loss", "gradients", "update"):
+    for name in ("hidden", "output", "loss", "gradients", "apply_adam"):
         page.locator(f"g.node[data-name='{name}']").wait_for()
-    page.locator("g.edge[data-edge='hidden--update']").wait_for(state="attached")
+    page.locator("g.edge[data-edge='hidden--apply_adam']").wait_for(state="attached")
+    page.locator("g.node[data-name='gradients']").hover(trial=True)  # until the layout has stopped moving
     keep(page, "graph")
     page.close()
 
