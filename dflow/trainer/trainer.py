@@ -325,8 +325,8 @@ class _TrainingRun:
             raise TrainingError(
                 f"Trainer: run {self.name!r}: expected a finite {found[0].metric} at each step, got {found[0].value} "
                 f"first at step {step}",
-                f"look for NaN in the data and in the restored checkpoint, lower the learning rate, or clip the gradients; "
-                f"DFLOW_ACCEPT={NOT_FINITE} accepts it",
+                f"look for NaN in the data and in the restored checkpoint, lower the learning rate, or clip the "
+                f"gradients; DFLOW_ACCEPT={NOT_FINITE} accepts it",
             )
 
     def _is_own(self, run: str) -> bool:

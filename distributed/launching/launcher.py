@@ -353,8 +353,8 @@ class _Launch:
             found, first = True, status.not_finite[0]
             self._view.show_event(
                 f"{first.metric} was {first.value} at step {first.step} of run {first.run!r}; look for NaN in the "
-                f"data and in the restored checkpoint, lower the learning rate or clip the gradients; --accept {NOT_FINITE} "
-                f"makes it a success"
+                f"data and in the restored checkpoint, lower the learning rate or clip the gradients; --accept "
+                f"{NOT_FINITE} makes it a success"
             )
         return int(found)
 
