@@ -129,7 +129,9 @@ class RoundsWorker(TrainingWorker):
         settings = AccumulatorSettings(Reduction.SUM, wanted)
         for host in self._ps:
             tickets = f", {wanted} rows of i32[{_TICKETS}]" * (len(self._ps) - 1 if host == self._host else 0)
-            self.create(host, CreateResource(self._key(host), f"accumulator<i32[{PLACES}]{tickets}>", settings))
+            # As in `round_gradients`: a repeated update takes the gradients of its own opening.
+            type = f"accumulator<i32[{PLACES}]{tickets}>"
+            self.create(host, CreateResource(self._key(host), type, settings, is_saved=False))
         names = {host: name_of(host) for host in self._ps}
         keys = {host: self._key(host) for host in self._ps}
         on_sum = partial(self._checks.summed, self.seen_as())
@@ -159,7 +161,7 @@ class RoundsWorker(TrainingWorker):
     def changes(self, host: str, unused: int) -> Changes:
         """Return the items with which a host applies the sum in slot 0; slots from `unused` on are free."""
         told = partial(self._checks.updated, self.seen_as(), host)
-        return Changes((Call(0, (), (), (0,), ()),), [_telling(told)])
+        return Changes((Call(0, (), (), (0,), (), touches_anything=True),), [_telling(told)])
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`."""
