@@ -91,6 +91,12 @@ class MemberGate:
             else:
                 self._held[peer].append(message)
 
+    def may_come_back(self, peer: Peer) -> bool:
+        """Whether a connection is of the newest life of its task, also if that has left."""
+        with self._lock:
+            info, sent = self._newest.get(peer.name), self._introduced.get(peer)
+            return info is not None and sent is not None and _life(info) == _life(sent)
+
     def refuse_departed(self, peer: Peer) -> None:
         """Raise TaskLost if the life of a connection is over, which was a member's when its message came."""
         with self._lock:
@@ -144,10 +150,8 @@ class MemberGate:
         return self._is_listed(peer) and self._introduced[peer].roster <= self._version
 
     def _is_listed(self, peer: Peer) -> bool:
-        info, sent = self._newest.get(peer.name), self._introduced[peer]
-        if info is None or (info.life, info.incarnation) != (sent.life, sent.incarnation):
-            return False
-        return info.left_at_s is None
+        info = self._newest.get(peer.name)
+        return info is not None and _life(info) == _life(self._introduced[peer]) and info.left_at_s is None
 
     def _refusal(self, peer: Peer) -> str:
         """Why messages of a connection are refused; empty for a member, and while a later roster may list its life."""
@@ -166,3 +170,7 @@ class MemberGate:
 
     def _error(self, why: str) -> TaskLost:
         return TaskLost(f"{short_task_name(self._name)} serves only members of its cluster: {why}")
+
+
+def _life(one: TaskInfo | Introduce) -> tuple[int, str]:
+    return one.life, one.incarnation

@@ -357,7 +357,13 @@ class TaskServer:
         if peer in self._gate.members:
             self._handle(NOTICES, message, arrival)
         else:
-            self._gate.take(peer, Arrived(partial(self._handle, NOTICES, message, arrival), lambda error: None))
+            handle, refused = partial(self._handle, NOTICES, message, arrival), partial(self._refused, peer, message)
+            self._gate.take(peer, Arrived(handle, refused))
+
+    def _refused(self, peer: Peer, message: Message, error: TaskLost) -> None:
+        # A value of the step may come when the task is back, and nothing would end the step then.
+        if isinstance(message, CancelStep) and message.origin == peer.name and self._gate.may_come_back(peer):
+            self.channel.abort(StepId(message.origin, message.step), error)
 
     def _handle(self, table: HandlerTable[TaskServer, Any, None], message: Message, arrival: Arrival) -> None:
         handle = table.get(type(message))

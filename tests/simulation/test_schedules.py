@@ -194,6 +194,16 @@ def test_a_full_disk_leaves_the_snapshot_before() -> None:
     assert [line for line in log if "returned to snapshot 1;" in line]
 
 
+@pytest.mark.parametrize(
+    ("seed", "workers", "ps", "steps"),
+    # An update fails half done on a task that hangs, twice; and a value of a step comes late, when its task is back.
+    [(63, 4, 3, 6), (165, 3, 2, 4), (811, 4, 3, 6), (811, 3, 2, 4)],
+)
+def test_an_update_of_a_round_fails_while_a_task_is_away(seed: int, workers: int, ps: int, steps: int) -> None:
+    ended = simulate(FaultSchedule(seed, workers, ps, steps, program=ROUNDS))
+    assert not ended.broken, str(ended)
+
+
 def test_the_command_that_shows_a_schedule_again_names_its_program() -> None:
     assert " --program queue " in FaultSchedule(3, program=QUEUE).command()
     assert "--program" not in FaultSchedule(3).command()

@@ -174,6 +174,14 @@ def test_another_process_with_the_life_of_a_member_is_refused() -> None:
     ]
 
 
+def test_only_the_newest_life_of_a_task_may_come_back() -> None:
+    gate, stranger, known = MemberGate("/job:ps/task:0"), Connection(), [Connection(), Connection()]
+    for life, connection in enumerate(known):
+        gate.introduced(cast(Peer, connection), Introduce(life))
+    show(gate, roster(None, 1))
+    assert [gate.may_come_back(cast(Peer, one)) for one in (stranger, *known)] == [False, False, True]
+
+
 def test_a_task_introduces_itself_by_the_roster_with_the_newest_death() -> None:
     gate, own = MemberGate("/job:ps/task:0"), TaskInfo("/job:ps/task:0", "", 0.0, incarnation="p", life=9)
     one = TaskInfo(WORKER, "", 0.0, life=0)
