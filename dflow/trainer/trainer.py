@@ -246,6 +246,8 @@ class _TrainingRun:
             self._undone = self._cluster.undone
             for segment in begun:
                 self._steps(*segment, bar)
+                if self._checkpoints is not None and self._checkpoints.last_step >= segment[1] - 1:
+                    self._checkpoints.passed(segment[1] - 1)
 
     def _segments(self) -> Iterator[tuple[int, int]]:
         """Yield the first and one after the last step of each segment."""
@@ -441,7 +443,8 @@ class _TrainingRun:
         manager = self._checkpoints
         if manager is None or not self._first:
             return
-        saved = next((one.extra for one in manager.checkpoints if one.step == self._first - 1), {})
+        # The one before `first` may be deleted: the tasks had returned to a snapshot of that moment.
+        saved = next((one.extra for one in reversed(manager.checkpoints) if one.step < self._first), {})
         for number, callback in enumerate(self._callbacks):
             prefix = f"{number}/{type(callback).__name__}/"
             state = {key.removeprefix(prefix): value for key, value in saved.items() if key.startswith(prefix)}

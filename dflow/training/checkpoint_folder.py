@@ -2,12 +2,13 @@
 
     step_0, step_100, ...   complete checkpoints
     step_200.damaged        a checkpoint that could not be restored; dflow never deletes it
+    step_300.undone         a checkpoint of steps that are done again; dflow never deletes it
     runs.json               the record of runs
     .manager.lock           locked by the process that saves here; in an object store, its lease
-    .step_300.*             a checkpoint being written or removed
+    .step_400.*             a checkpoint being written or removed
 
 Invariant: a checkpoint called `step_N` is complete at every moment, since it appears and disappears by a rename, or
-with its manifest. In an object store a damaged one, and one being written, is a folder within `step_N`.
+with its manifest. In an object store one that was set aside, and one being written, is a folder within `step_N`.
 """
 
 from __future__ import annotations
@@ -124,9 +125,12 @@ class CheckpointFolder:
         with self._refused():
             self._files.remove(self.place(step).name)
 
-    def set_aside(self, step: int) -> Place:
-        """Free the step of a damaged checkpoint, so that it can be saved again; return where its files are then."""
-        return self._files.set_aside(self.place(step).name)
+    def set_aside(self, step: int, why: str) -> Place:
+        """Free the step of a checkpoint, so that it can be saved again; return where its files are then.
+
+        why  a word for its new name, "damaged" or "undone"
+        """
+        return self._files.set_aside(self.place(step).name, why)
 
     def record(self) -> RunRecord:
         """Return the record of runs; an empty one if there is none, or if it is damaged, with a warning."""

@@ -12,16 +12,17 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from dflow.distributed.collectives.process_group import current_group
 from dflow.distributed.process.termination import Terminated
 from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.owned_folder import whole_place
+from dflow.lowering.state_backend import StateBackend
 from dflow.state_backends import by_backend
 from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError, NoCheckpoint
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
@@ -186,6 +187,11 @@ class CheckpointManager:
         if self._is_saver or self._group is not None:
             self._begin(step, metrics, extra)
 
+    def passed(self, step: int) -> None:
+        """Note that `step`, which was saved before the tasks returned to a snapshot, is done again."""
+        if self._is_saver and self._progress is not None and (self._progress.next_step() or 0) <= step:
+            self._progress.set(step + 1)
+
     def wait(self) -> None:
         """Wait until the running save, if any, is on the disk. Raises CheckpointError if it fails."""
         self._check_open()
@@ -229,6 +235,9 @@ class CheckpointManager:
                 found = 0 if restored is None else restored + 1
                 if self._progress is not None:
                     self._progress.set(found)
+            else:
+                self._set_undone_aside(found)
+                self._restore_own(found)
             self._ran_s = max((one.ran_s for one in self.checkpoints), default=0.0)
             self._record = self._folder.record().begun(this_process())
             self._folder.write_record(self._record)
@@ -236,6 +245,37 @@ class CheckpointManager:
             self._folder.release()
             raise
         return found
+
+    def _set_undone_aside(self, first: int) -> None:
+        """Free the steps from `first` on: the tasks have returned to a snapshot, and the run comes to them again."""
+        undone = [step for step in self._folder.steps() if step >= first]
+        places = [self._folder.set_aside(step, "undone") for step in undone]
+        if kept := [place for step, place in zip(undone, places, strict=True) if place == self._folder.place(step)]:
+            raise CheckpointError(
+                f"{kept[0]}: expected to rename it, since its step is done again, got a refusal", "move it elsewhere"
+            )
+        if undone:
+            LOGGER.warning(
+                "%s: the tasks have the state of a snapshot, and the run goes on from it with step %d. Checkpoints of "
+                "later steps, which are done again, are set aside: %s",
+                *(self._folder.path, first, ", ".join(_within(place, self._folder.path) for place in places)),
+            )
+
+    def _restore_own(self, first: int) -> None:
+        """Restore the variables of this process, which the tasks do not have, from the newest checkpoint before a step.
+
+        Only where the tasks have theirs already.
+        """
+        own = [name for name, entry in self._named.items() if cast(StateBackend, entry.variables[0].home).is_local]
+        for step in reversed([step for step in self._folder.steps() if step < first] if own else []):
+            if not (fact := self._restore(step, lambda home: home.is_local)):
+                return
+            LOGGER.warning("%s is damaged: %s", self._folder.place(step), fact)
+        if own and first:
+            LOGGER.warning(
+                "%s: variables of this process have their initial values, since no checkpoint is before step %d: %s",
+                *(self._folder.path, first, ", ".join(own)),
+            )
 
     def _restored(self) -> int | None:
         """Restore the newest checkpoint that can be read; return its step, or None if there is no checkpoint."""
@@ -250,7 +290,7 @@ class CheckpointManager:
             for other, fact in damaged.items():
                 LOGGER.warning(
                     "step_%d is damaged, and step_%d is restored: %s; it stays as %s",
-                    *(other, step, fact, self._folder.set_aside(other)),
+                    *(other, step, fact, self._folder.set_aside(other, "damaged")),
                 )
             LOGGER.info("%s is restored", self._folder.place(step))
             return step
@@ -261,15 +301,20 @@ class CheckpointManager:
             )
         return None
 
-    def _restore(self, step: int) -> str:
-        """Restore a checkpoint, on all processes or on none; return why it cannot be read, empty if it is restored."""
+    def _restore(self, step: int, of: Callable[[StateBackend], bool] | None = None) -> str:
+        """Restore a checkpoint, on all processes or on none; return why it cannot be read, empty if it is restored.
+
+        of  the backends whose variables are restored; by default all on one process, and the tasks' only there
+        """
         fact = ""
         try:
-            # The tasks' variables are restored once.
-            restore_named(self._folder.place(step), self._named, of=lambda home: home.is_local or self._is_saver)
+            restore_named(self._folder.place(step), self._named, of=of or self._is_restored_here)
         except (DamagedCheckpoint, NoCheckpoint) as error:
             fact = str(error).splitlines()[0]
         return fact if self._peers is None else agreed_failure(self._peers, self._folder.place(step), fact)
+
+    def _is_restored_here(self, home: StateBackend) -> bool:
+        return home.is_local or self._is_saver
 
     def _begin(self, step: int, metrics: Mapping[str, Any] | None, extra: Mapping[str, float] | None = None) -> None:
         """Capture the values, and start the thread that writes them."""
@@ -380,6 +425,10 @@ def _left(folder: CheckpointFolder, process: int) -> None:
             with suppress(CheckpointError):
                 folder.write_record(folder.record().ended())
         folder.release()
+
+
+def _within(place: Place, folder: Place) -> str:
+    return str(place).removeprefix(f"{folder}/")
 
 
 def _positive(name: str, given: Any) -> int:

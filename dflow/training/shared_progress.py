@@ -1,7 +1,8 @@
 """The next step of a run on a cluster, in a variable beside the state, so that it lives exactly as long.
 
 Worker 0 restores the state and then sets the number; the other workers wait for it. A worker that is started again
-finds the number set, and takes part in the state as it is.
+finds the number set, and takes part in the state as it is. A snapshot of the state has the number too, so the number
+of a state that has returned to a snapshot is that of the snapshot's moment.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 
 import jax.numpy as jnp
 
+from dflow.distributed.coordinator.snapshots.resumption import PROGRESS
 from dflow.lowering.files.object_path import Place
 from dflow.tracing.errors import DeadlineExceeded
 from dflow.tracing.state.resources import Variable
@@ -26,7 +28,7 @@ class SharedProgress:
         self._folder = folder
         # In an empty context: the user's scopes and containers are for the user's variables.
         self._next: Variable = contextvars.Context().run(
-            lambda: Variable(lambda: jnp.int32(-1), name=f"dflow/next_step{folder}", near=near, trainable=False)
+            lambda: Variable(lambda: jnp.int32(-1), name=f"{PROGRESS}{folder}", near=near, trainable=False)
         )
 
     def next_step(self) -> int | None:

@@ -102,6 +102,11 @@ class LedgerCopy(msgspec.Struct, frozen=True):
         """Number of steps and rounds done in these runs."""
         return _done(self.runs.values()) + sum(done for done, _ in self.rounds.values())
 
+    @property
+    def has_training(self) -> bool:
+        """Whether a run of training had begun."""
+        return bool(self.rounds) or any(run.is_training for run in self.runs.values())
+
 
 def copied_runs(copy: LedgerCopy) -> Iterator[tuple[str, msgspec.Struct]]:
     """Yield the records of a ledger that begins with a copy of another one, with their keys."""

@@ -63,8 +63,7 @@ class LaunchState:
             snapshot = None if launch.is_finished else newest_snapshot(rows)
             if snapshot is not None:
                 self._check(launch, snapshot, stock)
-                done = snapshot.ledger.steps_done
-                news = f"the job goes on from snapshot {snapshot.number}, with {done} steps done"
+                news = f"the job goes on from snapshot {snapshot.number}, {_moment(snapshot)}"
             elif launch.is_finished:
                 news = f"the job whose snapshots are in {self._folder} has finished; this one starts from the beginning"
             else:
@@ -114,6 +113,13 @@ class LaunchState:
         """Leave the folder to other launches."""
         if self._lock is not None:
             self._lock.release(remove=True)
+
+
+def _moment(snapshot: Snapshot) -> str:
+    """Describe the moment of a snapshot."""
+    if snapshot.ledger.has_training:
+        return f"with {snapshot.ledger.steps_done} steps done"
+    return "from before the first step of a run; a dflow.CheckpointManager restores its newest checkpoint"
 
 
 def _locked(folder: Path) -> OwnerLock | None:

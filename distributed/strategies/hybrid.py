@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 class HybridCluster(CollectiveCluster, Protocol):
     """The part of a cluster that the strategy needs."""
 
+    @property
+    def identity(self) -> tuple[str, str]:
+        """The cluster, as long as its coordinator keeps its state, and this task's name."""
+        ...
+
     def dense_gradients(self) -> DenseGradients:
         """Return what averages the gradients for variables of this process over all processes."""
         ...
@@ -62,9 +67,10 @@ class Hybrid(AllReduce):
         return self._on.copies(self._group, self._cluster.store, self._dense.copies)
 
     def _steps(self, run: StrategyRun) -> Iterator[Any]:
-        # Of this group alone: after a death the next one begins with the tables of the checkpoint.
-        number_of_group = 0 if self._group is None else self._group.number
-        part = self._cluster.take_part(f"{run.name} of group {number_of_group}", self._job, self._dense)
+        # Of this group alone: after a death the next one begins with the tables of the checkpoint, and so does a job
+        # that goes on from a snapshot, which has the rounds of the cluster before.
+        number_of_group, (cluster, _) = 0 if self._group is None else self._group.number, self._cluster.identity
+        part = self._cluster.take_part(f"{run.name} of group {number_of_group} of {cluster}", self._job, self._dense)
         if part is None:
             yield from super()._steps(run)
             return

@@ -27,7 +27,7 @@ from dflow.tracing.errors import CheckpointError, CheckpointExists
 
 _NAME = re.compile(r"~[0-9a-f]{16}")
 _STATE = ".attempt"
-_WRITING, _COMMITTING, _REMOVED, _DAMAGED = b"writing", b"committing", b"removed", b"damaged"
+_WRITING, _COMMITTING, _REMOVED, _ASIDE = b"writing", b"committing", b"removed", b"set aside"
 #: Number of tries to put an attempt in place when other processes put theirs there meanwhile.
 _ATTEMPTS = 10
 
@@ -88,7 +88,7 @@ def set_objects_aside(place: ObjectPath) -> ObjectPath:
     attempts = _attempts(place.names())
     complete = [place / name for name in attempts if (place / name / _STATE).read().content is None]
     for attempt in complete:
-        (attempt / _STATE).write(_DAMAGED)
+        (attempt / _STATE).write(_ASIDE)
     if complete:
         place.remove([MANIFEST])
     return complete[0] if complete else place

@@ -59,8 +59,11 @@ class OwnedFolder(Protocol):
         """Remove a whole folder."""
         ...
 
-    def set_aside(self, name: str) -> Place:
-        """Free the name of a whole folder; return where the folder is then, its old place if this cannot be done."""
+    def set_aside(self, name: str, why: str) -> Place:
+        """Free the name of a whole folder; return where the folder is then, its old place if this cannot be done.
+
+        why  a word that a disk adds to the name
+        """
         ...
 
     def write(self, name: str, content: bytes) -> None:
@@ -127,9 +130,9 @@ class _OnDisk:
         else:
             remove_whole_folder(place)
 
-    def set_aside(self, name: str) -> Path:
+    def set_aside(self, name: str, why: str) -> Path:
         place = self.path / name
-        names = [place.with_name(f"{name}.damaged{number}") for number in ("", *range(2, 100))]
+        names = [place.with_name(f"{name}.{why}{number}") for number in ("", *range(2, 100))]
         aside = next((one for one in names if not os.path.lexists(one)), place)
         with suppress(OSError):
             os.rename(place, aside)
@@ -180,7 +183,7 @@ class _InStore:
     def remove(self, name: str) -> None:
         remove_whole_objects(self.path / name)
 
-    def set_aside(self, name: str) -> ObjectPath:
+    def set_aside(self, name: str, why: str) -> ObjectPath:
         with suppress(CheckpointError):
             return set_objects_aside(self.path / name)
         return self.path / name

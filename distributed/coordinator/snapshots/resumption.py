@@ -2,8 +2,12 @@
 
 Why: the members, elections, barriers and claims of the earlier cluster mean nothing to processes that run their script
 from its beginning. Its snapshot, with the ledger of the runs' steps, is what they go on from.
-Invariant: numbers of snapshots and of returns are never used again, so that no part of the earlier cluster is taken for
-a newer one.
+Invariants:
+- numbers of snapshots and of returns are never used again, so that no part of the earlier cluster is taken for a newer
+  one;
+- a snapshot from before the first run of a strategy has no count of the steps in its state, which a program of another
+  loop may have changed. The variable with the program's own count is then made again, so that the program restores its
+  newest checkpoint.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from dflow.distributed.wire.messages.status import VariableInfo
 
 #: Keys of the records.
 EPOCH, SNAPSHOT = "snapshots/counted", "snapshot/committed"
+#: Beginning of the name of a variable with the next step of a program that saves checkpoints (`SharedProgress`).
+PROGRESS = "dflow/next_step"
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -75,7 +81,9 @@ def resumed(rows: Mapping[str, bytes], snapshot: Snapshot | None) -> dict[str, b
     else:
         records.put(EPOCH, msgspec.structs.replace(kept, resumed=snapshot.number, is_resuming=True))
         records.put(SNAPSHOT, snapshot)
-        for key, record in (*placed_again(snapshot.placed), *copied_runs(snapshot.ledger)):
+        is_counted = snapshot.ledger.has_training
+        placed = [info for info in snapshot.placed if is_counted or not info.name.startswith(PROGRESS)]
+        for key, record in (*placed_again(placed), *copied_runs(snapshot.ledger)):
             records.put(key, record)
     found: dict[str, bytes] = {}
     apply_changes(found, records.take_changes())

@@ -20,6 +20,7 @@ import dflow
 from dflow.distributed import Async, Sync
 from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
+from dflow.training.shared_progress import SharedProgress
 from tests.distributed.waiting import DEADLINE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.tracing.primitives.namesakes.DuplicateNameWarning")
@@ -251,6 +252,27 @@ def test_steps_undone_by_a_return_to_a_snapshot_are_done_again() -> None:
         Program(workers[0], Recorded, callbacks=[undoes]).run(6)
     assert undoes.evaluations == [2, 4, 6]
     assert runs == [f"run {part}" for part in ("0-2", "2-4", "0-2", "2-4", "4-6")]
+
+
+def test_a_checkpoint_before_a_return_counts_when_its_steps_are_done_again(tmp_path: Path) -> None:
+    class Undoes(dflow.Callback):
+        """Returns to the beginning at 6 steps, after the checkpoint of 4, whose number the tasks then lack."""
+
+        def __init__(self, cluster: Cluster) -> None:
+            self.cluster, self.next_steps = cluster, list[int | None]()
+
+        def on_evaluation(self, steps: int, metrics: Mapping[str, float]) -> None:
+            progress = SharedProgress(program.w, tmp_path)
+            if steps == 6:
+                progress.set(0)
+                self.cluster.steps.undone += 1
+            self.next_steps.append(progress.next_step())
+
+    with cluster_of_workers() as (_, workers):
+        undoes = Undoes(workers[0])
+        program = Program(workers[0], Async, tmp_path, callbacks=[undoes])
+        program.run(7)
+    assert undoes.next_steps == [0, 0, 0, 4]
 
 
 def test_checkpoints_by_time_are_refused(tmp_path: Path) -> None:

@@ -123,6 +123,32 @@ def test_a_worker_that_is_started_again_takes_part_in_the_state_as_it_is(tmp_pat
                 assert (manager.next_step, worker.value) == (1, 2.0)
 
 
+def test_variables_of_the_process_come_from_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with memory_cluster(ps=1) as memory:
+        worker = Worker(memory.worker())
+
+        def manager(name: str) -> tuple[dflow.CheckpointManager, dflow.Variable]:
+            own = dflow.Variable(0.0, name=name)
+            pair = worker.pair
+            return dflow.CheckpointManager(tmp_path, [*pair, own], names=lambda one: "own" if one == name else one), own
+
+        opened, own = manager("a")
+        with opened:
+            worker.step()
+            own.assign(5.0)
+            opened.save(0)
+        worker.step()
+        opened, own = manager("b")
+        with opened:
+            assert (worker.value, float(own.read())) == (2.0, 5.0)
+        (tmp_path / "step_0").rename(tmp_path / "elsewhere")
+        opened, own = manager("c")
+        with opened:
+            assert float(own.read()) == 0.0
+        assert "have their initial values, since no checkpoint is before step 1: own" in caplog.text
+        worker.cluster.close()
+
+
 def test_a_lost_task_is_an_error_of_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with memory_cluster(ps=1, workers=1) as memory:
         worker = Worker(memory.worker())

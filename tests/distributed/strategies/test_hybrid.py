@@ -21,6 +21,7 @@ class Part:
         self._step = step
         self.left: list[int] = []
         self.kept: list[Any] = []
+        self.run = ""
 
     def open(self, *given: Any) -> Any:
         """Return something that stands for the accumulators."""
@@ -41,7 +42,7 @@ class Part:
         self.left.append(done)
 
 
-def run(step: Any) -> tuple[Any, Part, list[int]]:
+def run(step: Any, cluster_id: str = "c") -> tuple[Any, Part, list[int]]:
     """Return a loop of 5 steps, its part, and the steps whose means were applied; `step` gets the cluster."""
     alone: Any = dflow.connect()
     applied: list[int] = []
@@ -51,15 +52,31 @@ def run(step: Any) -> tuple[Any, Part, list[int]]:
         store=alone.store,
         process_mesh=alone.process_mesh,
         task=alone.task,
+        identity=(cluster_id, alone.task),
         coordinator=SimpleNamespace(tell=lambda message: None),
         undone=0,
         epoch=3,
         dense_gradients=lambda: SimpleNamespace(apply_means=lambda kept: applied.append(len(applied))),
     )
     part = Part(lambda: step(cluster))
-    cluster.take_part = lambda *given: part
+
+    def take_part(run: str, *given: Any) -> Part:
+        part.run = run
+        return part
+
+    cluster.take_part = take_part
     strategy = dflow.distributed.Hybrid(cluster)  # type: ignore[arg-type]
     return strategy.run(lambda x: x, lambda x: x, steps=5, name="run"), part, applied
+
+
+def test_a_job_that_goes_on_from_a_snapshot_has_rounds_of_its_own() -> None:
+    names = []
+    for cluster in ("first", "second", "second"):
+        loop, part, _ = run(lambda cluster: (0.0, None), cluster)
+        next(loop)
+        loop.close()
+        names.append(part.run)
+    assert names[0] != names[1] == names[2]
 
 
 def returned(cluster: Any) -> None:

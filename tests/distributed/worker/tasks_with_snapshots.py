@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from dflow.distributed.coordinator.coordinator import Coordinator
 from dflow.distributed.coordinator.coordinator_state import CoordinatorSettings
+from dflow.distributed.coordinator.coordinator_store import MemoryStore
+from dflow.distributed.coordinator.durable_records import Change
+from dflow.distributed.coordinator.snapshots.resumption import newest_snapshot, resumed
 from dflow.distributed.task.stock_task import StockTask
 from dflow.distributed.transport.memory import MemoryNetwork
 from dflow.distributed.worker.cluster import Cluster
@@ -16,12 +21,19 @@ from tests.distributed.waiting import until
 
 
 class Tasks:
-    """A coordinator, two parameter tasks with snapshots in `folder`, and workers."""
+    """A coordinator, two parameter tasks with snapshots in `folder`, and workers.
 
-    def __init__(self, folder: Path, every_s: float, workers: int = 1) -> None:
-        self.network, self.folder = MemoryNetwork(), folder
+    rows  the coordinator's first records, such as `ended_here` of earlier tasks
+    """
+
+    def __init__(
+        self, folder: Path, every_s: float, workers: int = 1, rows: Mapping[str, bytes] = MappingProxyType({})
+    ) -> None:
+        self.network, self.folder, self._store = MemoryNetwork(), folder, MemoryStore()
+        self._store.write(Change(*row) for row in rows.items())
         settings = CoordinatorSettings(snapshot_every_s=every_s, rejoin_s=0.1)
-        self.coordinator = Coordinator(self.network, "", {"ps": 2, "worker": workers}, settings=settings, tick_s=0.02)
+        expected = {"ps": 2, "worker": workers}
+        self.coordinator = Coordinator(self.network, "", expected, store=self._store, settings=settings, tick_s=0.02)
         self.ps: list[StockTask] = []
         for index in range(2):
             self.ps.append(self.start(index))
@@ -41,6 +53,11 @@ class Tasks:
         """End a process of a parameter task, and start the next one, which is empty."""
         self.ps[index].close()
         self.ps[index] = self.start(index)
+
+    def ended_here(self) -> dict[str, bytes]:
+        """The records of the next launch, if all processes ended now."""
+        rows = self._store.load()
+        return resumed(rows, newest_snapshot(rows))
 
     def await_snapshot(self, steps: int) -> None:
         """Wait for a committed snapshot with at least `steps` steps, or rounds, that are reported as done."""
