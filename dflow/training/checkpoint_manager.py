@@ -28,7 +28,7 @@ from dflow.tracing.errors import CheckpointError, DamagedCheckpoint, DflowError,
 from dflow.tracing.near_names import did_you_mean, suggests_keywords
 from dflow.training.background_save import BackgroundSave
 from dflow.training.checkpoint_folder import CheckpointFolder, metadata_of, this_process
-from dflow.training.group_saving import agreed_failure, agreed_steps, check_seen, group_of
+from dflow.training.group_saving import agreed_steps, check_seen, group_of, restored_together
 from dflow.training.retention import Best, Checkpoint, Retention
 from dflow.training.save_schedule import RunRecord, SaveSchedule
 from dflow.training.saving import Names, WriteCheckpoint, captured, given_place, named_variables, restore_named
@@ -306,12 +306,20 @@ class CheckpointManager:
 
         of  the backends whose variables are restored; by default all on one process, and the tasks' only there
         """
-        fact = ""
+        place = self._folder.place(step)
+
+        def restore(before_set: Callable[[], None]) -> None:
+            restore_named(place, self._named, of=of or self._is_restored_here, before_set=before_set)
+
         try:
-            restore_named(self._folder.place(step), self._named, of=of or self._is_restored_here)
+            if self._peers is None:
+                restore(lambda: None)
+            else:
+                variables = [one for entry in self._named.values() for one in entry.variables]
+                restored_together(self._peers, place, variables, restore)
         except (DamagedCheckpoint, NoCheckpoint) as error:
-            fact = str(error).splitlines()[0]
-        return fact if self._peers is None else agreed_failure(self._peers, self._folder.place(step), fact)
+            return str(error).splitlines()[0]
+        return ""
 
     def _is_restored_here(self, home: StateBackend) -> bool:
         return home.is_local or self._is_saver

@@ -24,7 +24,14 @@ from dflow.lowering.files.object_path import Place
 from dflow.lowering.files.places import place_of
 from dflow.lowering.files.whole_arrays import is_whole_in_each
 from dflow.lowering.local import LocalHome
-from dflow.tracing.errors import CheckpointError, CheckpointExists
+from dflow.tracing.errors import (
+    CheckpointError,
+    CheckpointExists,
+    DamagedCheckpoint,
+    DflowError,
+    NoCheckpoint,
+    TaskLost,
+)
 from dflow.tracing.state.resources import Variable
 
 #: Longest wait of `dflow.save` for the other processes to begin it too, in s.
@@ -203,11 +210,12 @@ def _check(group: ProcessGroup, errors: list[str]) -> None:
 def restored_together(
     group: ProcessGroup, place: Place, variables: Sequence[Variable], restore: Callable[[Callable[[], None]], Restored]
 ) -> Restored:
-    """Return what `restore` gives, which restores variables of the group from a checkpoint on each process.
+    """Return what `restore` gives, which restores variables from a checkpoint on each process of the group.
 
-    restore  calls its argument between reading all values and setting them: it raises if another process has failed
-    raises   CheckpointError on all when it fails on one, before any sets a variable; StrategyError if the values
-             differ, or other processes do something else
+    variables  those that are restored, of which those of the group are compared
+    restore    calls its argument between reading all values and setting them: it raises if another process has failed
+    raises     on all when it fails on one, before any sets a variable: DamagedCheckpoint if it cannot be read, else
+               TaskLost or CheckpointError; StrategyError if the values differ, or other processes do something else
     """
     channel, found = channel_of(what := f"dflow.restore({str(place)!r})"), list[Restored]()
     ahead = ["values read", "values set"]
@@ -215,10 +223,9 @@ def restored_together(
     def meet(error: Exception | None = None) -> None:
         event, *rest = ahead
         ahead.clear()  # after an error no process comes to a further meeting
-        texts = group.exchange(f"{what} ({event})", "" if error is None else _text(error), channel=channel)
-        if error is not None:
-            raise error
-        _check(group, [*texts])
+        word = "" if error is None else json.dumps([_kind(error), _text(error)])
+        words = group.exchange(f"{what} ({event})", word, channel=channel)
+        _check_read(group, words, error)
         ahead.extend(rest)
 
     error = _error_of(lambda: found.append(restore(meet)))
@@ -226,13 +233,36 @@ def restored_together(
         meet(error)
     elif error is not None:
         raise error
-    ours = [*filter(is_of_group, variables)]
-    # All of them live in this process.
-    home = cast(LocalHome, ours[0].home)
-    remedy = "restore from the same checkpoint on all workers"
-    compare_variables(group, home.store, ours, what, channel=channel, remedy=remedy)
+    if ours := [*filter(is_of_group, variables)]:
+        # All of them live in this process.
+        home = cast(LocalHome, ours[0].home)
+        remedy = "restore from the same checkpoint on all workers"
+        compare_variables(group, home.store, ours, what, channel=channel, remedy=remedy)
     [report] = found
     return report
+
+
+#: The classes of errors of a restore; if processes have errors of several, all raise one of the last of these.
+_KINDS: tuple[type[DflowError], ...] = (DamagedCheckpoint, TaskLost, CheckpointError)
+
+
+def _kind(error: Exception) -> int:
+    """Return the number in `_KINDS` of an error's class."""
+    if isinstance(error, DamagedCheckpoint | NoCheckpoint):
+        return 0
+    return 1 if isinstance(error, TaskLost) else 2
+
+
+def _check_read(group: ProcessGroup, words: Sequence[str], own: Exception | None) -> None:
+    """Raise an error if processes have some, on all of one class; a word has the kind and the text, by rank."""
+    found = {name: json.loads(word) for name, word in zip(group.names, words, strict=True) if word}
+    if not found:
+        return
+    kind = max(kind for kind, _ in found.values())
+    if own is not None and _kind(own) == kind:
+        raise own
+    text = "; ".join(f"{name}: {text}" for name, (_, text) in found.items())
+    raise _KINDS[kind](text, "remove the cause, and try again")
 
 
 def agreed_steps(group: ProcessGroup, folder: Place, steps: Sequence[int]) -> list[int]:
@@ -244,9 +274,3 @@ def agreed_steps(group: ProcessGroup, folder: Place, steps: Sequence[int]) -> li
                 f"{folder}: expected the same checkpoints on all workers, got no step_{missing[0]} on {name}", _SHARED
             )
     return [*seen[0]]
-
-
-def agreed_failure(group: ProcessGroup, place: Place, fact: str) -> str:
-    """Return the first of the reasons why a checkpoint cannot be restored, by rank; empty if all have restored it."""
-    errors = zip(group.names, group.exchange(f"the restore of {place}", fact), strict=True)
-    return next((f"{name}: {error}" for name, error in errors if error), "")

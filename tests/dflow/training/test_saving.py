@@ -281,7 +281,7 @@ def test_a_restore_that_fails_on_one_process_of_a_group_changes_no_variable(
 
         def exchange(self, what: str, text: str, **options: Any) -> list[str]:
             events.append(what.partition(" (")[2])
-            return [text, "" if is_ours else "its disk is gone"]
+            return [text, "" if is_ours else '[2, "its disk is gone"]']
 
     monkeypatch.setattr(saving, "group_of", lambda variables: Group())
     saved = tmp_path / ("other" if is_ours else "saved")
