@@ -13,6 +13,7 @@ import importlib.util
 import io
 import json
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -41,8 +42,26 @@ BLOCK = re.compile(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", re.DOTALL
 def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
     if missing := [name for name in OF_LIBRARIES.get(page.name, ()) if find_spec(name) is None]:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    original = page.read_text()
+    with namespace_of(page) as namespace:
+        check_snippets(page, namespace)
+
+
+@contextlib.contextmanager
+def namespace_of(page: Path) -> Iterator[dict[str, object]]:
+    """Return the context of a namespace, which frees the names of its variables at the end.
+
+    A compiled function keeps the namespace, whose variables a later test could not make with other types.
+    """
     namespace: dict[str, object] = {"__name__": page.stem}
+    try:
+        yield namespace
+    finally:
+        namespace.clear()
+
+
+def check_snippets(page: Path, namespace: dict[str, object]) -> None:
+    """Run the blocks of a page, and compare the output."""
+    original = page.read_text()
     updated = original
     for match in BLOCK.finditer(original):
         code, expected = match.groups()
@@ -62,9 +81,9 @@ def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
 def test_a_notebook_runs_and_is_kept_without_outputs(notebook: Path) -> None:
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert [cell for cell in cells if cell["outputs"] or cell["execution_count"]] == []
-    namespace: dict[str, object] = {"__name__": notebook.stem}
-    for number, cell in enumerate(cells):
-        run("".join(cell["source"]), f"{notebook.name}[{number}]", namespace)
+    with namespace_of(notebook) as namespace:
+        for number, cell in enumerate(cells):
+            run("".join(cell["source"]), f"{notebook.name}[{number}]", namespace)
 
 
 def test_every_page_is_in_the_navigation_once() -> None:

@@ -40,7 +40,8 @@ def check_step_of_run(step: StepOfRun) -> None:
             f"run {step.run[:64]!r}: expected at most {MAX_UNFINISHED} steps that a process began and that failed, got "
             f"{len(step.unfinished)}\n  remove the cause of the failures, and start the process again"
         )
-    if len(step.run) > MAX_TEXT or not (0 <= step.number <= MAX_COUNT and 0 <= step.call <= MAX_COUNT):
+    numbers = step.number, step.call, step.epoch
+    if len(step.run) > MAX_TEXT or not all(0 <= number <= MAX_COUNT for number in numbers):
         raise WireError(f"expected a step of a run, got call {step.call} of step {step.number} of {step.run[:64]!r}")
 
 

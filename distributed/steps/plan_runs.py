@@ -37,7 +37,7 @@ from dflow.lowering.steps.step_events import PART_BEGAN, PART_ENDED
 from dflow.lowering.steps.straight_line import StraightRun, run_of
 from dflow.lowering.values.outcome import Outcome
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import InternalError, StepCancelled, StepEnded, TaskLost
+from dflow.tracing.errors import DflowError, InternalError, StepCancelled, TaskLost
 
 
 def owner_of(step: StepId) -> str:
@@ -92,7 +92,7 @@ class PlanRuns:
         on_done  called once, from any thread
         raises   InternalError if the task runs a plan in this step, or a run begins after `after`; StepCancelled if the
                  step has ended here; StepEnded if `of` has ended on all tasks; TaskLost if the task that started it has
-                 left; WireError for a wrong `of`
+                 left, or `of` began before this task returned to a snapshot; WireError for a wrong `of`
         """
         runs_here = executable.is_asynchronous and executable.has_run
         submit = partial(self._do, executable) if runs_here else self._threads.submit
@@ -127,7 +127,7 @@ class PlanRuns:
         if isinstance(run, StraightRun):
             try:
                 attempt = self._attempt(step, of) if of is not None else None
-            except StepEnded as error:
+            except DflowError as error:
                 run.cancel(error)
             else:
                 run.release(attempt)

@@ -39,7 +39,7 @@ class RecoveringState(Protocol):
         ...
 
 
-def is_recovered(state: RecoveringState, error: BaseException, failures: int) -> bool:
+def is_recovered(state: RecoveringState, error: BaseException, failures: int, since: int | None = None) -> bool:
     """Wait until no state of tasks is lost; return whether that is so, and what failed can be tried again.
 
     Within a step, returns False without waiting.
@@ -47,10 +47,11 @@ def is_recovered(state: RecoveringState, error: BaseException, failures: int) ->
     error     the error of a step or an enqueue, which gets a note if the state cannot be restored
     failures  number of its failures in a row; where no state was lost the next try comes later each time, since the
               coordinator may not know of a loss yet
+    since     the epoch before the step or the enqueue began; by default that of now
     """
     if failures > MOST_FAILURES or is_in_step():
         return False
-    epoch = state.epoch
+    epoch = state.epoch if since is None else since
     try:
         state.await_recovery()
     except DflowError as refusal:

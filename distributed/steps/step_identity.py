@@ -8,7 +8,7 @@ elements of the process's own queues, even if its number in the run is another o
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -23,20 +23,21 @@ class LoopSteps:
     """The steps of a loop over the run `run`.
 
     unfinished  the numbers of the run's steps that this process began and that have not ended; shared by its loops
+    epoch       returns the number of returns of all tasks to a snapshot
     """
 
-    def __init__(self, run: str, unfinished: set[int]) -> None:
-        self.run, self._unfinished = run, unfinished
+    def __init__(self, run: str, unfinished: set[int], epoch: Callable[[], int] = lambda: 0) -> None:
+        self.run, self._unfinished, self._newest_epoch = run, unfinished, epoch
         #: The run of this process's own part of the steps.
         self.own_run = f"loop {next(_loops)}"
         #: The other tasks that had a part in a step.
         self.peers: dict[str, Peer] = {}
-        self._number, self._calls, self._ended = 0, 0, 0
+        self._number, self._calls, self._ended, self._epoch = 0, 0, 0, 0
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Return the context of an attempt at a step of the run."""
-        self._number, self._calls = number, 0
+        self._number, self._calls, self._epoch = number, 0, self._newest_epoch()
         token = CURRENT_STEPS.set(self)
         try:
             yield
@@ -52,13 +53,21 @@ class LoopSteps:
         finally:
             CURRENT_STEPS.reset(token)
 
+    def may_come_again(self, number: int) -> None:
+        """Note that a step may be done again, although it has ended without an error; its results are kept for that."""
+        self._unfinished.add(number)
+
+    def are_over_before(self, number: int) -> None:
+        """Note that no step before `number` is done again."""
+        self._unfinished.difference_update([one for one in self._unfinished if one < number])
+
     def called(self) -> None:
         """Count a call of a function in the step."""
         self._calls += 1
 
     def of(self, number: int, call: int = 0) -> StepOfRun:
         """Return the identity of a call in a step for other tasks."""
-        return StepOfRun(self.run, number, call, self.unfinished(number))
+        return StepOfRun(self.run, number, call, self.unfinished(number), self._epoch)
 
     @property
     def current(self) -> StepOfRun:
@@ -68,7 +77,7 @@ class LoopSteps:
     @property
     def own(self) -> OwnStep:
         """The identity of the newest call in the step for this process."""
-        return OwnStep(self.own_run, self._ended, self._calls - 1)
+        return OwnStep(self.own_run, self._ended, self._calls - 1, epoch=self._epoch)
 
     def unfinished(self, number: int | None = None) -> tuple[int, ...]:
         """Return the numbers of the steps that have not ended, but `number`."""

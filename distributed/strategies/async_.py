@@ -133,7 +133,7 @@ class Async(Strategy):
             except BaseException as error:
                 failures += 1
                 is_loss = pending and (isinstance(error, TaskLost) or self._cluster.epoch != epoch)
-                if is_loss and is_recovered(self._cluster, error, failures):
+                if is_loss and is_recovered(self._cluster, error, failures, epoch):
                     # After a return to a snapshot, the steps done since are repeated, if there were any.
                     count = done.count if self._cluster.undone == undone else 0
                     run.batches.put_back(*pending)

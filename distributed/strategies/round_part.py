@@ -38,7 +38,7 @@ from dflow.distributed.wire.messages.rounds import (
     RoundsAgreed,
 )
 from dflow.tracing.devices.task_name import short_task_name
-from dflow.tracing.errors import DflowError, StrategyError
+from dflow.tracing.errors import DflowError, StepCancelled, StrategyError
 from dflow.tracing.jax_frontend import closed_parts, current_trace
 from dflow.tracing.jaxprs.from_jaxpr import graph_of
 from dflow.tracing.jaxprs.trace import Traced, trace
@@ -85,6 +85,8 @@ class RoundPart:
         self.kept = DenseStep()
         #: The name of the host's accumulator, when the run was opened.
         self._accumulator = ""
+        #: Number of returns to a snapshot before the newest round was opened.
+        self._epoch = 0
         # This process alone does them: the next one of this task cannot know which of them are in an average.
         self._steps = cluster.steps.loop_steps(f"{run}\nsteps of {cluster.task} {cluster.steps.server.starter.first}")
 
@@ -134,11 +136,12 @@ class RoundPart:
         traced = trace(lambda *taken: gradients.update(optimizer, taken), taken_types, {})
         if self._programs is not None:
             self._programs.compare(f"the update of run {self._run!r}", listing(traced))
+        epoch = self._cluster.epoch  # before the plans are sent: those of before a return are refused
         handles, before, after = self._cluster.steps.register_hosted(traced, self._host)
         infos, payload = encode_arrays([jnp.asarray(array) for array in (*before, *after)])
         workers, count = self._cluster.colleagues()[0], len(before)
-        named = self._accumulator, accumulator.key
-        message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), infos[:count], infos[count:])
+        named, feeds = (self._accumulator, accumulator.key), (infos[:count], infos[count:])
+        message = OpenRounds(self._run, steps, wanted, workers, *named, dict(handles), *feeds, epoch)
         self._cluster.requests.ask(self._host, message, payload)
 
     def _compare_step(self, optimizers: Sequence[GivenOptimizer], traced: Traced) -> None:
@@ -161,11 +164,22 @@ class RoundPart:
         """As `Gradients.call`, while no state of tasks is captured or restored.
 
         A step that is done again for the same round changes no other state again, and takes the same elements.
+
+        Raises StepCancelled if all tasks have returned to a snapshot since the round was opened.
         """
         self._cluster.refuse_unequal(self._run)
         steps = self._cluster.steps
-        with steps.server.gate.step(steps.timeout_s), self._steps.step(opening.done):
-            return gradients.call(step, batch, opening.number)
+        with steps.server.gate.step(steps.timeout_s):
+            if self._cluster.epoch != self._epoch:
+                # It would be a step of later rounds than those that are done again now.
+                raise StepCancelled(
+                    f"round {opening.done} of {self._run!r} was opened before all tasks returned to a snapshot"
+                )
+            with self._steps.step(opening.done):
+                outcome = gradients.call(step, batch, opening.number)
+        # The round may be opened again, until a later one is open.
+        self._steps.may_come_again(opening.done)
+        return outcome
 
     def next(self, done: int) -> RoundOpen:
         """Wait for the opening after number `done`; log a warning while workers are missing."""
@@ -175,7 +189,10 @@ class RoundPart:
             message = NextRound(self._run, self._cluster.task, done, self._accumulator, wait_s)
             return self._cluster.requests.ask_waiting(self._host, message, wait_s).message
 
-        return waited_for(self._cluster.task, self._cluster.steps.timeout_s, asked, self._yet_to_come)
+        self._epoch = self._cluster.epoch
+        opening = waited_for(self._cluster.task, self._cluster.steps.timeout_s, asked, self._yet_to_come)
+        self._steps.are_over_before(opening.done)
+        return opening
 
     def _yet_to_come(self) -> str:
         """Return the end of a message that names the expected workers that have not joined."""

@@ -110,7 +110,7 @@ class Sync(Strategy):
                         batch, started = batches.of(opening.done), time.perf_counter()
                         with run.guard.step():
                             outcome, is_fresh = part.run_step(gradients, run.step, batch, opening)
-                            step_s, done, failures = time.perf_counter() - started, opening.number, 0
+                            step_s, done = time.perf_counter() - started, opening.number
                             self.accepted += is_fresh
                             self.dropped += not is_fresh
                             progress.note(opening.done, step_s, real_scalars(outcome), not is_fresh)
@@ -128,7 +128,7 @@ class Sync(Strategy):
                         if is_fresh or not self._requeue:
                             batches.take(opening.done + 1)
                         # Wait even without another batch: after the loop the variables have this round's update.
-                        opening = following or part.next(done)
+                        opening, failures = following or part.next(done), 0
                         progress.reached(opening.done)
                         if batches.newest is END:
                             return
@@ -137,8 +137,10 @@ class Sync(Strategy):
                     # After a return to a snapshot the openings and accumulators from before it are no more.
                     is_loss = isinstance(error, TaskLost) or self._cluster.epoch != epoch
                     failures += 1
-                    if batches.is_taking or not is_loss or not is_recovered(self._cluster, error, failures):
+                    if batches.is_taking or not is_loss or not is_recovered(self._cluster, error, failures, epoch):
                         raise
+                    if self._cluster.epoch != epoch:
+                        failures = 0
                     done = -1
         finally:
             part.leave(done)

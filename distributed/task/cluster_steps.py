@@ -115,7 +115,7 @@ class ClusterSteps:
         """Return the identities of the steps of a loop over steps of `run`; `loop_ended` must follow."""
         with self._open_lock:
             self._open[run] += 1
-            return LoopSteps(run, self._unfinished.setdefault(run, set()))
+            return LoopSteps(run, self._unfinished.setdefault(run, set()), lambda: self.epoch)
 
     def loop_ended(self, steps: LoopSteps) -> None:
         """Free the results that tasks keep for new attempts at a loop's steps, except for steps that have not ended."""

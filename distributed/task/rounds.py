@@ -135,7 +135,11 @@ class Rounds:
         return [OpenRound(self.number), *self._enough()]
 
     def ready(self, request: int, worker: str, done: int) -> list[RoundCommand]:
-        """Handle a worker that is done with the opening `done` (-1: none yet), and requests the next one."""
+        """Handle a worker that is done with the opening `done` (-1: none yet), and requests the next one.
+
+        A worker that left, or lost its connection, after it had given a gradient for the open round, waits as if it had
+        not left: a second gradient would take the place of another worker's.
+        """
         before: list[RoundCommand] = []
         if worker in self.requests:
             before = [Refuse(self.requests.pop(worker), f"a later request of {worker} has taken the place of this one")]
@@ -147,9 +151,7 @@ class Rounds:
         self.workers.add(worker)
         self.taking_part.add(worker)
         self.left.discard(worker)
-        if done < self.number:
-            # A worker that is new here, or was declared dead, has given nothing for this opening.
-            self.given.discard(worker)
+        if done < self.number and worker not in self.given:
             return [*before, Announce(request, self.number, self.done), *self._enough()]
         self.requests[worker] = request
         self.given.add(worker)

@@ -137,6 +137,7 @@ class StepAggregator:
             message.handles,
             arrays[: len(message.before)],
             arrays[len(message.before) :],
+            message.epoch,
         )
         # The sender may not know yet of all workers that have left.
         workers = tuple(worker for worker in message.workers if not self._has_left(worker))
@@ -257,7 +258,10 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _MeanUpdate:
-    """The accumulator of a run, its name and key, and the plans that apply its averages."""
+    """The accumulator of a run, its name and key, and the plans that apply its averages.
+
+    `epoch`  number of returns to a snapshot that the worker knows, which has registered the plans
+    """
 
     name: str
     key: str
@@ -266,6 +270,7 @@ class _MeanUpdate:
     handles: Mapping[str, int]
     before: Sequence[Any]
     after: Sequence[Any]
+    epoch: int
 
 
 @dataclass
@@ -472,7 +477,9 @@ class _AggregatedRun:
             return
 
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
-        round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done)
+        # This task may have got state only after the others had returned to a snapshot.
+        epoch = max(self.accumulators.epoch, update.epoch)
+        round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch)
         try:
             self.start(update.handles, [*update.before, *mean, *update.after], ended, round_)
         except Exception as error:

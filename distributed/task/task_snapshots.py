@@ -229,7 +229,7 @@ class TaskSnapshots:
         for step in self._runs.steps():
             self._runs.cancel(step, error)
         # First the record: an attempt that has begun before changes nothing any more.
-        self._store.applied.return_to(part.applied)
+        self._store.applied.return_to(part.applied, message.epoch)
         for name in message.unsaved:
             self._store.table.forget(name, f"{name!r} {_MADE_SINCE}", _MAKE_AGAIN, TaskLost)
             self._resources.forget(name, f"{name!r} {_MADE_SINCE}", _MAKE_AGAIN, TaskLost)

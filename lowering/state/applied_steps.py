@@ -10,7 +10,9 @@ that one: the order of these is the order of the program.
 
 Invariants: a change is recorded before it is made, so of two concurrent attempts one makes it; a change that failed is
 not recorded. A part that ended without an error is recorded as a whole. An attempt whose next change
-another one is making waits for its results, and makes the change if that one fails.
+another one is making waits for its results, and makes the change if that one fails. A step that began before the
+process returned to an earlier record is refused, also if its message comes later: it would end steps that are to be
+done again.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from dflow.lowering.queues.pending_operations import Cancel, OnResults, Results
 from dflow.lowering.state.kept_results import KeptRun, RunResults, StepChange
 from dflow.lowering.values.index_set import IndexSet
 from dflow.lowering.values.outcome import Outcome
-from dflow.tracing.errors import DeadlineExceeded, StepCancelled, StepEnded, StrategyError
+from dflow.tracing.errors import DeadlineExceeded, StepCancelled, StepEnded, StrategyError, TaskLost
 
 LOGGER = logging.getLogger("dflow")
 
@@ -43,12 +45,14 @@ class StepOfRun(NamedTuple):
     """A call of a function in step `number` of the run `run`; `call` is its number among the calls in the step.
 
     unfinished  numbers of earlier steps that the process of this attempt began, and that have not ended everywhere
+    epoch       number of returns of all tasks to a snapshot before the attempt began
     """
 
     run: str
     number: int
     call: int = 0
     unfinished: tuple[int, ...] = ()
+    epoch: int = 0
 
 
 class OwnStep(StepOfRun):
@@ -102,6 +106,8 @@ class AppliedSteps:
         self._lock = threading.Condition(threading.Lock())
         self._by_call: dict[tuple[str, int], _CallRecord] = {}
         self._results: dict[str, RunResults] = {}
+        #: Number of the newest return to an earlier record.
+        self._epoch = 0
 
     def copy(self) -> AppliedCopy:
         """Return a copy of the record, made while no step of a run changes state."""
@@ -118,10 +124,14 @@ class AppliedSteps:
             kept = tuple(results.copy(run, arrays) for run, results in self._results.items())
             return AppliedCopy(calls, tuple(one for one in kept if one.ended or one.steps), arrays)
 
-    def return_to(self, copy: AppliedCopy) -> None:
-        """Return to a copy of the record. Attempts that have begun change nothing any more: they fail."""
+    def return_to(self, copy: AppliedCopy, epoch: int) -> None:
+        """Return to a copy of the record, as all tasks do for the `epoch`th time.
+
+        Attempts that have begun change nothing any more: they fail.
+        """
         arrays = iter(copy.arrays)
         with self._lock:
+            self._epoch = epoch
             for record in self._by_call.values():
                 record.is_void = True
             self._results = {one.run: RunResults.of(one, arrays) for one in copy.kept}
@@ -138,9 +148,16 @@ class AppliedSteps:
         """Return a new attempt at the part of a step.
 
         owner   identity of the process that does the step, which does one step of the run at a time
-        raises  StepEnded if the step has ended on all tasks, and its results are not kept any more
+        raises  StepEnded if the step has ended on all tasks, and its results are not kept any more; TaskLost if the
+                process has returned to an earlier record since the attempt began
         """
         with self._lock:
+            if step.epoch < self._epoch:
+                raise TaskLost(
+                    f"step {step.number} of run {step.run!r} began before return {self._epoch} of all tasks to a "
+                    f"snapshot: expected a step of after it, got one of after return {step.epoch}",
+                    "let the loop do it again",
+                )
             results = self._results.setdefault(step.run, RunResults())
             _refuse_ended(step, results)
             applied = self._by_call.setdefault((step.run, step.call), _CallRecord(results))

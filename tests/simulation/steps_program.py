@@ -167,7 +167,7 @@ class StepsWorker(TrainingWorker):
         self, run: str, prefetch: int, max_staleness: int | None = None, job: str = "ps", *, is_one_call: bool = False
     ) -> Iterator[SharedStep]:
         """Return the context of a loop whose steps begin ahead."""
-        steps = LoopSteps(run, self._unfinished)
+        steps = LoopSteps(run, self._unfinished, lambda: self.epoch)
         self._loop = StepsAhead(self._starter, steps, prefetch, clock=lambda: self._tasks.events.now_s)
 
         @contextmanager

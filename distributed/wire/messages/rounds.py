@@ -172,7 +172,8 @@ class OpenRounds(Request[Ok], frozen=True):
     In each of `rounds` rounds this task takes the mean of `wanted` gradients from the accumulator. It then starts the
     update, a step over the registered plans `handles` (by task). In this step the other tasks take the mean of the same
     gradients. The payload holds the arrays fed `before` the mean and those fed `after` it. `workers` take part. The
-    accumulator is held under `key`, which has the worker's container before its name.
+    accumulator is held under `key`, which has the worker's container before its name. `epoch` is the number of returns
+    of all tasks to a snapshot before the plans were registered.
     """
 
     name: str
@@ -184,6 +185,7 @@ class OpenRounds(Request[Ok], frozen=True):
     handles: dict[str, int]
     before: tuple[ArrayInfo, ...] = ()
     after: tuple[ArrayInfo, ...] = ()
+    epoch: int = 0
 
 
 class RoundOpen(Message, frozen=True):

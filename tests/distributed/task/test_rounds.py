@@ -72,6 +72,15 @@ def test_a_worker_that_died_after_it_gave_its_gradient_leaves_the_others_theirs(
     assert run.updated() == [OpenRound(1), SetEnough(2)]
 
 
+@pytest.mark.parametrize("done", [0, None], ids=["left", "was lost"])
+def test_a_worker_that_comes_back_gives_no_second_gradient_for_a_round(done: int | None) -> None:
+    run = opened(wanted=2)
+    assert last(run.ready(1, A, -1), run.ready(2, A, 0)) == []
+    run.leave(A, done)
+    assert last(run.began(A), run.ready(3, A, -1)) == []
+    assert last(run.updated()) == [OpenRound(1), SetEnough(2), Announce(3, 1, 1)]
+
+
 def test_a_worker_without_data_counts_where_it_gave_and_not_afterwards() -> None:
     run = opened()
     assert last(run.ready(1, A, -1), run.leave(A, 0)) == []

@@ -292,6 +292,6 @@ def test_a_failed_round_that_is_in_a_snapshot_keeps_its_identity_in_another_proc
     other.host.return_to([copy], 1)
     other.open(rounds=3)
     other.averages[0]((np.zeros(1, np.float32),))
-    assert other.rounds == run.rounds
+    assert other.rounds == [one._replace(epoch=1) for one in run.rounds]
     with pytest.raises(CheckpointError, match="expected round 0 on all tasks or none"):
         other.host.copy()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from dflow.lowering.queues.pending_operations import Cancel, OnResults
 from dflow.lowering.state.applied_steps import AppliedCopy, AppliedSteps, OwnStep, StepAttempt, StepOfRun
-from dflow.tracing.errors import DeadlineExceeded, QueueClosed, StepCancelled, StepEnded, StrategyError
+from dflow.tracing.errors import DeadlineExceeded, QueueClosed, StepCancelled, StepEnded, StrategyError, TaskLost
 from tests.effort import examples
 
 STEPS = 12
@@ -51,7 +51,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.first, self.second = AppliedSteps(), AppliedSteps()
-        self.queue, self.tickets = Elements(), 0
+        self.queue, self.tickets, self.epoch = Elements(), 0, 0
         self.seen: list[tuple[int, int]] = []
 
     def ticket(self) -> Sequence[Any]:
@@ -66,8 +66,9 @@ class Tasks:
     def return_to(self, copy: Any) -> None:
         """Return to a snapshot."""
         first, second, queue, self.tickets, seen = copy
-        self.first.return_to(first)
-        self.second.return_to(second)
+        self.epoch += 1
+        self.first.return_to(first, self.epoch)
+        self.second.return_to(second, self.epoch)
         self.queue.left = list(queue)
         self.seen = list(seen)
 
@@ -127,7 +128,7 @@ class Run:
             self.pool -= {*worker.claim}
         if worker.claim:
             number = worker.claim[worker.done]
-            of = StepOfRun("run", number, 0, tuple(worker.unfinished - {number}))
+            of = StepOfRun("run", number, 0, tuple(worker.unfinished - {number}), self.tasks.epoch)
             try:
                 first, second = (one.attempt(of, worker.life) for one in (self.tasks.first, self.tasks.second))
             except StepEnded:
@@ -311,12 +312,24 @@ def test_a_copy_has_the_results() -> None:
     copy = applied.copy()
     assert len(copy.arrays) == 1
     other = AppliedSteps()
-    other.return_to(copy)
+    other.return_to(copy, 1)
+    step = step._replace(epoch=1)
     assert taken(other.attempt(step, "a"), queue) == 1
     with pytest.raises(StepEnded):
-        other.attempt(StepOfRun("run", 0))
-    other.return_to(AppliedCopy())
-    assert taken(other.attempt(step, "a"), queue) == 2
+        other.attempt(StepOfRun("run", 0, epoch=1))
+    other.return_to(AppliedCopy(), 2)
+    assert taken(other.attempt(step._replace(epoch=2), "a"), queue) == 2
+
+
+def test_a_step_whose_message_comes_after_a_return_ends_no_earlier_one() -> None:
+    applied, queue = AppliedSteps(), Elements()
+    assert taken(applied.attempt(StepOfRun("run", 0), "a"), queue) == 0
+    copy, late = applied.copy(), StepOfRun("run", 1)
+    applied.return_to(copy, 1)
+    with pytest.raises(TaskLost, match="step 1 of run 'run' began before return 1 of all tasks"):
+        applied.attempt(late, "a")
+    assert taken(applied.attempt(StepOfRun("run", 0, epoch=1), "a"), queue) == 0
+    assert taken(applied.attempt(late._replace(epoch=1), "a"), queue) == 1
 
 
 def test_results_of_programs_are_kept_on_request() -> None:
