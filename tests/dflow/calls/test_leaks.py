@@ -6,7 +6,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,47 +17,37 @@ import dflow
 from dflow.tracing.jax_frontend import LivingTraces
 from dflow.tracing.jaxprs.leaks import LeakedTracerWarning, leaks
 
-pytestmark = pytest.mark.usefixtures("all_holders")
-KEPT: list[Any] = []
-LAST: Any = None
-BOX = SimpleNamespace()
-
-
-def to_a_global(value: Any) -> None:
-    globals()["LAST"] = value
-
-
-def to_a_closure(value: Any) -> None:
-    KEPT.append(lambda: value)
-
-
-WAYS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "list": (KEPT.append, "as element 0 of a list"),
-    "attribute": (lambda value: setattr(BOX, "hidden", value), "as attribute 'hidden' of a SimpleNamespace"),
-    "global": (to_a_global, "as global 'LAST' of module .*test_leaks"),
-    "dict": (lambda value: KEPT.append({"h": value}), "under 'h' in a dict"),
-    "closure": (to_a_closure, "by a function that closes over it"),
+#: Functions of a module and a value, which keep the value in the module.
+WAYS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "list": (lambda home, value: home.kept.append(value), "as element 0 of a list"),
+    "attribute": (
+        lambda home, value: setattr(home.box, "hidden", value),
+        "as attribute 'hidden' of a SimpleNamespace",
+    ),
+    "global": (lambda home, value: setattr(home, "last", value), "as global 'last' of module home"),
+    "dict": (lambda home, value: home.kept.append({"h": value}), "under 'h' in a dict"),
+    "closure": (lambda home, value: home.kept.append(lambda: value), "by a function that closes over it"),
 }
 
 
-@pytest.fixture(autouse=True)
-def forgets() -> Any:
-    yield
-    KEPT.clear()
-    BOX.__dict__.clear()
-    to_a_global(None)
+@pytest.fixture
+def home() -> Any:
+    """A module that the collector sees: those imported earlier are frozen, and each search of them takes a second."""
+    module: Any = ModuleType("home")
+    module.kept, module.box = [], SimpleNamespace()
+    return module
 
 
 @pytest.mark.parametrize("has_state", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_keeps_a_value_is_named_at_the_line_that_made_it(way: str, has_state: bool) -> None:
+def test_what_keeps_a_value_is_named_at_the_line_that_made_it(home: Any, way: str, has_state: bool) -> None:
     v = dflow.Variable(1.0)
     keep, holder = WAYS[way]
 
     @dflow.jit
     def f(x: Any) -> Any:
         doubled = x * 2
-        keep(doubled)
+        keep(home, doubled)
         return doubled.sum() + (v if has_state else 0.0)
 
     with pytest.warns(LeakedTracerWarning, match=rf"a value of f, f32\[3\], is kept after its trace: {holder}") as seen:
@@ -69,10 +59,10 @@ def test_what_keeps_a_value_is_named_at_the_line_that_made_it(way: str, has_stat
         f(jnp.ones(3))
 
 
-def test_a_value_kept_by_a_function_called_within_is_named_too() -> None:
+def test_a_value_kept_by_a_function_called_within_is_named_too(home: Any) -> None:
     @dflow.jit
     def inner(x: Any) -> Any:
-        KEPT.append(x + 1)
+        home.kept.append(x + 1)
         return x
 
     with pytest.warns(LeakedTracerWarning, match="a value of inner, "):
