@@ -12,16 +12,14 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, FOR_LONG, FOR_ONCE, examples, factor, quick_compilation
+from tests.effort import DEFAULT_EXAMPLES, FOR_LONG, FOR_ONCE, examples, factor, outside_the_half, quick_compilation
 
 #: Folders whose tests are all as those marked `once`: of connections, processes and files, which compile little.
-ONCE = (
-    "tests/lowering/files/",
-    "tests/simulation/",
-    *(
-        f"tests/distributed/{folder}/"
-        for folder in ("coordinator", "launching", "observe", "process", "task", "transport", "wire", "worker")
-    ),
+ONCE = ("tests/distributed/launching/", "tests/lowering/files/", "tests/simulation/")
+#: Such folders that CI runs on its second Python alone, so that both runs take about as long.
+ONCE_ON_SECOND = tuple(
+    f"tests/distributed/{folder}/"
+    for folder in ("coordinator", "observe", "process", "task", "transport", "wire", "worker")
 )
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
@@ -100,9 +98,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that CI runs on the other Python, or not at all, in a run with few random cases."""
+    is_first, is_short = factor() >= FOR_ONCE, factor() < FOR_LONG
+    outside = outside_the_half(item.nodeid for item in items if not item.nodeid.startswith(ONCE_ON_SECOND))
     for item in items:
-        is_once = item.get_closest_marker("once") or item.nodeid.startswith(ONCE)
-        if (is_once and factor() < FOR_ONCE) or (item.get_closest_marker("long") and factor() < FOR_LONG):
+        if item.nodeid.startswith(ONCE_ON_SECOND):
+            is_elsewhere = is_first and is_short
+        else:
+            is_once = item.get_closest_marker("once") or item.nodeid.startswith(ONCE)
+            is_elsewhere = item.nodeid in outside or bool(is_once and not is_first)
+        if is_elsewhere or (item.get_closest_marker("long") and is_short):
             item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
 
 

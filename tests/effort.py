@@ -5,20 +5,26 @@ Each test declares its number of cases in `make test`, and one factor multiplies
 `DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` uses a larger
 one, and CI smaller ones, which also leave out the tests marked `long`. The random cases of its second Python are a part
 of the first one's, and it has no tests that are marked `once`.
+
+`DFLOW_TEST_HALF` is 0 or 1: the half of the cases of each parametrised test that the second Python runs. CI takes it
+from the commit, so a few commits together have all cases.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from fractions import Fraction
 from importlib.metadata import version
 
-VARIABLE = "DFLOW_TEST_EFFORT"
+VARIABLE, HALF_VARIABLE = "DFLOW_TEST_EFFORT", "DFLOW_TEST_HALF"
 #: Least factor of a run that has the tests marked `long`, and of one that has those marked `once`.
 FOR_LONG, FOR_ONCE = Fraction(1, 2), Fraction(1, 6)
 #: Number of Hypothesis cases of a test that declares none.
 DEFAULT_EXAMPLES = 100
+#: A test with fewer cases has all of them in each run.
+LEAST_HALVED = 4
 
 
 def factor() -> Fraction:
@@ -36,6 +42,20 @@ def factor() -> Fraction:
 def examples(count: int) -> int:
     """Number of cases of a test that declares `count` for `make test`."""
     return math.ceil(count * factor())
+
+
+def outside_the_half(ids: Iterable[str]) -> set[str]:
+    """Return the test ids outside the half of this run; none when the environment asks for no half."""
+    half = os.environ.get(HALF_VARIABLE, "")
+    if not half:
+        return set()
+    if half not in ("0", "1"):
+        raise ValueError(f"{HALF_VARIABLE}: expected 0 or 1, got {half!r}")
+    tests: dict[str, list[str]] = {}
+    for case in ids:
+        tests.setdefault(case.partition("[")[0], []).append(case)
+    halved = (cases for cases in tests.values() if len(cases) >= LEAST_HALVED)
+    return {case for cases in halved for case in cases[1 - int(half) :: 2]}
 
 
 def quick_compilation() -> str:

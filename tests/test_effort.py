@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, VARIABLE, examples, factor
+from tests.effort import DEFAULT_EXAMPLES, HALF_VARIABLE, VARIABLE, examples, factor, outside_the_half
 
 FILES = sorted(Path(__file__).parent.rglob("*.py"))
 
@@ -29,6 +29,21 @@ def test_what_is_no_factor_is_named(given: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv(VARIABLE, given)
     with pytest.raises(ValueError, match=f"{VARIABLE} is '.*', not a positive number"):
         factor()
+
+
+def test_two_halves_are_all_cases_of_a_table_and_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large = [f"a.py::small[{n}]" for n in range(3)], [f"a.py::large[{n}]" for n in range(5)]
+    ids = ["a.py::single", *small, *large]
+    outside = {}
+    for half in ("0", "1"):
+        monkeypatch.setenv(HALF_VARIABLE, half)
+        outside[half] = outside_the_half(ids)
+    assert (outside["0"], outside["1"]) == (set(large[1::2]), set(large[0::2]))
+    monkeypatch.delenv(HALF_VARIABLE)
+    assert outside_the_half(ids) == set()
+    monkeypatch.setenv(HALF_VARIABLE, "2")
+    with pytest.raises(ValueError, match=f"{HALF_VARIABLE}: expected 0 or 1, got '2'"):
+        outside_the_half(ids)
 
 
 def test_a_test_without_settings_of_its_own_is_multiplied_too() -> None:

@@ -42,8 +42,8 @@ ALONE = (
 )
 #: Those that take 5 s of processor time or more. The parts that they start have other tests.
 LONG = {
-    "billion", "checkpoint", "convnets", "copies", "language_model", "many_workers", "network", "peers_training",
-    "recovery", "replicas", "serving", "soak",
+    "billion", "checkpoint", "convnets", "copies", "dashboard", "embedding", "language_model", "many_variables",
+    "many_workers", "network", "peers_training", "recovery", "replicas", "serving", "soak", "startup", "sync_steps",
 }  # fmt: skip
 SHARED = ",".join(name for name in NAMES if name not in ALONE)
 DEADLINE_S = 300

@@ -139,7 +139,7 @@ def test_a_task_returns_to_the_bits_of_the_committed_snapshot(
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("begin", [1, 2, 3, 4])
+@pytest.mark.parametrize("begin", [2, *(pytest.param(begin, marks=pytest.mark.long) for begin in (1, 3, 4))])
 def test_after_a_fault_at_any_operation_the_task_returns_to_the_committed_snapshot(tmp_path: Path, begin: int) -> None:
     first, cluster = begin, Cluster(tmp_path, seed=begin)
     cluster.snapshot(is_committed=True)

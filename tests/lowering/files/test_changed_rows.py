@@ -32,15 +32,16 @@ SHAPE, ROW_BYTES = (64, 16), 16 * 4 + 8
 DTYPES = [*map(np.dtype, ("float32", "float64", "int8", "int64", "bool", "complex64", "uint16"))]
 DTYPES += [np.dtype(dtype) for dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e8m0fnu)]
 SHAPES = [(48,), (40, 3), (33, 2, 4), (7, 64), (2, 200)]
+#: Sizes with which small arrays are written as large ones are: in several chunks, compared in several pieces.
+SMALL = ((changed_rows, "LEAST_BYTES", 32), (changed_rows, "_PIECE_BYTES", 100), (array_files, "_CHUNK_BYTES", 1000))
+REAL = [(module, name, getattr(module, name)) for module, name, _ in SMALL]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_sizes() -> Iterator[None]:
-    """Have small arrays written as large ones are: in several chunks, compared in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(changed_rows, "LEAST_BYTES", 32)
-        patch.setattr(changed_rows, "_PIECE_BYTES", 100)
-        patch.setattr(array_files, "_CHUNK_BYTES", 1000)
+        for module, name, size in SMALL:
+            patch.setattr(module, name, size)
         yield
 
 
@@ -127,7 +128,8 @@ def test_values_that_compare_equal_or_nearly_are_changes(tmp_path: Path, before:
 def test_few_bytes_are_written_for_a_large_table_of_which_few_rows_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.undo()
+    for module, name, size in REAL:
+        monkeypatch.setattr(module, name, size)
     value = table((20_000, 64))
     _, older = write(tmp_path / "1", {"table": jnp.array(value)}, None)
     value = changed(value, *range(0, 20_000, 1000))
