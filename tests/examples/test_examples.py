@@ -155,6 +155,7 @@ def test_a_language_model_trains_by_the_full_softmax(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.once
+@pytest.mark.long
 def test_a_language_model_on_a_cluster_trains_by_the_sampled_softmax() -> None:
     words = ("-m", "dflow", "launch", "--all-tables", "--ps", "2", "--workers", "1", "examples/language_model.py")
     options = ("--steps", "100", "--vocabulary", "200", "--softmax", "sampled")

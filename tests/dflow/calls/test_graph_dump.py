@@ -6,8 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dflow.lowering.local import METER
 from dflow.lowering.pipeline import pipeline
+
+pytestmark = pytest.mark.once
 
 DEADLINE_S = 100.0
 

@@ -21,6 +21,7 @@ import pytest
 import dflow
 from dflow.state_backends import LOCAL
 from dflow.tracing.errors import VariableError
+from tests.effort import FOR_LONG, factor
 
 # Each case compiles its functions again.
 pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
@@ -35,6 +36,9 @@ FILES = (
 )
 
 DEADLINE_S = 20.0
+
+#: A run with few cases has every third check.
+APART = 1 if factor() >= FOR_LONG else 3
 
 #: After these instructions CPython checks for signals.
 LOOKING = ("CALL", "CALL_FUNCTION_EX", "RESUME", "JUMP_BACKWARD")
@@ -163,9 +167,9 @@ WORKS: dict[str, tuple[Callable[[Model], Any], tuple[float, float]]] = {
 def places(model: Model, name: str, handler: Callable[[], Any]) -> Iterator[tuple[tuple[float, float], bool]]:
     """Call `handler` at each check for signals; yield the values before it, and whether it interrupted the work."""
     work, _ = WORKS[name]
-    place = 0
+    place = len(name) % APART
     while True:
-        place += 1
+        place += APART
         model.both()
         before, was_interrupted = model.values(), False
         try:

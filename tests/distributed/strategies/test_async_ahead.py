@@ -22,6 +22,8 @@ from dflow.testing import MemoryCluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.waiting import until
 
+pytestmark = pytest.mark.once
+
 
 @pytest.fixture(autouse=True)
 def no_pause_is_long(monkeypatch: pytest.MonkeyPatch) -> None:

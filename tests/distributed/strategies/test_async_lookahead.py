@@ -26,6 +26,8 @@ from dflow.tracing.errors import InputError
 from tests.distributed.waiting import until
 from tests.effort import examples
 
+pytestmark = pytest.mark.once
+
 ROWS, IDS = 10, 4
 #: Steps of a run that ends with its batches, before the worker's first claim does.
 MANY = 1000

@@ -28,7 +28,7 @@ from tests.distributed.strategies.sync_programs import DEADLINE_S, SOON, Turns, 
 from tests.distributed.waiting import until
 
 #: All tests make their steps by one function.
-pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
 
 
 class Counted:

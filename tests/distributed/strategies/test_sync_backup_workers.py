@@ -17,7 +17,7 @@ from dflow.tracing.errors import StrategyError
 from tests.distributed.strategies.sync_programs import Sync, Turns, pair, together
 
 #: All tests make their steps by one function.
-pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
 
 
 def slow_third(workers: list[Cluster], *, requeue: bool) -> tuple[list[Any], Any]:

@@ -21,7 +21,7 @@ from dflow.tracing.errors import DeadlineExceeded, DflowError, RemoteError, Task
 from tests.distributed.strategies.sync_programs import SOON, Sync, Turns, pair, together
 
 #: All tests make their steps by one function.
-pytestmark = pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")
+pytestmark = [pytest.mark.once, pytest.mark.filterwarnings("ignore::dflow.RetraceWarning")]
 
 
 def test_a_worker_that_dies_within_a_round_is_not_waited_for(workers: list[Cluster]) -> None:

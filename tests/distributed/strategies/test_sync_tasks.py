@@ -19,6 +19,8 @@ from dflow.testing import MemoryCluster
 from dflow.tracing.errors import DflowError
 from tests.distributed.strategies.sync_programs import Sync, together
 
+pytestmark = pytest.mark.once
+
 
 def bytes_sent(memory: MemoryCluster, workers: list[Cluster]) -> Counter[tuple[str, str]]:
     """The bytes that tasks have sent, by the jobs of both ends."""

@@ -44,7 +44,7 @@ for metrics in dflow.distributed.Async(cluster).run(step, batches(), steps=200):
 )
 
 
-@pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.once)])
+@pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGTERM", marks=pytest.mark.long)])
 def test_a_killed_worker_leaves_its_steps_to_the_others(tmp_path: Path, signal: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN.replace("signal.SIGNAL", f"signal.{signal}"))
     with Spawned(
