@@ -161,14 +161,14 @@ def synchronously(strategy: Callable[[Cluster], Strategy], differ: bool = True) 
 
         done = on_all(clusters, work)
         reference, means = pair.kind.reference(), 0.0
-        for number in range(max(steps for _, _, steps in done)):
+        # With backup workers, a worker whose gradient came too late may pass over a round: each does three or fewer.
+        for number in NUMBERS:
             for index, (_, _, steps) in enumerate(done):
                 if number < steps:
                     reference.write(batches(index)[number])
-            if number < len(NUMBERS):
-                both = pair.joined([2 * number, 2 * number + 1] if differ else [1, 1])
-                reference.train(both)
-                means += both["x"].mean()
+            both = pair.joined([2 * number, 2 * number + 1] if differ else [1, 1])
+            reference.train(both)
+            means += both["x"].mean()
         held, companion, _ = done[0]
         outcome: Outcome = [("content", held.state(), reference.state())]
         if companion is not None:
