@@ -17,7 +17,8 @@ from dflow.tracing.devices.task_name import short_task_name, split_task_name
 def usage_table(before: Mapping[str, TaskState], now: Mapping[str, TaskState], took_s: float, *, most: int) -> Table:
     """Return the use of the processor and the messages per part of a step, between two states `took_s` apart.
 
-    *missed* is the mean number of updates by other steps between a part's read of variables and its own update of them.
+    *missed* is the mean number of updates by other steps between a part's read of variables and its own update of them,
+    in asynchronous training; a task without such parts has none.
     A row of a task without `usage`, or that was started again, is left out. At most `most` tasks have a row.
     """
     columns = ("parts/s", "processor", "Python", "XLA's threads", "wake-ups", "messages", "values", "bytes", "missed")

@@ -50,8 +50,8 @@ class PlanRuns:
 
     threads  runs each submitted function immediately, on a thread that may wait
     counts   number of ended plans by outcome
-    updates  number of ended plans that changed variables
-    missed   number of these that ended while another such plan ran: the sum over all plans
+    updates  number of ended plans of asynchronous steps that changed variables
+    missed   number of updates of any step that ended while such a plan ran: the sum over these plans
     """
 
     def __init__(self, task: str, store: Store, channel: TaskChannel, recorder: Recorder, threads: Executor) -> None:
@@ -59,6 +59,8 @@ class PlanRuns:
         self._threads = threads
         self.counts = StepCounts()
         self.updates = self.missed = 0
+        #: Number of ended plans of any step that changed variables.
+        self._all_updates = 0
         self._lock = threading.Lock()
         #: The runs, each with the time when it began, and the count of updates when it started to read.
         self._runs: dict[StepId, tuple[Execution | StraightRun, int, int]] = {}
@@ -114,7 +116,7 @@ class PlanRuns:
                 raise InternalError(f"two runs of {self._task} begin after {describe(after)}")
             self._channel.begin(step)
             began_ns = self._recorder.clock()
-            self._runs[step] = run, began_ns, self.updates
+            self._runs[step] = run, began_ns, self._all_updates
             self._recorder.append((began_ns, PART_BEGAN, step, "", ""))
             if after in self._runs:
                 self._followers[after] = step, start, is_next
@@ -196,11 +198,10 @@ class PlanRuns:
                     run.attempt.ended()
                 executable.has_run = True
                 if executable.updates:
-                    self.missed += self.updates - started_at
-                    self.updates += 1
+                    self._count_update(run, started_at)
             follower = self._followers.pop(step, None) if self._followers else None
             if follower is not None and follower[0] in self._runs:  # and was not cancelled
-                self._runs[follower[0]] = *self._runs[follower[0]][:2], self.updates
+                self._runs[follower[0]] = *self._runs[follower[0]][:2], self._all_updates
         self._channel.finish(step)
         ended_ns = self._recorder.clock()
         self._recorder.append((ended_ns, PART_ENDED, step, "", text))
@@ -217,6 +218,13 @@ class PlanRuns:
             # The report must not wait for values that the task uses later.
             on_done(outcome)
             start()
+
+    def _count_update(self, run: Execution | StraightRun, started_at: int) -> None:
+        """Count a plan that has changed variables; the lock is held."""
+        if run.attempt is None or not run.attempt.is_synchronous:
+            self.missed += self._all_updates - started_at
+            self.updates += 1
+        self._all_updates += 1
 
 
 class _Queue(threading.local):

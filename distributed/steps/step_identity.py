@@ -24,10 +24,14 @@ class LoopSteps:
 
     unfinished  the numbers of the run's steps that this process began and that have not ended; shared by its loops
     epoch       returns the number of returns of all tasks to a snapshot
+    is_synchronous  as in `StepOfRun`
     """
 
-    def __init__(self, run: str, unfinished: set[int], epoch: Callable[[], int] = lambda: 0) -> None:
+    def __init__(
+        self, run: str, unfinished: set[int], epoch: Callable[[], int] = lambda: 0, *, is_synchronous: bool = False
+    ) -> None:
         self.run, self._unfinished, self._newest_epoch = run, unfinished, epoch
+        self._is_synchronous = is_synchronous
         #: The run of this process's own part of the steps.
         self.own_run = f"loop {next(_loops)}"
         #: The other tasks that had a part in a step.
@@ -67,7 +71,7 @@ class LoopSteps:
 
     def of(self, number: int, call: int = 0) -> StepOfRun:
         """Return the identity of a call in a step for other tasks."""
-        return StepOfRun(self.run, number, call, self.unfinished(number), self._epoch)
+        return StepOfRun(self.run, number, call, self.unfinished(number), self._epoch, self._is_synchronous)
 
     @property
     def current(self) -> StepOfRun:
@@ -77,7 +81,8 @@ class LoopSteps:
     @property
     def own(self) -> OwnStep:
         """The identity of the newest call in the step for this process."""
-        return OwnStep(self.own_run, self._ended, self._calls - 1, epoch=self._epoch)
+        numbers = self._ended, self._calls - 1
+        return OwnStep(self.own_run, *numbers, epoch=self._epoch, is_synchronous=self._is_synchronous)
 
     def unfinished(self, number: int | None = None) -> tuple[int, ...]:
         """Return the numbers of the steps that have not ended, but `number`."""

@@ -88,7 +88,8 @@ class RoundPart:
         #: Number of returns to a snapshot before the newest round was opened.
         self._epoch = 0
         # This process alone does them: the next one of this task cannot know which of them are in an average.
-        self._steps = cluster.steps.loop_steps(f"{run}\nsteps of {cluster.task} {cluster.steps.server.starter.first}")
+        own = f"{run}\nsteps of {cluster.task} {cluster.steps.server.starter.first}"
+        self._steps = cluster.steps.loop_steps(own, is_synchronous=True)
 
     def _placed(self, place: PlaceVariable) -> str:
         """Return the run's host; if it was lost, once all tasks have returned to a snapshot."""

@@ -111,11 +111,12 @@ class ClusterSteps:
             loop.cancel("the loop ended")
             self.loop_ended(steps)
 
-    def loop_steps(self, run: str) -> LoopSteps:
+    def loop_steps(self, run: str, *, is_synchronous: bool = False) -> LoopSteps:
         """Return the identities of the steps of a loop over steps of `run`; `loop_ended` must follow."""
         with self._open_lock:
             self._open[run] += 1
-            return LoopSteps(run, self._unfinished.setdefault(run, set()), lambda: self.epoch)
+            unfinished = self._unfinished.setdefault(run, set())
+            return LoopSteps(run, unfinished, lambda: self.epoch, is_synchronous=is_synchronous)
 
     def loop_ended(self, steps: LoopSteps) -> None:
         """Free the results that tasks keep for new attempts at a loop's steps, except for steps that have not ended."""

@@ -479,7 +479,7 @@ class _AggregatedRun:
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
         # This task may have got state only after the others had returned to a snapshot.
         epoch = max(self.accumulators.epoch, update.epoch)
-        round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch)
+        round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch, is_synchronous=True)
         try:
             self.start(update.handles, [*update.before, *mean, *update.after], ended, round_)
         except Exception as error:

@@ -46,6 +46,7 @@ class StepOfRun(NamedTuple):
 
     unfinished  numbers of earlier steps that the process of this attempt began, and that have not ended everywhere
     epoch       number of returns of all tasks to a snapshot before the attempt began
+    is_synchronous  whether it is a synchronous step, or a worker's part in one, whose updates miss none of others
     """
 
     run: str
@@ -53,6 +54,7 @@ class StepOfRun(NamedTuple):
     call: int = 0
     unfinished: tuple[int, ...] = ()
     epoch: int = 0
+    is_synchronous: bool = False
 
 
 class OwnStep(StepOfRun):
@@ -187,6 +189,7 @@ class StepAttempt:
 
     def __init__(self, step: StepOfRun, applied: _CallRecord, lock: threading.Condition, owner: str) -> None:
         self._step, self._applied, self._lock, self._owner = step, applied, lock, owner
+        self.is_synchronous = step.is_synchronous
         #: Whether it is also an attempt at the changes that programs make.
         self.covers_programs = not isinstance(step, OwnStep)
         #: Number of changes of this attempt by key, made or skipped.

@@ -81,7 +81,7 @@ class TaskUsage(msgspec.Struct, frozen=True):
     `messages`    number of messages with values that it sent; a message may carry a bundle of several values
     `values`      number of values in them
     `size_bytes`  total size of the values
-    `updates`     number of parts that changed variables here
+    `updates`     number of parts of asynchronous steps that changed variables here
     `missed`      number of updates by other steps between such a part's read of the variables and its own update: the
                   sum over all parts
     """

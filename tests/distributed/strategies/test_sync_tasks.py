@@ -58,6 +58,7 @@ def test_a_gradient_travels_once_and_averages_do_not_travel(
         list(Sync(cluster).run(step, itertools.repeat(1.0), steps=rounds, name="run"))
 
     together(workers, work)
+    assert [(task.server.runs.updates, task.server.runs.missed) for task in memory.tasks.values()] == [(0, 0)] * 2
     sent = bytes_sent(memory, workers)
     gradients = 3 * rounds * 4 * 4 * 64 * 64
     assert gradients <= sent["worker", "ps"] < gradients * 1.01

@@ -16,6 +16,7 @@ from dflow.distributed.wire.messages.connection import Introduce, Ok
 from dflow.distributed.wire.messages.plans import CancelStep, Registered, RegisterPlan, ReleaseStep, RunPlan
 from dflow.distributed.wire.messages.transfers import Values
 from dflow.lowering.programs.program import export_program
+from dflow.lowering.state.applied_steps import StepOfRun
 from dflow.lowering.steps.plan import Call, Item, Plan, Read, Recv, Send
 from dflow.tracing.ir.types import ArrayType
 from tests.distributed.task.served_tasks import CLIENT, ONES, PS, Cluster, create, read
@@ -175,3 +176,17 @@ def test_updates_by_other_steps_after_the_read_are_counted(cluster: Cluster) -> 
     client.next(2)
     usage = cluster.ps.usage()
     assert (usage.updates, usage.missed) == (4, 3)
+
+
+def test_updates_of_synchronous_steps_miss_none_and_are_missed_by_others(cluster: Cluster) -> None:
+    client = Client(cluster)
+    handle = client.register(cluster, *FETCH, *UPDATE)
+    for number in (1, 2, 3):
+        of = StepOfRun("run", number, is_synchronous=number < 3)
+        client.run(handle, number, of=of)
+        assert client.next() == [("values", number)]
+    for number, missed in ((1, 0), (2, 0), (3, 2)):
+        client.give(number)
+        assert client.next() == [("report", number)]
+        assert cluster.ps.runs.missed == missed
+    assert cluster.ps.usage().updates == 1
