@@ -47,6 +47,8 @@ _MOST_ON_LOOP = 1 << 20
 #: Most bytes of a request about the repository.
 _MOST_SMALL = 1 << 16
 _AGAIN = {"Retry-After": "1"}
+#: The addresses that a request for an unknown path is told.
+_READ = "/v2/models/NAME, /v2/health/ready and /metrics"
 Result = TypeVar("Result")
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -85,7 +87,7 @@ class HttpApi:
         ]
         for path in paths:
             routes += [Route(path, _answering(self._metadata)), Route(f"{path}/ready", _answering(self._model_ready))]
-        app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _no_such_path})
+        app = Starlette(routes=routes, exception_handlers={404: _no_such_path, 405: _other_method})
         app.router.redirect_slashes = False
         self.app = _without_last_slash(app if names is None else _checking_host(app, {*names} | LOCAL_NAMES))
 
@@ -379,9 +381,15 @@ async def _small_body(request: Request) -> bytes:
 
 
 async def _no_such_path(request: Request, error: Exception) -> Response:
-    status = int(getattr(error, "status_code", 404))
-    text = f"there is no {request.method} {request.url.path}; see /v2"
-    return _refused(RefusedRequest(status, text, getattr(error, "headers", None)))
+    text = f"there is no {request.method} {request.url.path}; there is POST /v2/models/NAME/infer, and GET {_READ}"
+    return _refused(RefusedRequest(404, text))
+
+
+async def _other_method(request: Request, error: Exception) -> Response:
+    headers = getattr(error, "headers", None) or {}
+    allowed = " or ".join(sorted(headers.get("Allow", "").split(", ")))
+    text = f"{request.url.path}: expected {allowed}, got {request.method}"
+    return _refused(RefusedRequest(405, text, headers))
 
 
 def _refused(refusal: RefusedRequest) -> Response:

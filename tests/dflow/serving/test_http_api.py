@@ -167,10 +167,24 @@ def test_a_bad_request_is_answered_by_an_error_that_names_it(
 
 
 def test_other_requests_are_refused(url: str) -> None:
-    status, answer, headers = call(url, "/v2/models/scale/infer")
-    assert (status, headers["allow"]) == (405, "POST")
-    assert answer == {"error": "there is no GET /v2/models/scale/infer; see /v2"}
-    assert call(url, "/v3")[:2] == (404, {"error": "there is no GET /v3; see /v2"})
+    for path, body, allowed, method in (
+        ("/v2/models/scale/infer", None, "POST", "GET"),
+        ("/v2/models/scale/versions/1/infer", None, "POST", "GET"),
+        ("/v2/repository/index", None, "POST", "GET"),
+        ("/v2/models/scale/ready", b"", "GET or HEAD", "POST"),
+        ("/metrics", b"", "GET or HEAD", "POST"),
+    ):
+        status, answer, headers = call(url, path, body)
+        assert (status, {*headers["allow"].split(", ")}) == (405, {*allowed.split(" or ")})
+        assert answer == {"error": f"{path}: expected {allowed}, got {method}"}
+    status, answer, _ = call(url, "/v1/models/scale:predict", b"{}")
+    assert (status, answer["error"]) == (
+        404,
+        (
+            "there is no POST /v1/models/scale:predict; there is POST /v2/models/NAME/infer, and GET /v2/models/NAME, "
+            "/v2/health/ready and /metrics"
+        ),
+    )
     assert infer(url, "scale", b"x" * 10_001)[0] == 413
     assert infer(url, "scale", b"x", **{"Content-Encoding": "br"})[:2] == (
         415,
