@@ -20,7 +20,7 @@ from dflow.tables.initial_part import BLOCK_BYTES, largest
 from dflow.tables.shard_vocabulary import BLOCK, ShardVocabulary, first_ledger
 from dflow.tables.sharded_variable import ShardedVariable
 from dflow.tables.vocabulary import FoundIds, Vocabulary, VocabularyCounts
-from dflow.tables.wide_ids import WideIds, wide_ids
+from dflow.tables.wide_ids import WideIds, wide_ids_of
 from dflow.tracing.errors import InputError, VariableError
 from dflow.tracing.jax_frontend import is_tracing
 from dflow.tracing.own_scopes import own_scope
@@ -113,7 +113,7 @@ def refuse_found(ids: Any, table: str) -> None:
 def find(table: Embedding, ids: Any) -> FoundIds:
     """See `Embedding.find`."""
     _own_ids(table)
-    wide = _wide(ids)
+    wide = _wide(ids, table.name)
     if not all(isinstance(size, int) for size in wide.low.shape):
         raise InputError(
             f"find in table {table.name!r}: expected ids of a fixed shape, got {wide.low.shape}",
@@ -128,12 +128,12 @@ def find(table: Embedding, ids: Any) -> FoundIds:
     return compiled
 
 
-def _wide(ids: Any) -> WideIds:
-    wide = ids if isinstance(ids, WideIds) else wide_ids(ids)
+def _wide(ids: Any, table: str) -> WideIds:
+    wide = ids if isinstance(ids, WideIds) else wide_ids_of(ids, f"ids of table {table!r}")
     high, low = jnp.asarray(wide.high), jnp.asarray(wide.low)
     if high.shape != low.shape or {high.dtype, low.dtype} != {jnp.dtype("uint32")}:
         raise InputError(
-            f"wide ids: expected two arrays of uint32 of one shape, got {high.dtype}{[*high.shape]} and "
+            f"ids of table {table!r}: expected two arrays of uint32 of one shape, got {high.dtype}{[*high.shape]} and "
             f"{low.dtype}{[*low.shape]}",
             "make them by dflow.wide_ids",
         )
@@ -172,7 +172,7 @@ def rows_of(found: FoundIds) -> jax.Array:
 
 def looked_up_only(table: Embedding, ids: Any) -> jax.Array:
     """The rows of ids, without a gradient for the table."""
-    wide = _wide(ids)
+    wide = _wide(ids, table.name)
     if is_tracing():
         return _look_up(table, wide)
     rows: jax.Array = table.compiled("look up", lambda ids: _look_up(table, ids))(wide)

@@ -101,7 +101,14 @@ IDS: dict[str, tuple[Any, str]] = {
     "None": (["a", None, "b"], r"got None at \(1,\)"),
     "nan of pandas": (np.array([["a"], [float("nan")]], object), r"got nan at \(1, 0\)"),
     "nan of numbers": (np.array([1.0, np.nan]), r"got nan at \(1,\)"),
-    "mixed": (np.array(["a", 5], object), r"strings, or integers alone, got 5, a int, at \(1,\)"),
+    "None among numbers": ([1, None], r"got None at \(1,\)"),
+    "masked": (np.ma.array([1, 2], mask=[False, True]), r"got a masked id at \(1,\)"),
+    "mixed": (np.array(["a", 5], object), r"strings alone, got 5 \(int\) at \(1,\)"),
+    "mixed list": (["a", 5], r"strings alone, got 5 \(int\) at \(1,\)"),
+    "mixed with numbers first": ([5, "a"], r"integers alone, got 'a' \(str\) at \(1,\)"),
+    "large": ([1, 2**64], r"integers of at most 64 bits, got 18446744073709551616 at \(1,\)"),
+    "ragged": ([["a"], ["b", "c"]], "rows of one length, got .*"),
+    "columns": ({"user": ["a"]}, "one column, got a dict of 1"),
     "floats": (np.array([1.5]), "got float64"),
 }
 
@@ -111,6 +118,23 @@ def test_a_value_among_ids_that_is_none_is_named_with_its_place(kind: str) -> No
     ids, message = IDS[kind]
     with pytest.raises(dflow.InputError, match=rf"wide ids: expected .*{message}\n  at .*\n  "):
         dflow.wide_ids(ids)
+
+
+def test_a_missing_id_of_pandas_is_named_with_its_column() -> None:
+    pd = pytest.importorskip("pandas")
+    for missing, shown in ((pd.NA, "<NA>"), (pd.NaT, "NaT"), (None, "None")):
+        with pytest.raises(dflow.InputError, match=rf"wide ids: expected .* got {shown} at \(1,\)"):
+            dflow.wide_ids(np.array(["a", missing], object))
+    for dtype in ("string", "category", "Int64"):
+        column = pd.Series([1, None] if dtype == "Int64" else ["a", None], name="user", dtype=dtype)
+        with pytest.raises(dflow.InputError, match=r"wide ids of column 'user': expected .* got .* at \(1,\)"):
+            dflow.wide_ids(column)
+
+
+def test_a_table_names_itself_and_the_place_of_a_missing_id() -> None:
+    table = dflow.Embedding(8, 2, name="users", vocabulary=dflow.Vocabulary())
+    with pytest.raises(dflow.InputError, match=r"ids of table 'users': expected .* got None at \(1,\)"):
+        table(["a", None])
 
 
 def test_integers_as_objects_are_ids() -> None:
