@@ -170,5 +170,9 @@ class InputError(DflowError, ValueError):
     outside: int | None = None
 
 
+class NumberRangeError(InputError, OverflowError):
+    """An integer of NumPy or Python is beyond the 32 bits that JAX keeps of it; the message has it and its place."""
+
+
 class QueueClosed(DflowError, RuntimeError):
     """A queue is closed: it takes no more elements, or has fewer left than the op takes."""

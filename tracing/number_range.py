@@ -1,6 +1,7 @@
-"""Numbers of NumPy's 64-bit arrays that JAX would change: it keeps 32 bits of each unless `jax_enable_x64` is set.
+"""Numbers that JAX would change or refuse: it keeps 32 bits of each unless `jax_enable_x64` is set.
 
-An integer beyond 32 bits would become another integer, and so another row of a table: an error. A float beyond float32
+An integer of NumPy beyond 32 bits would become another integer, and so another row of a table: an error. So is one of
+Python, for which JAX has an OverflowError of its own, without the line and a remedy. A float beyond float32
 would become an infinity: a warning, since a program may expect it. Other rounding is JAX's own.
 """
 
@@ -12,13 +13,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from dflow.tracing.errors import InputError
+from dflow.tracing.errors import NumberRangeError
 from dflow.tracing.jax_frontend import NARROW_ARGUMENTS, keeps_64_bits
 from dflow.tracing.source import at, caller, warn_at
 
 _NUMPY = (np.ndarray, np.generic)
 _WIDE = np.dtype(np.float64).itemsize
+_OF_PYTHON = np.iinfo(np.int32)
 _OF_INTEGERS = {"i": np.iinfo(np.int32), "u": np.iinfo(np.uint32)}
+
+_WIDER = (
+    "set jax.config.update('jax_enable_x64', True), or give ids for a table with a vocabulary as "
+    "dflow.wide_ids(ids), or"
+)
 
 #: Place and value of the first number that is lost, and how many others are.
 _Lost = tuple[tuple[int, ...], Any, int]
@@ -34,29 +41,61 @@ def may_be_wide(args: Any, kwargs: Any) -> bool:
     return not NARROW_ARGUMENTS.issuperset(map(type, leaves)) and any(map(_is_wide, leaves))
 
 
-def check_number(value: Any, what: str) -> None:
-    """Raise InputError for a NumPy value with integers beyond 32 bits; warn for floats beyond float32.
+def is_of_python(value: Any) -> bool:
+    """Whether the value is a number of Python, or lists of them, which JAX converts to any dtype that holds them."""
+    return all(type(leaf) in (bool, int, float, complex) for leaf in jax.tree_util.tree_leaves(value))
 
-    what  the noun for the value in the message, such as `argument 'ids'`
+
+def check_number(value: Any, what: str) -> None:
+    """Raise NumberRangeError for integers of NumPy or Python beyond 32 bits; warn for NumPy's floats beyond float32.
+
+    value  an array, a number, or nested lists and tuples of them, which stand for one array
+    what   the noun for the value in the message, such as `argument 'ids'`
 
     Any other value passes, and so does every value if `jax_enable_x64` is set.
     """
-    if _is_wide(value) and not keeps_64_bits():
-        lost = _first_lost(np.asarray(value))
-        if lost is not None:
-            _refuse_or_warn(value, what, lost)
+    if isinstance(value, list | tuple):
+        _check_list(value, what)
+    elif _is_wide(value) and not keeps_64_bits():
+        _check(value, what)
 
 
 def check_numbers(values: Sequence[Any], names: Callable[[], Iterable[str]]) -> None:
-    """Call `check_number` for each of the values; `names` returns their names in messages."""
+    """Call `check_number` for each of the arrays and numbers; `names` returns their names in messages."""
     if any(map(_is_wide, values)) and not keeps_64_bits():
         for index, value in enumerate(values):
-            if _is_wide(value) and (lost := _first_lost(np.asarray(value))) is not None:
-                _refuse_or_warn(value, list(names())[index], lost)
+            if _is_wide(value):
+                _check(value, lambda: list(names())[index])  # noqa: B023
+
+
+def _check_list(value: Any, what: str) -> None:
+    leaves = jax.tree_util.tree_leaves(value)
+    if any(map(_is_wide, leaves)) and not keeps_64_bits():
+        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+            if _is_wide(leaf):
+                _check(leaf, what, tuple(getattr(key, "idx", key) for key in path))
+
+
+def refusal_of_integers(values: Sequence[Any], names: Callable[[], Iterable[str]]) -> NumberRangeError | None:
+    """Return the error about the first integer of Python that `check_numbers` refuses, if there is one."""
+    for index, value in enumerate(values):
+        if type(value) is int and _is_wide(value) and not keeps_64_bits():
+            return _of_integer(value, list(names())[index], "")
+    return None
 
 
 def _is_wide(value: Any) -> bool:
+    if type(value) is int:
+        return not _OF_PYTHON.min <= value <= _OF_PYTHON.max
     return isinstance(value, _NUMPY) and value.dtype.itemsize >= _WIDE and value.dtype.kind in "iufc"
+
+
+def _check(value: Any, what: str | Callable[[], str], within: tuple[int, ...] = ()) -> None:
+    """Refuse a number of 64 bits, or warn of it, if one is lost; `within` is the place of the value in lists."""
+    lost = ((), value, 0) if isinstance(value, int) else _first_lost(np.asarray(value))
+    if lost is not None:
+        place, number, others = lost
+        _refuse_or_warn(value, what if isinstance(what, str) else what(), ((*within, *place), number, others))
 
 
 def _first_lost(array: np.ndarray[Any, Any]) -> _Lost | None:
@@ -85,17 +124,25 @@ def _first_lost(array: np.ndarray[Any, Any]) -> _Lost | None:
 def _refuse_or_warn(value: Any, what: str, lost: _Lost) -> None:
     place, number, others = lost
     where = f"{f' at {place}' if place else ''}{f', and {others} more' if others else ''}"
+    if isinstance(value, int):
+        raise _of_integer(value, what, where)
     limits = _OF_INTEGERS.get(value.dtype.kind)
     if limits is not None:
-        raise InputError(
+        raise NumberRangeError(
             f"{what}: expected integers from {limits.min} to {limits.max}, since JAX keeps 32 bits of NumPy's "
             f"{value.dtype}, got {number}{where}",
-            "set jax.config.update('jax_enable_x64', True), or give ids for a table with a vocabulary as "
-            "dflow.wide_ids(ids), or\n  convert them to numbers of a smaller dtype, for instance "
-            "(ids % rows).astype(numpy.int32)",
+            f"{_WIDER}\n  convert them to numbers of a smaller dtype, for instance (ids % rows).astype(numpy.int32)",
         )
     largest = np.finfo(np.float32).max
     text = f"{what}: {value.dtype} {number}{where} is beyond float32, whose largest is {largest:.8g}, and becomes inf"
     loc = caller()
     remedy = "scale the numbers, or set jax.config.update('jax_enable_x64', True)"
     warn_at(loc, f"{text}{at(loc)}\n  {remedy}", NumberRangeWarning)
+
+
+def _of_integer(value: int, what: str, where: str) -> NumberRangeError:
+    return NumberRangeError(
+        f"{what}: expected integers from {_OF_PYTHON.min} to {_OF_PYTHON.max}, since JAX keeps 32 bits of Python's "
+        f"int, got {value}{where}",
+        f"{_WIDER}\n  give a smaller number, such as id % rows, or a float, float(number)",
+    )

@@ -31,6 +31,11 @@ _NOT_KNOWN = (
     "  `with dflow.eager():`"
 )
 
+_TOO_LARGE = (
+    "  JAX keeps 32 bits of an integer: write a float, such as 2.0**40, or set\n"
+    "  jax.config.update('jax_enable_x64', True)"
+)
+
 #: Remedies by the beginning of JAX's error.
 _REMEDIES = {
     "Shapes must be 1D sequences of concrete values": _NOT_KNOWN,
@@ -46,6 +51,7 @@ _REMEDIES = {
     "Non-hashable static arguments": (
         "  give it as something hashable, such as a tuple, a frozenset or a frozen dataclass"
     ),
+    **dict.fromkeys(("Python int ", "Python integer ", "An overflow was encountered while parsing"), _TOO_LARGE),
     "Batching rule for 'call_exported'": (
         "  what was loaded from an export is a program for one shape, or for some sizes: jax.vmap does not map it. "
         "Export\n  jax.vmap of the function, or call it for one after the other, by jax.lax.map"

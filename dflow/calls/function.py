@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -63,7 +63,7 @@ from dflow.tracing.jax_frontend import (
 from dflow.tracing.jaxprs.attributes import repr_of
 from dflow.tracing.jaxprs.leaks import watched_for_leaks
 from dflow.tracing.jaxprs.trace import argument_names
-from dflow.tracing.number_range import check_numbers, may_be_wide
+from dflow.tracing.number_range import check_numbers, may_be_wide, refusal_of_integers
 from dflow.tracing.primitives.id_checks import failed_check
 from dflow.tracing.source import caller
 from dflow.tracing.state.resources import is_variable
@@ -134,6 +134,8 @@ class Function(Generic[P, R]):
         except Exception as error:
             if (failed := failed_check(error)) is not None:
                 raise failed from None
+            if isinstance(error, OverflowError) and (refused := self._refused_integer(args, kwargs)) is not None:
+                raise refused from None
             hide_frames(error)
             raise
 
@@ -150,7 +152,7 @@ class Function(Generic[P, R]):
     def trace(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit`'s `trace`."""
         given, named = self._with_handles(args, kwargs)
-        with watched_for_leaks():
+        with watched_for_leaks(), self._refusing_integers(args, kwargs):
             stage = self._planner.trace(given, named)
         if not touches_state(closed_parts(stage.jaxpr)[0].effects):
             return stage
@@ -160,7 +162,7 @@ class Function(Generic[P, R]):
     def eval_shape(self, /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Like `jax.jit`'s `eval_shape`: return the types of the result without running anything."""
         given, named = self._with_handles(args, kwargs)
-        with watched_for_leaks():
+        with watched_for_leaks(), self._refusing_integers(args, kwargs):
             return self._planner.trace(given, named).out_info
 
     def clear_cache(self) -> None:
@@ -220,8 +222,26 @@ class Function(Generic[P, R]):
                     "leave it out of static_argnums and static_argnames: a variable that is passed stays a variable",
                 )
         if may_be_wide(args, kwargs):
-            names = functools.partial(_titles, self.fn, args, kwargs, static.test_of(args))
-            check_numbers(jax.tree_util.tree_leaves(static.split(args, kwargs)[:2]), names)
+            check_numbers(*self._leaves_and_names(args, kwargs))
+
+    def _refused_integer(self, args: Any, kwargs: Any) -> Exception | None:
+        """Return the error about an integer of Python among the arguments for which JAX raised OverflowError."""
+        return refusal_of_integers(*self._leaves_and_names(args, kwargs))
+
+    @contextmanager
+    def _refusing_integers(self, args: Any, kwargs: Any) -> Iterator[None]:
+        try:
+            yield
+        except OverflowError:
+            if (refused := self._refused_integer(args, kwargs)) is not None:
+                raise refused from None
+            raise
+
+    def _leaves_and_names(self, args: Any, kwargs: Any) -> tuple[list[Any], Callable[[], list[str]]]:
+        """Return the leaves of the arguments that are not static, and a function that returns their names."""
+        static = self._planner.shared.static
+        names = functools.partial(_titles, self.fn, args, kwargs, static.test_of(args))
+        return jax.tree_util.tree_leaves(static.split(args, kwargs)[:2]), names
 
     def _called_otherwise(self, args: Any, kwargs: Any) -> R:
         if jit_disabled():

@@ -108,7 +108,7 @@ class Planner:
                 self.jitted.clear_cache()  # the trace is of collected variables, which others may have replaced
                 stage = self._traced_by_jax(args, kwargs)
                 jaxpr, _ = closed_parts(stage.jaxpr)
-        except (TypeError, ValueError, IndexError, ShardingTypeError) as error:
+        except (TypeError, ValueError, IndexError, OverflowError, ShardingTypeError) as error:
             advise(error)
             raise
         if jaxpr not in shared.jaxprs:

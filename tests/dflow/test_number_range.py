@@ -1,4 +1,4 @@
-"""Numbers of NumPy beyond the 32 bits that JAX keeps: an error for integers and a warning for floats.
+"""Numbers of NumPy and Python beyond the 32 bits that JAX keeps: an error for integers and a warning for floats.
 
 JAX alone would cut an integer, and so read another row of a table.
 """
@@ -38,9 +38,9 @@ def identity(ids: Any, *, more: Any = None) -> Any:
     return ids, more
 
 
-def eagerly() -> Any:
+def eagerly(ids: Any) -> Any:
     with dflow.eager():
-        return dflow.jit(identity)(IDS)
+        return dflow.jit(identity)(ids)
 
 
 WAYS: dict[str, tuple[Callable[[Made], Any], str]] = {
@@ -52,7 +52,7 @@ WAYS: dict[str, tuple[Callable[[Made], Any], str]] = {
     "remainder": (lambda made: dflow.jit(lambda ids: made.v[ids % 2])(IDS), r"argument 'ids'"),
     "nested": (lambda made: dflow.jit(lambda: dflow.jit(identity)(IDS))(), r"argument 'ids'"),
     "method": (lambda made: dflow.jit(lambda self, ids: ids, static_argnums=0)(made, IDS), r"argument 'ids'"),
-    "eager": (lambda made: eagerly(), r"argument 'ids'"),
+    "eager": (lambda made: eagerly(IDS), r"argument 'ids'"),
     "compiled": (
         lambda made: dflow.jit(lambda x: made.v + x).lower(jnp.zeros(2, jnp.int32)).compile()(IDS),
         r"argument 'args/0'",
@@ -74,14 +74,36 @@ WAYS: dict[str, tuple[Callable[[Made], Any], str]] = {
     ),
     "evaluation": (lambda made: dflow.evaluate(lambda b: b["x"].mean(), [{"x": IDS}]), "evaluate: batch/x"),
     "accumulator": (lambda made: made.sums.apply({"n": IDS}), "a gradient of accumulator 'sums' at 'n'"),
+    "int": (lambda made: dflow.jit(identity)(BIG), r"argument 'ids': .* Python's int, got 4294967301\n"),
+    "int of state": (lambda made: dflow.jit(lambda ids: made.v + ids)(BIG), r"argument 'ids': .* got 4294967301\n"),
+    "negative int": (lambda made: dflow.jit(identity)(-(2**31) - 1), r"got -2147483649\n"),
+    "int of 70 bits": (lambda made: dflow.jit(identity)({"a": [1, 2**70]}), r"argument 'ids/a/1'"),
+    "int by keyword": (lambda made: dflow.jit(identity)(1, more=BIG), r"argument 'more'"),
+    "int, nested": (lambda made: dflow.jit(lambda: dflow.jit(identity)(BIG))(), r"argument 'ids'"),
+    "int, eager": (lambda made: eagerly(BIG), r"argument 'ids'"),
+    "int, lowered": (lambda made: dflow.jit(identity).lower(BIG), r"argument 'ids'"),
+    "int, shape": (lambda made: dflow.jit(identity).eval_shape(BIG), r"argument 'ids'"),
+    "list assigned": (lambda made: made.v.assign([[0, 1], [2, BIG]]), r"assign of .* got 4294967301 at \(1, 1\)"),
+    "list of arrays": (lambda made: made.v.assign([IDS, IDS]), r"assign of .* got 4294967301 at \(0, 1\)"),
+    "int added": (lambda made: made.v.assign_add(BIG), r"assign_add of variable 'v'"),
+    "int index": (lambda made: made.v[BIG], r"index of variable 'v'"),
+    "list index": (lambda made: made.v.gather([0, BIG]), r"gather of variable 'v': indices: .* at \(1,\)"),
+    "int operand": (lambda made: dflow.jit(lambda: made.v + BIG)(), "an operand of a variable"),
+    "list initial": (lambda made: dflow.Variable([BIG], name="new"), "the initial value of variable 'new'"),
+    "int initial": (lambda made: dflow.Variable(BIG, name="new", dtype=jnp.int32), "the initial value of variable"),
+    "shards, list": (lambda made: made.shards.scatter_add([0], [[1, BIG]]), "scatter_add of .* at \\(0, 1\\)"),
+    "list enqueued": (lambda made: made.queue.enqueue({"n": [1, BIG]}), "enqueue of queue 'queue': element/n/1"),
+    "int accumulated": (lambda made: dflow.ConditionalAccumulator(1, reduction="sum").apply(BIG), "a gradient of acc"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_integer_that_jax_would_change_is_an_error(way: str) -> None:
     call, message = WAYS[way]
-    with pytest.raises(dflow.InputError, match=message) as caught:
+    with pytest.raises(dflow.NumberRangeError, match=message) as caught:
         call(Made())
+    assert isinstance(caught.value, dflow.InputError)
+    assert isinstance(caught.value, OverflowError)  # which JAX raises for Python's
     assert "test_number_range.py:" in str(caught.value)
 
 
@@ -110,8 +132,16 @@ def test_numbers_that_fit_pass() -> None:
     assert dflow.jit(lambda x, n: x + n % 7, static_argnums=1)(1, np.int64(2**40)) == 1 + 2**40 % 7
     assert dflow.jit(lambda x: x)(np.zeros((0,), np.int64)).shape == (0,)
     np.testing.assert_array_equal(dflow.jit(lambda x: x)(np.array([np.inf, np.nan, 1e-300])), [np.inf, np.nan, 0])
-    with pytest.raises(OverflowError):  # JAX's own, for Python's integers
-        dflow.jit(lambda x: x)(BIG)
+    for value in (2**32 - 1, [2**32 - 1]):
+        np.testing.assert_array_equal(dflow.Variable(value, dtype=jnp.uint32).read(), value)
+    np.testing.assert_array_equal(dflow.Variable(BIG, dtype=jnp.float32).read(), np.float32(BIG))
+    assert dflow.grad(lambda x, n: x * (n % 7))(1.0, BIG) == BIG % 7  # a number of Python stays one
+
+
+def test_a_constant_in_the_function_that_jax_refuses_has_a_remedy() -> None:
+    with pytest.raises(OverflowError) as caught:
+        dflow.jit(lambda x: x + 2**40)(1)
+    assert any("write a float" in note for note in caught.value.__notes__)
 
 
 def test_numbers_of_64_bits_pass_where_jax_keeps_them() -> None:

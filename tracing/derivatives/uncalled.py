@@ -32,7 +32,9 @@ class Derivative:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if may_be_wide(args, kwargs):
             names = leaf_names(f"{self._title}: argument", args) + leaf_names(f"{self._title}: keyword", kwargs)
-            check_numbers(jax.tree_util.tree_leaves((args, kwargs)), lambda: names)
+            leaves = jax.tree_util.tree_leaves((args, kwargs))
+            # A number of Python stays one in the function.
+            check_numbers([None if isinstance(leaf, int) else leaf for leaf in leaves], lambda: names)
         return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

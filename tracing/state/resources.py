@@ -28,7 +28,7 @@ from dflow.tracing.ir.updates import KINDS, indices_refusal, kind_refusal, looku
 from dflow.tracing.jax_frontend import Handle, is_tracing
 from dflow.tracing.names_of_values import note_value
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.number_range import check_number
+from dflow.tracing.number_range import check_number, is_of_python
 from dflow.tracing.primitives.namesakes import joined_namesakes
 from dflow.tracing.primitives.state_primitives import gather_p, name_p, read_p, record_update, update_p, value_type
 from dflow.tracing.rows.row_gradient import RowGradient
@@ -149,8 +149,7 @@ class Variable(RowUpdates, jax.Array):
                 f"sharding={sharding!r} is no jax.sharding.Sharding",
                 "a PartitionSpec needs a mesh: jax.sharding.NamedSharding(mesh, spec), or AllReduce's variables()",
             )
-        check_number(initial, f"the initial value of variable {name or 'unnamed'!r}")
-        first = initial if dtype is None else _converted(initial, dtype)
+        first = _initial(initial, dtype, f"the initial value of variable {name or 'unnamed'!r}")
         self.serial = next(_serials)
         #: Whether the name was given, and not made up.
         self.is_named = name is not None
@@ -350,6 +349,7 @@ class Variable(RowUpdates, jax.Array):
         dtype = getattr(index, "dtype", None)
         if dtype is not None and self.shape and jnp.issubdtype(dtype, jnp.integer):
             return self.gather(index)
+        check_number(index, f"index of variable {self.name!r}")
         return self.read()[index]
 
     def __len__(self) -> int:
@@ -429,10 +429,19 @@ def _remedy(wanted: ArrayType, given: ArrayType) -> str:
     return f"write jnp.{name}(number)" if given.weak else f"convert it with .astype(jnp.{name})"
 
 
-def _converted(initial: Initial, dtype: Any) -> Initial:
+def _initial(initial: Initial, dtype: Any, what: str) -> Initial:
+    """Return the initial value, of the dtype if that is given."""
+    if dtype is None or not is_of_python(initial):
+        check_number(initial, what)
+    if dtype is None:
+        return initial
     if callable(initial):
         return lambda: jnp.asarray(initial(), dtype)
-    return jnp.asarray(initial, dtype)
+    try:
+        return jnp.asarray(initial, dtype)
+    except OverflowError:
+        check_number(initial, what)
+        raise
 
 
 register_as_array(Variable)

@@ -174,10 +174,7 @@ PROGRAMS: dict[str, Program] = {
     "weak against strong": lambda jit: jit(lambda x, y: (x + y, x * 2, y * 2.5, x + 1j))(1, jnp.ones(2, jnp.bfloat16)),
     "a bool against numbers": lambda jit: jit(lambda x, y: (x + y, x & True, ~x))(True, 2),
     "an integer of 32 bits": lambda jit: echo(jit, 2**31 - 1, -(2**31)),
-    "an integer too large": lambda jit: jit(lambda x: x)(2**40),
-    "an integer too small": lambda jit: jit(lambda x: x)(-(2**40)),
-    "an integer of 70 bits": lambda jit: jit(lambda x: x)(2**70),
-    # dflow refuses a larger one, which JAX would cut: see tests/dflow/test_number_range.py.
+    # dflow has an error of its own for larger ones: see tests/dflow/test_number_range.py.
     "an unsigned integer of 64 bits": lambda jit: jit(lambda x: x)(np.uint64(2**32 - 1)),
     "a float too large": lambda jit: jit(lambda x: x)(1e300),
     "an integer too large inside": lambda jit: jit(lambda x: x + 2**40)(1),
