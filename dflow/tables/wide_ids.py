@@ -95,7 +95,7 @@ def _is_missing(id: Any) -> bool:
 
 def _no_ids(array: np.ndarray[Any, Any], what: str) -> InputError:
     """The error for an array that has other values than integers and strings: it names the first of them."""
-    if array.dtype.kind in "fO":
+    if array.dtype.kind == "f" or array.dtype == object:
         for place, id in np.ndenumerate(array):
             if _is_missing(id):
                 return _missing(str(id), place, what)
