@@ -29,6 +29,7 @@ from dflow.calls.shared_traces import SharedTraces
 from dflow.calls.single_executable import NotEntered, SingleExecutable, identity_of
 from dflow.calls.trace_log import described
 from dflow.config import CONFIG
+from dflow.distributed.steps.step_gate import preparing
 from dflow.lowering.passes.base import Observer
 from dflow.lowering.state_backend import LoweredStep, Runner
 from dflow.lowering.steps.program_watch import WatchedProgram, program_watch, watched
@@ -172,7 +173,8 @@ class Planner:
         key, leaves = self.shared.key_of(args, kwargs)
         plan = self.shared.plans.get(key)
         if plan is UNKNOWN:
-            with self.shared.one_thread():
+            # The preparation ends without the lock: it may wait for a pause, and that for a step of another thread.
+            with preparing(self.shared.log.name), self.shared.one_thread():
                 plan = self.shared.plans.get(key)
                 if plan is UNKNOWN:
                     with rare_collections:

@@ -165,8 +165,9 @@ class CoordinatorState:
         self._traffic, self._costs = TrafficTotals(), CostTotals()
         self._watch = ProgressWatch(settings.stall_timeout_s)
         self._pauses = StepPauses()
+        every_s = settings.snapshot_every_s
         self._recovery = Recovery(
-            records, self._membership, self._directory, self._ledger, self._pauses, settings.snapshot_every_s
+            records, self._membership, self._directory, self._ledger, self._pauses, every_s, self._doing
         )
         self._barriers = Barriers(self._present, self._describe, records)
         coming = partial(self._membership.coming, within_s=RETURN_S)
@@ -309,6 +310,10 @@ class CoordinatorState:
             for stalled, stall_s in self._watch.tick(at_s)
         ]
         return [*(Log(text, "stalled") for text in texts), *(self._ask_for_dumps(at_s, texts[0]) if texts else [])]
+
+    def _doing(self, task: str) -> str:
+        known = self._watch.health.get(self._membership.life(task)) if self._membership.is_there(task) else None
+        return known.doing if known is not None else ""
 
     def _describe_work(self, stalled: TaskHealth) -> str:
         claims = self._ledger.describe_claims(stalled.task)

@@ -2,6 +2,10 @@
 
 A pause waits for the steps that run. So code within a step must not wait for the end of a pause, such as that of a
 return to a snapshot: `is_in_step` tells it to fail the step instead, and the step's loop waits after it has left.
+
+A trace and a compilation may take minutes, and change no state of tasks. A pause does not wait for a step that does
+only that: `preparing` lets the step leave the gate, and enter it again before it uses a task. Invariant: a step that
+has used a task, even to read, stays within the gate to its end, so that all it does is before a pause or after it.
 """
 
 from __future__ import annotations
@@ -11,26 +15,105 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 from dflow.tracing.devices.task_name import short_task_name
 from dflow.tracing.errors import DeadlineExceeded
 
-_in_step: ContextVar[bool] = ContextVar("dflow_in_step", default=False)
+_step: ContextVar[RunningStep | None] = ContextVar("dflow_step", default=None)
+#: By thread, the name of the function that it traces or compiles for a call.
+_prepared: dict[int, str] = {}
 
 
 def is_in_step() -> bool:
     """Whether the caller is within a shared step: a pause of the steps waits for its end."""
-    return _in_step.get()
+    return _step.get() is not None
 
 
 @contextmanager
-def inside_step() -> Iterator[None]:
-    """Return a context that is within a shared step."""
-    token = _in_step.set(True)
+def inside_step(step: RunningStep) -> Iterator[None]:
+    """Return a context that is within a shared step, which is within its gate."""
+    token = _step.set(step)
     try:
         yield
     finally:
-        _in_step.reset(token)
+        _step.reset(token)
+
+
+def uses_tasks() -> None:
+    """Note that the step of the caller, if it is in one, reads or changes state of tasks; not in a preparation."""
+    step = _step.get()
+    if step is not None and step.is_counted:
+        step.has_begun = True
+
+
+def begins_parts() -> None:
+    """Like `uses_tasks`, and also in a preparation, which the step's part in the gate then ends.
+
+    Raises DeadlineExceeded if a pause lasts too long.
+    """
+    step = _step.get()
+    if step is not None and not step.has_begun:
+        step.enter()
+        step.has_begun = True
+
+
+@contextmanager
+def preparing(name: str) -> Iterator[None]:
+    """Return the context of a trace and a compilation of the function `name`, which pauses do not wait for.
+
+    Unless the step of the caller has used tasks before. Raises DeadlineExceeded at the end if a pause lasts too long.
+    """
+    thread, step = threading.get_ident(), _step.get()
+    if thread in _prepared:
+        yield
+        return
+    _prepared[thread] = name
+    if step is not None and not step.has_begun:
+        step.leave()
+    try:
+        yield
+    finally:
+        del _prepared[thread]
+    if step is not None:
+        step.enter()
+
+
+def prepared() -> str:
+    """Describe what this process traces or compiles for its calls; empty if it does not."""
+    names = [*_prepared.values()]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{PREPARES}{names[0]}{more}" if names else ""
+
+
+#: Beginning of the description of a trace or a compilation.
+PREPARES = "tracing and compiling "
+
+
+@dataclass(eq=False)
+class RunningStep:
+    """A shared step on the thread of its loop.
+
+    is_counted  whether it is within the gate
+    has_begun   whether it has used tasks
+    """
+
+    gate: StepGate
+    timeout_s: float
+    is_counted: bool = False
+    has_begun: bool = False
+
+    def enter(self) -> None:
+        """Enter the gate, if the step is not within it, when it is open. Raises DeadlineExceeded."""
+        if not self.is_counted:
+            self.gate.enter_in_time(self.timeout_s)
+            self.is_counted = True
+
+    def leave(self) -> None:
+        """Leave the gate, if the step is within it."""
+        if self.is_counted:
+            self.is_counted = False
+            self.gate.leave()
 
 
 class StepGate:
@@ -80,14 +163,19 @@ class StepGate:
     @contextmanager
     def step(self, timeout_s: float) -> Iterator[None]:
         """Return the context of a step, entered when the gate is open. Raises DeadlineExceeded after `timeout_s`."""
+        step = RunningStep(self, timeout_s)
+        step.enter()
+        try:
+            with inside_step(step):
+                yield
+        finally:
+            step.leave()
+
+    def enter_in_time(self, timeout_s: float) -> None:
+        """Count a step when the gate is open. Raises DeadlineExceeded after `timeout_s`."""
         may_try = threading.Event()
         if not self.enter(may_try.set):
             self._wait(may_try, timeout_s)
-        try:
-            with inside_step():
-                yield
-        finally:
-            self.leave()
 
     def _wait(self, may_try: threading.Event, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s

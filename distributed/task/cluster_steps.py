@@ -23,7 +23,7 @@ import jax
 from dflow.distributed.steps.plan_registration import PlanRegistration
 from dflow.distributed.steps.rendezvous import describe
 from dflow.distributed.steps.retries import retried
-from dflow.distributed.steps.step_gate import is_in_step
+from dflow.distributed.steps.step_gate import begins_parts, is_in_step
 from dflow.distributed.steps.step_identity import CURRENT_STEPS, LoopSteps
 from dflow.distributed.steps.steps_ahead import CURRENT, BegunStep, RegisteredStep, StepsAhead
 from dflow.distributed.task.outgoing_requests import OutgoingRequests
@@ -270,6 +270,7 @@ class ClusterSteps:
         leaves  the leaves of the arguments
         raises  the first error of any task, whose text names it; TaskLost when a task left
         """
+        begins_parts()
         loop = CURRENT.get()
         if loop is None and (steps := CURRENT_STEPS.get()) is not None:
             steps.called()

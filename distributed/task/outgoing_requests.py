@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 from dflow.distributed.client.coordinator_client import CoordinatorClient
+from dflow.distributed.steps.step_gate import begins_parts, uses_tasks
 from dflow.distributed.task.task_server import TaskServer
 from dflow.distributed.task.unsaved_state import UnsavedState
 from dflow.distributed.task.used_state import UsedState
@@ -64,18 +65,21 @@ class OutgoingRequests:
         raises  TaskLost when the task left, or lost state that this one uses on it; DeadlineExceeded, with a
                 description of the task
         """
+        uses_tasks()
         self.unsaved.make_again()
         with self.explained(task):
             return self._server.peer(task).call(message, payload, timeout_s=self.timeout_s)
 
     def ask_waiting(self, task: str, message: Request[Answer], wait_s: float) -> Reply[Answer]:
         """Like `ask`, when the task may wait `wait_s` before it answers."""
+        uses_tasks()
         self.unsaved.make_again()
         with self.used.explained([task]):
             return self._server.peer(task).call(message, timeout_s=wait_s + self.timeout_s)
 
     def ask_all(self, requests: Sequence[tuple[str, Request[Answer], Payload]]) -> list[Reply[Answer] | DflowError]:
         """Send requests to tasks concurrently; return the answer or the error of each, in order."""
+        uses_tasks()
         try:
             self.unsaved.make_again()
         except DflowError as error:
@@ -171,6 +175,7 @@ class OutgoingRequests:
         on_reply: OnReply[Answer] | None = None,
     ) -> tuple[PendingReply[Answer], Cancel]:
         """Send a request that runs as a step; return it with the function that cancels the step."""
+        begins_parts()
         step = self._server.starter.next_step()
         peer = self._server.peer(task)
         cancel = partial(self._server.starter.cancel, step, [peer])

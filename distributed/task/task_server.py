@@ -37,7 +37,7 @@ from dflow.distributed.steps.plan_registry import PlanRegistry
 from dflow.distributed.steps.plan_runs import PlanRuns, owner_of
 from dflow.distributed.steps.rendezvous import RendezvousStatistics, describe
 from dflow.distributed.steps.staleness_bounds import StalenessBounds
-from dflow.distributed.steps.step_gate import StepGate
+from dflow.distributed.steps.step_gate import StepGate, prepared
 from dflow.distributed.steps.step_starter import StepStarter
 from dflow.distributed.steps.task_channel import WINDOW_BYTES, TaskChannel
 from dflow.distributed.task.arrivals import (
@@ -238,10 +238,10 @@ class TaskServer:
         return self.runs.counts.totals().ended
 
     def doing(self) -> str:
-        """Describe the oldest part of a step that runs here, and its longest wait; empty when none runs."""
+        """Describe the oldest part of a step that runs here, and its longest wait, or what is compiled; else empty."""
         running = self.runs.running()
         if not running:
-            return ""
+            return prepared()
         waits = self.channel.oldest_wait()
         more = f" and {len(running) - 1} more" if len(running) > 1 else ""
         return f"{describe(running[0])}{more}" + (f": {waits}" if waits else "")

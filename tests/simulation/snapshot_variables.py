@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from dflow.distributed.steps.step_gate import inside_step
+from dflow.distributed.steps.step_gate import RunningStep, inside_step
 from dflow.distributed.task.unsaved_state import UnsavedState
 from dflow.distributed.task.used_state import UsedState
 from dflow.distributed.wire.codec import encode_array
@@ -102,7 +102,7 @@ class SnapshotVariables:
             self._member.wait("the end of a pause", PAUSE_S, may_try)
         self._is_in_step = True
         try:
-            with inside_step():
+            with inside_step(RunningStep(gate, PAUSE_S, is_counted=True)):
                 self.unsaved.make_again()
                 yield
         finally:

@@ -19,7 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import msgspec
 
@@ -68,6 +68,7 @@ class Recovery:
     """The snapshots of one cluster, kept in `records`; the newest committed one is the last.
 
     every_s  time between two snapshots; 0 for none
+    doing    returns what a task last said that it works on; empty if nothing is known
     """
 
     def __init__(
@@ -78,10 +79,11 @@ class Recovery:
         ledger: StepLedger,
         pauses: StepPauses,
         every_s: float,
+        doing: Callable[[str], str] = lambda task: "",
     ) -> None:
         self._records, self._members, self._directory = records, members, directory
         self._ledger, self._pauses = ledger, pauses
-        self._schedule = SnapshotSchedule(every_s)
+        self._schedule, self._doing = SnapshotSchedule(every_s), doing
         #: Whether the records are written; a snapshot whose record is not could not be loaded.
         self.is_durable = True
         self._counted = records.load_one(EPOCH, Epoch())
@@ -171,7 +173,7 @@ class Recovery:
             return self._attempt.late(at_s)
         # A task that leaves waits as long as it can: it ends the attempt itself, as it leaves.
         if self._pausing_s is not None and not self._leaving and at_s - self._pausing_s > PAUSE_S:
-            return overdue(self._pauses.waits_for, "still runs a step after", PAUSE_S)
+            return overdue(self._pauses.waits_for, BUSY, PAUSE_S, self._doing)
         if self._holding_s is not None and at_s - self._holding_s > RETURN_S:
             return overdue(self._leaving, "announced to leave, and did not come back within", RETURN_S)
         return ""

@@ -5,7 +5,7 @@ A pure function of events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 
 from dflow.distributed.coordinator.snapshots.resumption import Snapshot
 from dflow.distributed.wire.messages.snapshots import StateCaptured, StateWritten
@@ -76,6 +76,11 @@ class SnapshotAttempt:
         return overdue(tasks, what, limit_s) if at_s - self._phase_s > limit_s else ""
 
 
-def overdue(tasks: Iterable[str], what: str, limit_s: float) -> str:
-    """Say what the tasks did not do within the limit; a worker, if none is known."""
-    return f"{', '.join(map(short_task_name, sorted(tasks))) or 'a worker'} {what} {limit_s:g} s"
+def overdue(tasks: Collection[str], what: str, limit_s: float, doing: Callable[[str], str] = lambda task: "") -> str:
+    """Say what the tasks did not do within the limit; a worker, if none is known.
+
+    doing  returns what a task works on, or an empty text
+    """
+    works = "; ".join(f"{short_task_name(task)}: {text}" for task in sorted(tasks) if (text := doing(task)))
+    names = ", ".join(map(short_task_name, sorted(tasks))) or "a worker"
+    return f"{names} {what} {limit_s:g} s" + (f" ({works})" if works else "")

@@ -61,6 +61,8 @@ class Tasks:
         self.inbox: dict[str, deque[Message]] = {}
         self.answers: dict[int, Message] = {}
         self.log: list[str] = []
+        #: By task, what its heartbeats say that it works on.
+        self.doing: dict[str, str] = {}
         self.lives = 0
         self.process: dict[str, str] = {}
         #: By request to join, the process; by process, the cluster that it has joined.
@@ -141,7 +143,7 @@ class Tasks:
     def tick(self, seconds: float = 1.0) -> None:
         self.now_s += seconds
         for task in self.peer:
-            self.tell(task, Heartbeat(task))
+            self.tell(task, Heartbeat(task, doing=self.doing.get(task, "")))
         self.handle(Ticked(self.now_s))
 
     def start_again(self, task: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dflow.distributed.steps.step_gate import StepGate
+from dflow.distributed.steps.step_gate import StepGate, begins_parts, prepared, preparing, uses_tasks
 from dflow.tracing.errors import DeadlineExceeded
 from tests.distributed.waiting import until
 
@@ -79,3 +80,52 @@ def test_a_step_that_fails_has_ended() -> None:
     with pytest.raises(ZeroDivisionError), gate.step(1):
         raise ZeroDivisionError
     assert gate._running == 0
+
+
+def test_a_step_that_is_compiled_is_no_running_step() -> None:
+    gate, idle = StepGate(WORKER), threading.Event()
+    refused = pytest.raises(DeadlineExceeded, match=r"has held back its next step for 0\.01 s")
+    with refused, gate.step(0.01), preparing("f"), preparing("what f calls"):
+        uses_tasks()  # to register the plan
+        assert (gate._running, prepared()) == (0, "tracing and compiling f")
+        gate.close(idle.set)
+        assert idle.is_set()
+    assert (gate._running, prepared()) == (0, "")
+    gate.open()
+    with gate.step(0.01):
+        with preparing("f"):
+            pass
+        assert gate._running == 1
+    assert gate._running == 0
+
+
+@pytest.mark.parametrize("use", [uses_tasks, begins_parts])
+def test_a_step_that_has_used_a_task_runs_while_it_compiles(use: Callable[[], None]) -> None:
+    gate = StepGate(WORKER)
+    with gate.step(1):
+        use()
+        with preparing("f"):
+            assert gate._running == 1
+    assert gate._running == 0
+
+
+def test_a_part_that_begins_in_a_trace_waits_for_the_end_of_a_pause() -> None:
+    gate = StepGate(WORKER)
+    with gate.step(0.01), preparing("f"):
+        begins_parts()
+        assert gate._running == 1
+    refused = pytest.raises(DeadlineExceeded)
+    with refused, gate.step(0.01), preparing("f"):
+        gate.close(lambda: None)
+        begins_parts()
+    gate.open()
+    assert gate._running == 0
+
+
+def test_a_trace_that_fails_waits_for_no_pause() -> None:
+    gate = StepGate(WORKER)
+    failed = pytest.raises(ZeroDivisionError)
+    with failed, gate.step(60), preparing("f"):
+        gate.close(lambda: None)
+        raise ZeroDivisionError
+    assert (gate._running, prepared()) == (0, "")

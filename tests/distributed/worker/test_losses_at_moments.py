@@ -17,6 +17,7 @@ import pytest
 import dflow
 from dflow.distributed import Async, Sync
 from dflow.distributed.coordinator.snapshots.snapshot_schedule import SnapshotSchedule
+from dflow.distributed.steps.step_gate import is_in_step
 from dflow.tracing import moments
 from tests.distributed.waiting import until
 from tests.distributed.worker.tasks_with_snapshots import Tasks
@@ -219,6 +220,44 @@ def test_variables_are_created_again(tasks: Tasks, lost: Callable[..., Loss]) ->
     for number, variable in enumerate(made):
         np.testing.assert_array_equal(variable.read(), np.full(STEPS, number))
     loss.check()
+
+
+def a_snapshot(tasks: Tasks) -> None:
+    tasks.await_new_snapshot()
+
+
+def a_return(tasks: Tasks) -> None:
+    tasks.start_again(0)
+    until(lambda: tasks.worker.epoch == 1)
+
+
+@pytest.mark.parametrize("strategy", [Async, Sync])
+@pytest.mark.parametrize("overtaken_by", [a_snapshot, a_return])
+@pytest.mark.parametrize("moment", ["first call", "new trace", "registration"])
+def test_a_trace_and_a_compilation_hold_up_no_pause(
+    tasks: Tasks, monkeypatch: pytest.MonkeyPatch, moment: str, overtaken_by: Callable[[Tasks], None], strategy: Any
+) -> None:
+    """A snapshot, or a return to one, begins and ends while a step is traced."""
+    made, left = counts(tasks, "w"), [moment]
+    with tasks.worker.parameter_servers():
+        optimizer = dflow.Optimizer(optax.sgd(1.0, momentum=0.0), made, name="sgd")
+
+    @dflow.jit
+    def step(numbers: jax.Array) -> None:
+        optimizer.apply([-jnp.zeros(STEPS).at[numbers[0]].set(1.0) for _ in made])
+
+    def reached(moment: str, task: str) -> None:
+        if is_in_step() and moment in left:
+            left.remove(moment)
+            overtaken_by(tasks)
+
+    monkeypatch.setattr(moments, "hook", reached)
+    tasks.await_new_snapshot()
+    batch = lambda number: jnp.full(1 + 2 * number // STEPS, number)  # noqa: E731
+    in_time(lambda: list(strategy(tasks.worker).run(step, batch, steps=STEPS, name="run")))
+    assert not left
+    for variable in made:
+        np.testing.assert_array_equal(variable.read(), np.ones(STEPS))
 
 
 @pytest.mark.parametrize("strategy", [Async, Sync])
