@@ -27,20 +27,17 @@ def page(cells: dict[str, dict[str, str]]) -> str:
         f"{family} ({', '.join(names)})" if len(names) > 1 else family for family, names in families.items()
     )
     lines = [HEAD.format(kinds=shown)]
-    recorded = [use for use in USES if len(cells[use.name]) == len(KINDS)]
-    for heading in dict.fromkeys(use.heading for use in recorded):
+    for heading in dict.fromkeys(use.heading for use in USES):
         lines += [
             f"## {heading[0].upper()}{heading[1:]}",
             "",
             f"| | {' | '.join(families)} |",
             "|---" * (len(families) + 1) + "|",
         ]
-        for use in (use for use in recorded if use.heading == heading):
+        for use in (use for use in USES if use.heading == heading):
             found = [_cell(cells[use.name], names, remedies) for names in families.values()]
             lines.append(f"| {use.name} | {' | '.join(found)} |")
         lines.append("")
-    if others := [use.name for use in USES if use not in recorded]:
-        lines += ["## Not recorded yet", "", f"Tests run these uses, some kinds in each: {', '.join(others)}.", ""]
     lines += ["## Remedies", ""]
     lines += [f"{number}. {remedy}" for number, remedy in enumerate(remedies, 1)]
     return "\n".join(lines) + "\n"

@@ -22,7 +22,7 @@ from tests.composition.kinds_of_variables import Shards
 from tests.composition.use import NUMBERS, Outcome, Pair, compare
 from tests.composition.uses_in_process import Step, all_together, in_scan, one_by_one
 from tests.composition.uses_in_processes import all_reduced, hybrid
-from tests.composition.uses_of_files import copied, exported
+from tests.composition.uses_of_files import copied, exported, saved
 from tests.composition.uses_on_a_cluster import on_tasks
 
 
@@ -273,6 +273,13 @@ REFUSALS = [
         r"what is in queues and accumulators is not saved(.|\n)*into variables",
         "take the elements out into variables, and save these",
         elements_in_a_variable,
+    ),
+    Refusal(
+        ("save, restore as safetensors",),
+        ("variable key",),
+        r"expected one of the dtypes(.|\n)*save it to a folder",
+        "save it to a folder, which has all dtypes",
+        saved(),
     ),
     Refusal(
         _EXPORTS,

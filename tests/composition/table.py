@@ -62,7 +62,9 @@ def record(use: Use, kind: Kind, outcome: str) -> None:
             for one in USES
             if one.name in known
         }
-        CELLS.write_text(json.dumps(ordered, indent=1) + "\n")
+        new = CELLS.with_suffix(".new")
+        new.write_text(json.dumps(ordered, indent=1) + "\n")
+        new.replace(CELLS)  # which another run may be reading
 
 
 def outcome(use: Use, kind: Kind, room: Any) -> str:

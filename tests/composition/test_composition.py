@@ -46,6 +46,8 @@ def rooms() -> Iterator[Callable[[Room], Any]]:
 
 # JAX keeps functions with derivative rules, and with them what they close over.
 @pytest.mark.filterwarnings("ignore::dflow.LeakedTracerWarning")
+# Each pair compiles a function of its own that is written at the same line.
+@pytest.mark.filterwarnings("ignore:.*makes a new function of it each time:dflow.RetraceWarning")
 @pytest.mark.parametrize(("use", "kind"), PAIRS)
 def test_a_pair_is_right_or_refused_with_a_remedy_that_works(
     use: Use, kind: Kind, rooms: Callable[[Room], Any]
