@@ -164,6 +164,7 @@ class AllReduce(Strategy):
                     with self._step_of(run, number):
                         outcome = run.step(*arguments_of(self._on.divided(batch)))
                     progress.note(outcome)
+                run.opened.is_at_end = progress.is_over
                 yield outcome
         except BaseException as error:
             progress.tell()  # a metric may never be computed

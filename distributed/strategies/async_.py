@@ -129,6 +129,7 @@ class Async(Strategy):
                     if is_last or time.monotonic() - reported_s > REPORT_S:
                         coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()
+                    run.opened.is_at_end = is_last
                     yield outcome
             except BaseException as error:
                 failures += 1

@@ -91,6 +91,7 @@ class Hybrid(AllReduce):
                     # Before the loop goes on: then the tables have this step's update.
                     opening = part.next(opening.number)
                     progress.note(outcome)
+                run.opened.is_at_end = progress.is_over
                 yield outcome
         except BaseException as error:
             progress.tell()

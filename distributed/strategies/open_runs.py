@@ -1,7 +1,9 @@
-"""Runs that the program has neither finished nor closed: closed at the program's exit, before Python is torn down.
+"""Runs that the program has neither finished nor closed: closed with their cluster, or at the program's exit.
 
 A program that takes results by `next(run)`, or leaves the loop at its last step with the run in a variable, keeps a
-suspended generator. Its `close` reports the finished steps, and returns the others for other workers to claim.
+suspended generator. Its `close` reports the finished steps, and returns the others for other workers to claim. At the
+exit that comes before Python is torn down. A program that closes the cluster within its loop over a run gets an error
+from the loop, unless it had the result of the last step.
 """
 
 from __future__ import annotations
@@ -9,19 +11,57 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, TypeVar
+
+from dflow.tracing.errors import StrategyError
+from dflow.tracing.source import caller
 
 T = TypeVar("T")
 LOGGER = logging.getLogger("dflow")
 
-#: By run, the identity of its strategy's cluster.
-_open: weakref.WeakKeyDictionary[Generator[Any], int] = weakref.WeakKeyDictionary()
+
+class OpenRun:
+    """The state of a run that the program iterates over."""
+
+    def __init__(self) -> None:
+        #: Whether the program has the result of the last step, or gets it next.
+        self.is_at_end = False
+        #: Whether the cluster was closed before the end of the run.
+        self._is_closed = False
+        self._results: Generator[Any] | None = None
+
+    def of(self, name: str, results: Generator[T]) -> Iterator[T]:
+        """Yield the results of the run `name`. Raises StrategyError for the next one if the cluster was closed."""
+        if not self._is_closed:
+            self._results = results
+            yield from results
+        if self._is_closed and not self.is_at_end:
+            raise StrategyError(
+                f"run {name!r}: expected an open cluster until its last step, got cluster.close() in the loop",
+                "close the cluster after the loop, which break ends early",
+                at=caller(),
+            )
+
+    def close(self) -> None:
+        """End the run, since its cluster is closed. Raises ValueError if a thread runs it."""
+        results = self._results
+        self._is_closed = results is None or getgeneratorstate(results) != GEN_RUNNING
+        if results is not None:
+            results.close()
 
 
-def closed_at_exit(run: Generator[T], cluster: Any) -> Generator[T]:
-    """Return the run, which is closed with the cluster, or at the exit of the process, if it is still there."""
-    _open[run] = id(cluster)
+#: By run, the identity of its strategy's cluster, and its state.
+_open: weakref.WeakKeyDictionary[Generator[Any], tuple[int, OpenRun | None]] = weakref.WeakKeyDictionary()
+
+
+def closed_at_exit(run: Generator[T], cluster: Any, opened: OpenRun | None = None) -> Generator[T]:
+    """Return the run, which is closed at the exit of the process if it is still there.
+
+    opened  closed in place of the run when the cluster is closed
+    """
+    _open[run] = id(cluster), opened
     # Again for each: it comes before the ends of clusters that the program has joined meanwhile.
     atexit.unregister(close_runs)
     atexit.register(close_runs)
@@ -30,12 +70,12 @@ def closed_at_exit(run: Generator[T], cluster: Any) -> Generator[T]:
 
 def close_runs(cluster: Any = None) -> None:
     """Close the runs of a cluster that this process has not finished; by default all."""
-    for run, owner in list(_open.items()):
+    for run, (owner, opened) in list(_open.items()):
         if cluster is None or owner == id(cluster):
-            _close(run)
+            _close(run if cluster is None or opened is None else opened)
 
 
-def _close(run: Generator[Any]) -> None:
+def _close(run: Generator[Any] | OpenRun) -> None:
     try:
         run.close()
     except Exception as error:  # of any kind: the other runs are closed too, and the cluster is left

@@ -6,13 +6,13 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 from dflow.distributed.process.termination import Terminated, TerminationGuard, held_back_in_steps
 from dflow.distributed.steps.retries import RecoveringState
 from dflow.distributed.strategies.batch_supply import END, BatchSupply
-from dflow.distributed.strategies.open_runs import closed_at_exit
+from dflow.distributed.strategies.open_runs import OpenRun, closed_at_exit
 from dflow.tracing.accepted_faults import SHORT, is_accepted
 from dflow.tracing.errors import DflowError, InternalError, StrategyError
 from dflow.tracing.near_names import suggests_keywords
@@ -89,7 +89,8 @@ class StrategyCluster(RecoveringState, Protocol):
 class StrategyRun:
     """One run of a strategy in this process: its name, and the arguments of `Strategy.run`.
 
-    guard  holds SIGTERM back within `guard.step()`, which has each call of the step
+    guard   holds SIGTERM back within `guard.step()`, which has each call of the step
+    opened  its `is_at_end` is set before the result of the last step is yielded, where that is known
     """
 
     name: str
@@ -97,6 +98,7 @@ class StrategyRun:
     step: Callable[..., Any]
     batches: BatchSupply
     guard: TerminationGuard
+    opened: OpenRun = field(default_factory=OpenRun)
 
     def calls(self, numbers: Iterable[int]) -> Iterator[Any]:
         """Call the step with the next batch, or that of each number, and yield its results.
@@ -108,6 +110,7 @@ class StrategyRun:
                 return
             with self.guard.step():
                 outcome = self.step(*arguments_of(batch))
+            self.opened.is_at_end = isinstance(numbers, Sequence) and number == numbers[-1]
             yield outcome
 
 
@@ -174,11 +177,14 @@ class Strategy:
 
         raises   StrategyError for a negative number of steps, or other `batches`; VariableError when the optimizer of a
                  step has variables that are not on tasks, so that no other worker sees them; the errors that the class
-                 lists
+                 lists; StrategyError from the loop if the program closes the cluster in it, before the last step
         """
-        return closed_at_exit(self._loop(step, batches, steps, name), getattr(self, "_cluster", self))
+        opened = OpenRun()
+        return closed_at_exit(self._loop(step, batches, steps, name, opened), getattr(self, "_cluster", self), opened)
 
-    def _loop(self, step: Callable[..., Any], batches: Any, steps: int, name: str | None) -> Generator[Any]:
+    def _loop(
+        self, step: Callable[..., Any], batches: Any, steps: int, name: str | None, opened: OpenRun
+    ) -> Generator[Any]:
         """Yield the results of the steps, as `run`."""
         try:
             count = operator.index(steps)
@@ -190,16 +196,23 @@ class Strategy:
             raise StrategyError(f"steps={steps} of a run is negative", "give 0 or more, of all workers together")
         supply = batches if isinstance(batches, BatchSupply) else BatchSupply(batches)
         run = name or run_name(getattr(self, "_cluster", None), self.run_prefix)
+        try:
+            yield from opened.of(run, self._guarded(run, count, step, supply, opened))
+        except DflowError as error:
+            if not isinstance(error, InternalError):
+                hide_own_frames(error)
+            raise
+
+    def _guarded(
+        self, run: str, count: int, step: Callable[..., Any], supply: BatchSupply, opened: OpenRun
+    ) -> Generator[Any]:
+        """Yield the results of the steps, while SIGTERM ends the program between two steps."""
         with held_back_in_steps() as guard:
             try:
-                yield from self.results(StrategyRun(run, count, step, supply, guard))
+                yield from self.results(StrategyRun(run, count, step, supply, guard, opened))
             except Terminated as terminated:
                 if not terminated.is_agreed:
                     self._cluster.coordinator.leave(terminated.reason)
-                raise
-            except DflowError as error:
-                if not isinstance(error, InternalError):
-                    hide_own_frames(error)
                 raise
         cluster: Any = getattr(self, "_cluster", None)
         is_short = supply.has_ended and not supply.may_end and getattr(cluster, "is_standalone", False)

@@ -122,6 +122,7 @@ class Sync(Strategy):
                             except DflowError:
                                 yield outcome
                                 raise
+                            run.opened.is_at_end = following.done >= run.steps
                             progress.reached(following.done)
                             progress.tell()
                         yield outcome

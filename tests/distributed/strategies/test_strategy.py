@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from typing import Any
@@ -20,6 +21,7 @@ from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.strategies.sync_programs import together
+from tests.distributed.waiting import DEADLINE_S
 
 
 class Counting(Strategy):
@@ -124,8 +126,65 @@ def test_a_run_that_was_left_is_closed_at_the_end_of_the_process() -> None:
     done, total = steps_of(cluster)
     close_runs(cluster)
     assert steps_of(cluster) == (done + 1, total)
-    with pytest.raises(StopIteration):
+    with pytest.raises(StrategyError, match="expected an open cluster until its last step"):
         next(run)
+
+
+class Each(Strategy):
+    """Each worker does all steps."""
+
+    def results(self, run: dflow.distributed.StrategyRun) -> Iterator[Any]:
+        return run.calls(range(run.steps))
+
+
+@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync, dflow.distributed.AllReduce, Each])
+@pytest.mark.parametrize("last", [0, 1, 2, 3])
+def test_a_loop_that_closes_its_cluster_before_its_last_step_ends_with_an_error(kind: Any, last: int) -> None:
+    cluster = dflow.connect()
+    run, found = kind(cluster).run(lambda a: a, [1, 2, 3], steps=3, name="closed"), []
+
+    def loop() -> None:
+        if last == 0:
+            cluster.close()
+        for result in run:
+            found.append(result)
+            if result == last:
+                cluster.close()
+
+    if last == 3:
+        loop()
+    else:
+        text = r"run 'closed': expected an open cluster until its last step, got cluster.close\(\) in the loop"
+        with pytest.raises(
+            StrategyError, match=text + r"(.|\n)*test_strategy.py(.|\n)*close the cluster after the loop"
+        ):
+            loop()
+    assert found == [1, 2, 3][:last]
+
+
+@pytest.mark.parametrize("kind", [dflow.distributed.Async, dflow.distributed.Sync])
+def test_a_worker_that_closes_its_cluster_in_its_loop_leaves_the_steps_to_the_others(
+    workers: list[Cluster], kind: Any
+) -> None:
+    found: list[int] = []
+    begun = threading.Event()
+
+    def work(index: int, cluster: Cluster) -> None:
+        with cluster.parameter_servers():
+            optimizer = dflow.Optimizer(optax.sgd(1.0), [dflow.Variable(0.0, name="w")], name="sgd")
+        step = dflow.jit(lambda x: optimizer.apply([x]))
+        run = kind(cluster).run(step, lambda number: jnp.float32(1), steps=12, name="left")
+        if index:
+            assert begun.wait(DEADLINE_S)
+            found.extend(1 for _ in run)
+            return
+        with pytest.raises(StrategyError, match="an open cluster until"):  # noqa: PT012
+            for _ in run:
+                begun.set()
+                cluster.close()
+
+    together(workers, work)
+    assert found
 
 
 def test_a_run_whose_end_fails_keeps_no_other_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
