@@ -62,6 +62,7 @@ from jax._src.interpreters import pxla as jax_pxla
 from jax._src.random.prng import PRNGImpl
 from jax.extend import core as jex
 from jax.extend.core import primitives as jax_primitives
+from jax.extend.linear_util import WrappedFun
 from jaxlib import _jax
 
 from dflow.tracing.devices.device import METADATA_KEY
@@ -344,6 +345,11 @@ def source_of_trace(trace: Any) -> str:
 def tracers_of(trace: Any) -> list[Any]:
     """The values of a trace that are alive."""
     return [holder for holder in gc.get_referrers(trace) if isinstance(holder, jax.core.Tracer)]
+
+
+def is_of_program(holder: Any) -> bool:
+    """Whether an object is a traced program or a part of one."""
+    return isinstance(holder, (jex.Jaxpr, jex.ClosedJaxpr, jex.JaxprEqn, WrappedFun))
 
 
 def line_of_tracer(tracer: Any) -> Loc | None:

@@ -44,8 +44,6 @@ def rooms() -> Iterator[Callable[[Room], Any]]:
         yield open_room
 
 
-# JAX keeps functions with derivative rules, and with them what they close over.
-@pytest.mark.filterwarnings("ignore::dflow.LeakedTracerWarning")
 # Each pair compiles a function of its own that is written at the same line.
 @pytest.mark.filterwarnings("ignore:.*makes a new function of it each time:dflow.RetraceWarning")
 @pytest.mark.parametrize(("use", "kind"), PAIRS)

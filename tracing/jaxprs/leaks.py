@@ -18,6 +18,7 @@ from typing import Any
 
 from dflow.tracing.ir.types import ArrayType, array_type_of
 from dflow.tracing.jax_frontend import LivingTraces, line_of_tracer, source_of_trace, tracers_of
+from dflow.tracing.jaxprs.program_holders import only_programs_keep
 from dflow.tracing.source import Loc, caller, warn_at
 
 
@@ -113,7 +114,7 @@ def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
 
 
 def leaks(trace: weakref.ref[Any]) -> list[Leak]:
-    """The values of a trace, which has ended, that something other than garbage keeps."""
+    """The values of a trace, which has ended, that something other than garbage and JAX's programs keeps."""
     if not _has_values(trace):
         return []
     gc.collect()
@@ -123,10 +124,11 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     kept, found = tracers_of(alive), []
     for tracer in kept:
         holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
-        named = dict.fromkeys(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))
-        named.pop(None, None)
-        if named:
-            found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(map(str, named))))
+        named = list(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))
+        users = list(itertools.compress(holders, named))
+        if users and not only_programs_keep(users, {id(kept), id(holders)}):
+            texts = dict.fromkeys(filter(None, named))
+            found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(texts)))
     return found
 
 

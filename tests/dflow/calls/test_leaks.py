@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 import weakref
@@ -94,6 +95,65 @@ def test_what_is_kept_while_tracing_only_is_fine() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         f(jnp.ones((4, 3)))
+
+
+def with_jvp(scale: Callable[[Any], Any]) -> Any:
+    """A function with a forward rule, which closes over whatever `scale` does."""
+    fn = jax.custom_jvp(scale)
+    fn.defjvp(lambda primals, tangents: (fn(*primals), scale(tangents[0])))
+    return fn
+
+
+def with_vjp(scale: Callable[[Any], Any]) -> Any:
+    """A function with a backward rule, which closes over whatever `scale` does."""
+    fn = jax.custom_vjp(scale)
+    fn.defvjp(lambda x: (fn(x), None), lambda _, g: (g * scale(jnp.ones(3)) * jnp.ones(3),))
+    return fn
+
+
+#: What a rule closes over, and what it does with it.
+CLOSED_OVER: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+    "array": lambda batch: lambda x: (x * batch).sum(),
+    "dict": lambda batch: (lambda held: lambda x: (x * held["a"]).sum())({"a": batch}),
+    "list": lambda batch: functools.partial(lambda held, x: (x * held[0]).sum(), [batch, batch + 1]),
+}
+RULES = {"jvp": with_jvp, "vjp": with_vjp}
+
+
+@pytest.mark.parametrize("has_state", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("closed_over", CLOSED_OVER)
+def test_what_the_rule_of_a_derivative_closes_over_is_part_of_the_program(
+    closed_over: str, rule: str, has_state: bool
+) -> None:
+    v = dflow.Variable(jnp.ones(3), name="v")
+
+    @dflow.jit
+    def f(batch: Any) -> Any:
+        fn = RULES[rule](CLOSED_OVER[closed_over](batch * 2))
+        if not has_state:
+            return jax.lax.scan(lambda carry, _: (carry + fn(batch), None), fn(batch), None, 2)[0]
+        value, [gradient] = dflow.value_and_grad(lambda: fn(v.read()), [v])()
+        v.assign_sub(gradient)
+        return value
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f(jnp.ones(3))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_value_kept_by_a_function_with_a_rule_is_named(home: Any, rule: str) -> None:
+    @dflow.jit
+    def f(batch: Any) -> Any:
+        fn = RULES[rule](lambda x: (x * batch).sum())
+        home.kept.append(fn)
+        return fn(batch)
+
+    with pytest.warns(
+        LeakedTracerWarning, match=r"a value of f, f32\[3\], is kept after its trace: by a function that"
+    ):
+        f(jnp.ones(3))
 
 
 def test_what_is_in_the_making_is_not_kept() -> None:
