@@ -15,11 +15,21 @@ import pytest
 from tests.effort import DEFAULT_EXAMPLES, FOR_LONG, FOR_ONCE, examples, factor, outside_the_half, quick_compilation
 
 #: Folders whose tests are all as those marked `once`: of connections, processes and files, which compile little.
-ONCE = ("tests/distributed/launching/", "tests/lowering/files/", "tests/simulation/")
-#: Such folders that CI runs on its second Python alone, so that both runs take about as long.
-ONCE_ON_SECOND = tuple(
-    f"tests/distributed/{folder}/"
-    for folder in ("coordinator", "observe", "process", "task", "transport", "wire", "worker")
+ONCE = (
+    "tests/lowering/files/",
+    "tests/simulation/",
+    *(
+        f"tests/distributed/{folder}/"
+        for folder in ("coordinator", "launching", "observe", "process", "task", "transport", "wire", "worker")
+    ),
+)
+#: Folders of whose tests that run on one Python CI runs them on the second, so that both runs take about as long.
+ON_SECOND = (
+    "tests/dflow/tables/",
+    *(
+        f"tests/distributed/{folder}/"
+        for folder in ("coordinator", "observe", "process", "task", "transport", "wire", "worker")
+    ),
 )
 
 # Read by JAX when a test first imports it: tests compare numbers bit by bit, so they run on CI's platform.
@@ -99,15 +109,18 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that CI runs on the other Python, or not at all, in a run with few random cases."""
     is_first, is_short = factor() >= FOR_ONCE, factor() < FOR_LONG
-    outside = outside_the_half(item.nodeid for item in items if not item.nodeid.startswith(ONCE_ON_SECOND))
+    outside = outside_the_half(item.nodeid for item in items if not _runs_once(item))
     for item in items:
-        if item.nodeid.startswith(ONCE_ON_SECOND):
-            is_elsewhere = is_first and is_short
+        if _runs_once(item):
+            is_elsewhere = is_short and item.nodeid.startswith(ON_SECOND) == is_first
         else:
-            is_once = item.get_closest_marker("once") or item.nodeid.startswith(ONCE)
-            is_elsewhere = item.nodeid in outside or bool(is_once and not is_first)
+            is_elsewhere = item.nodeid in outside
         if is_elsewhere or (item.get_closest_marker("long") and is_short):
             item.add_marker(pytest.mark.skip(reason="a run with all cases does it"))
+
+
+def _runs_once(item: pytest.Item) -> bool:
+    return item.get_closest_marker("once") is not None or item.nodeid.startswith(ONCE)
 
 
 def pytest_collection_finish() -> None:

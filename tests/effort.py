@@ -4,10 +4,10 @@ Each test declares its number of cases in `make test`, and one factor multiplies
 
 `DFLOW_TEST_EFFORT` is the factor, a positive number such as `5` or `1/3`; 1 without it. `make nightly` uses a larger
 one, and CI smaller ones, which also leave out the tests marked `long`. The random cases of its second Python are a part
-of the first one's, and it has no tests that are marked `once`.
+of the first one's. Tests that are marked `once` run on one of the two.
 
-`DFLOW_TEST_HALF` is 0 or 1: the half of the cases of each parametrised test that the second Python runs. CI takes it
-from the commit, so a few commits together have all cases.
+`DFLOW_TEST_HALF` is 0 or 1: a half of the cases of each parametrised test. One Python of CI has one half, and the other
+Python the other; the commit decides which, so a few commits together have all cases on both.
 """
 
 from __future__ import annotations
