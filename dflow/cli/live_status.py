@@ -19,7 +19,7 @@ from dflow.cli.closing_summary import closing_summary
 from dflow.cli.cost_tables import usage_table
 from dflow.cli.status_view import Closing, progress_line, traffic_table
 from dflow.cli.tables import TaskLine, size_text, task_table
-from dflow.dashboard.looks import LOOK_S, Look, condition, look, stragglers
+from dflow.dashboard.looks import LOOK_S, Look, StepRate, condition, look, steps_worked, stragglers
 from dflow.dashboard.observing import ClusterObserver, live_tasks
 from dflow.dashboard.traffic import recent_traffic
 from dflow.distributed.transport.base import Transport
@@ -71,12 +71,14 @@ def show_status(
 def live_view(before: Look, now: Look) -> RenderableType:
     """Return the progress line, the tables of tasks and of their costs, and that of the edges with the most traffic."""
     took_s = max(now.at_s - before.at_s, 1e-9)
-    done = now.status.steps_done - before.status.steps_done
+    rate = StepRate()
+    rate.add(before.at_s, before.status.steps_done, steps_worked(before.status))
+    newest = rate.add(now.at_s, now.status.steps_done, steps_worked(now.status))
 
     def rate_text(size_bytes: int) -> str:
         return f"{size_text(int(size_bytes / took_s))}/s"
 
-    parts: list[RenderableType] = [Text(progress_line(now.status, done / took_s)), Text(), _tasks(before, now)]
+    parts: list[RenderableType] = [Text(progress_line(now.status, newest)), Text(), _tasks(before, now)]
     costs = usage_table(before.states, now.states, took_s, most=MOST_TASKS)
     if costs.row_count:
         parts += [Text(), costs]

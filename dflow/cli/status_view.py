@@ -21,11 +21,12 @@ from rich.table import Table
 from rich.text import Text
 
 from dflow.cli.tables import launch_table, make_table, size_text, time_text
-from dflow.dashboard.looks import StepRate, type_text
+from dflow.dashboard.looks import StepRate, steps_worked, type_text
 from dflow.dashboard.traffic import grouped_traffic, summed
 from dflow.distributed.coordinator.membership import FINISHED, NORMAL_ENDS
 from dflow.distributed.launching.launcher import LaunchView, TaskRow
 from dflow.distributed.launching.run_logs import RunLogs
+from dflow.distributed.steps.step_gate import PREPARES
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.status import PartCosts, SnapshotSize, Status, VariableInfo
 from dflow.tracing.devices.task_name import short_task_name, split_task_name
@@ -34,14 +35,20 @@ PLAIN_LINE_S = 2.0
 SAME_LINE_S = 30.0
 #: Width of the tables, in characters, where the output is not a terminal.
 PLAIN_WIDTH = 120
+#: Most tasks named in a progress line that trace and compile one function.
+MOST_NAMED = 3
 NO_ANSWER = "the coordinator does not answer"
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "bright_red")
 
 
 def progress_line(status: Status, steps_per_s: float) -> str:
-    """Return steps done and in total, steps per second, the mean of the newest losses, and each worker's step time."""
+    """Return steps done and in total, steps per second, the mean of the newest losses, and each worker's step time.
+
+    And which workers trace and compile a function now.
+    """
+    prepared = _prepared(status)
     if not status.steps_total:
-        return f"{status.now_s:5.1f} s  {_present(status)}"
+        return "  ".join(filter(None, [f"{status.now_s:5.1f} s", _present(status), prepared]))
     parts = [f"step {status.steps_done}/{status.steps_total}", f"{steps_per_s:.1f} steps/s"]
     losses = [worker.metrics["loss"] for worker in status.workers if "loss" in worker.metrics]
     if losses:
@@ -52,7 +59,7 @@ def progress_line(status: Status, steps_per_s: float) -> str:
         for worker in status.workers
         if worker.task in live and worker.step_s
     ]
-    return "  ".join(parts)
+    return "  ".join([*parts, *([prepared] if prepared else [])])
 
 
 #: Function from a run's end to its closing tables, from its status and how each process ended, by full task name.
@@ -97,7 +104,7 @@ class TerminalView:
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         text = NO_ANSWER
         if status is not None:
-            text = progress_line(status, self._rate.add(status.now_s, status.steps_done))
+            text = progress_line(status, self._rate.add(status.now_s, status.steps_done, steps_worked(status)))
             self._steps_per_s = {
                 short_task_name(worker.task): self._worker_rates[worker.task].add(status.now_s, worker.steps)
                 for worker in status.workers
@@ -134,8 +141,9 @@ class PlainView:
     def show_status(self, status: Status | None, rows: Sequence[TaskRow]) -> None:
         if status is None:
             return
-        rate = self._rate.add(status.now_s, status.steps_done)
-        news = (status.steps_done, status.steps_total) if status.steps_total else _present(status)
+        rate = self._rate.add(status.now_s, status.steps_done, steps_worked(status))
+        counts = (status.steps_done, status.steps_total) if status.steps_total else _present(status)
+        news = counts, _prepared(status)
         if status.now_s - self._shown_at_s >= (SAME_LINE_S if news == self._shown else PLAIN_LINE_S):
             self._shown_at_s, self._shown = status.now_s, news
             self._print(progress_line(status, rate))
@@ -211,6 +219,19 @@ def launch_view(console: Console, closing: Closing) -> Iterator[TerminalView | P
         return
     with Live(Text("starting"), console=console, refresh_per_second=8, transient=True) as live:
         yield TerminalView(live, closing)
+
+
+def _prepared(status: Status) -> str:
+    """Name the workers that trace and compile a function, and the function; empty if there is none."""
+    by_text = defaultdict[str, list[str]](list)
+    for health in status.health:
+        if health.doing.startswith(PREPARES):
+            by_text[health.doing].append(short_task_name(health.task))
+    parts = (
+        f"{', '.join(tasks) if len(tasks) <= MOST_NAMED else f'{len(tasks)} tasks'}: {text}"
+        for text, tasks in by_text.items()
+    )
+    return "; ".join(parts)
 
 
 def _present(status: Status) -> str:

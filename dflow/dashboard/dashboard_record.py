@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dflow.dashboard.cluster_json import cluster_json, curve_values, is_over
 from dflow.dashboard.history import History
-from dflow.dashboard.looks import RATE_WINDOW_S, Look, StepRate
+from dflow.dashboard.looks import RATE_WINDOW_S, Look, StepRate, steps_worked
 from dflow.distributed.wire.messages.status import ClusterEvents
 from dflow.tracing.devices.task_name import short_task_name
 
@@ -80,7 +80,7 @@ class DashboardRecord:
         self._failed_since_s, self._why = None, ""
         while len(self._recent) > 1 and look.at_s - self._recent[1].at_s >= RATE_WINDOW_S:
             self._recent.popleft()
-        rate = self._rate.add(status.now_s, status.steps_done)
+        rate = self._rate.add(status.now_s, status.steps_done, steps_worked(status))
         earlier = {} if self._look is None else {worker.task: worker.steps for worker in self._look.status.workers}
         reported = {short_task_name(one.task) for one in status.workers if one.steps != earlier.get(one.task)}
         before = {} if self._look is None else self._look.status.results

@@ -127,22 +127,39 @@ def part_use(before: TaskState | None, now: TaskState | None) -> PartUse | None:
     return PartUse(parts, replace(used, python_s=max(used.python_s, 0.0)))
 
 
+def steps_worked(status: Status) -> int:
+    """Return the number of steps that the workers have reported, those done again and those of each worker too."""
+    return sum(worker.steps for worker in status.workers)
+
+
 class StepRate:
     """Steps per second over the last `RATE_WINDOW_S` seconds, not counting time before the first step."""
 
     def __init__(self) -> None:
+        #: By time, the number of steps seen to be done since the first time.
         self._seen: deque[tuple[float, int]] = deque()
+        #: The newest numbers given to `add`.
+        self._done = self._worked = 0
 
-    def add(self, now_s: float, done: int) -> float:
-        """Add the number of steps done by now, and return the rate up to it; 0 until two numbers are known."""
+    def add(self, now_s: float, done: int, worked: int | None = None) -> float:
+        """Add the number of steps done by now, and return the rate up to it; 0 until two numbers are known.
+
+        worked  number of steps that the workers together have reported; more steps than those, in a job that goes on
+                from an earlier one, were done before
+        """
+        worked = done if worked is None else worked
+        news = min(done - self._done, worked - self._worked) if self._seen else 0
+        self._done, self._worked = done, worked
+        counted = self._seen[-1][1] + news if self._seen else 0
         # Fewer steps after a return to a snapshot are a new beginning.
-        if not done or (self._seen and done < self._seen[-1][1]):
+        if not counted or news < 0:
             self._seen.clear()
-        self._seen.append((now_s, done))
+            counted = 0
+        self._seen.append((now_s, counted))
         while len(self._seen) > 2 and now_s - self._seen[1][0] >= RATE_WINDOW_S:
             self._seen.popleft()
         then_s, before = self._seen[0]
-        return (done - before) / (now_s - then_s) if now_s > then_s else 0.0
+        return (counted - before) / (now_s - then_s) if now_s > then_s else 0.0
 
 
 def type_text(dtype: str, shape: Sequence[int]) -> str:

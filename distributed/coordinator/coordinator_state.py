@@ -159,7 +159,8 @@ class CoordinatorState:
             records, jobs, settings.heartbeat_timeout_s, settings.rejoin_s, settings.holder_timeout_s
         )
         self._directory = VariableDirectory(self._membership, records)
-        self._ledger, self._plans = StepLedger(records), TrainingPlans(records)
+        self._plans = TrainingPlans(records)
+        self._ledger = StepLedger(records, self._plans)
         self._comparisons = StepComparisons()
         self._elections, self._decisions = Elections(records), Decisions(records)
         self._traffic, self._costs = TrafficTotals(), CostTotals()
@@ -223,6 +224,7 @@ class CoordinatorState:
             case Ticked(at_s):
                 if self._joining and at_s - self._started.at_s >= self._settings.heartbeat_timeout_s:
                     return self._begin_anew(at_s)
+                self._ledger.tick(at_s)
                 followed = self._follow(at_s, self._membership.tick(at_s, self._directory.holds_state))
                 return [
                     *followed,

@@ -24,6 +24,7 @@ import msgspec
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
+from dflow.distributed.coordinator.training_plans import TrainingPlans
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, NotFinite, RoundsDone, StepsDone
 from dflow.distributed.wire.messages.status import WorkerProgress
@@ -36,6 +37,9 @@ FIRST_CLAIM = 16
 LARGEST_CLAIM = 1024
 #: Longest work in a claim of several steps, as far as the worker's earlier steps tell, in s.
 CLAIM_WORK_S = 1.0
+#: Time from the failure of the last worker of a run to the line in the log, in s: its own error comes first, and its
+#: next process may.
+FAILURE_S = 3.0
 #: A claim gets the worker's fair share of the remaining steps divided by this, so that a slow worker's last is small.
 SHARE_DIVISOR = 4
 
@@ -115,10 +119,13 @@ def copied_runs(copy: LedgerCopy) -> Iterator[tuple[str, msgspec.Struct]]:
 
 
 class StepLedger:
-    """The runs of one cluster, and each worker's progress in them, kept in `records`."""
+    """The runs of one cluster, and each worker's progress in them, kept in `records`.
 
-    def __init__(self, records: DurableRecords) -> None:
-        self._records = records
+    plans  the trainers' runs, whose parts are runs here
+    """
+
+    def __init__(self, records: DurableRecords, plans: TrainingPlans | None = None) -> None:
+        self._records, self._plans = records, plans or TrainingPlans(DurableRecords())
         self._progress = dict(records.load(_PROGRESS, WorkerProgress))
         self._runs = {
             name: _LedgerRun(
@@ -138,6 +145,8 @@ class StepLedger:
         self._not_finite = {(one.run, one.metric): one for _, one in records.load(_NOT_FINITE, NotFinite)}
         #: By run, the number of steps done when it was last logged as abandoned.
         self._announced: dict[str, int] = {}
+        #: By run whose last worker has failed, since when.
+        self._failed_s: dict[str, float] = {}
         #: Whether claims are held back, while the steps of all tasks are paused.
         self.is_held = False
         self._news: list[str] = []
@@ -158,14 +167,16 @@ class StepLedger:
 
     def return_to(self, copy: LedgerCopy) -> None:
         """Return the runs to a copy; the claims made since are void, and workers that wait for steps still wait."""
+        before = self.counts()
         self._rounds = dict(copy.rounds)
+        undone = {}
         for name, run in self._runs.items():
-            was_done = run.done == run.total_steps
+            was_done, goes_on = run.done == run.total_steps, bool(run.waiting)
             run.return_to(copy.runs.get(name, _RunRecord(run.total_steps, 0, ((0, run.total_steps),))))
-            if run.is_training and was_done and run.done < run.total_steps:
-                self._news.append(
-                    f"run {name!r} was complete, and has {run.done} of {run.total_steps} steps done now: run it again"
-                )
+            if run.is_training and was_done and run.done < run.total_steps and not goes_on:
+                undone[name] = run.done, run.total_steps
+        for name, (done, total) in self._plans.to_run_again(undone, before, self.counts()).items():
+            self._news.append(f"run {name!r} was complete, and has {done} of {total} steps done now: run it again")
 
     def hold(self, is_held: bool) -> list[SendReply]:
         """Hold back claims, or answer the claims that were held back."""
@@ -249,7 +260,17 @@ class StepLedger:
         self._records.put(_PROGRESS + report.task, self._progress[report.task])
         return [] if self.is_held else run.answer_waiting()
 
-    def _announce_end(self, run: _LedgerRun) -> None:
+    def tick(self, at_s: float) -> None:
+        """Announce the end of runs whose last worker failed some time ago."""
+        for name, run in self._runs.items():
+            if not (run.is_abandoned and run.has_failed and self._announced.get(name) != run.done):
+                self._failed_s.pop(name, None)
+            elif at_s - self._failed_s.setdefault(name, at_s) >= FAILURE_S:
+                self._announce_end(run, is_late=True)
+
+    def _announce_end(self, run: _LedgerRun, *, is_late: bool = False) -> None:
+        if run.has_failed and not is_late:
+            return
         if run.is_training and run.is_abandoned and self._announced.get(run.name) != run.done:
             self._announced[run.name] = run.done
             self._news.append(
@@ -307,6 +328,8 @@ class _LedgerRun:
     #: Sums by name over the steps done, as their workers reported them.
     sums: dict[str, float] = field(default_factory=dict)
     is_training: bool = True
+    #: Whether the newest worker that took no part any more has failed or left.
+    has_failed: bool = False
 
     def note(self, worker: _Worker) -> None:
         """Replace the state of a worker."""
@@ -397,6 +420,7 @@ class _LedgerRun:
         worker = self.workers.get(report.task)
         if worker is None or worker.first != report.first or not worker.done <= report.done <= worker.count:
             return 0
+        self.has_failed = report.has_failed
         if (done := report.done - worker.done) == 0 and not report.has_failed:
             return 0
         self.done += done
@@ -416,6 +440,7 @@ class _LedgerRun:
         step_s = claim.step_s or (known.step_s if known is not None else 0.0)
         made = _Worker(claim.task, claim.number, answered=not claim.more, takes_part=claim.more, step_s=step_s)
         self._save(msgspec.structs.replace(made, max_staleness=claim.max_staleness, least=claim.least))
+        self.has_failed = claim.has_failed
         if claim.more:
             self.waiting[claim.task] = ask
         else:
@@ -432,6 +457,7 @@ class _LedgerRun:
         self.waiting.pop(task, None)
         worker = self.workers.pop(task, None)
         if worker is not None:
+            self.has_failed = self.has_failed or task in self.sharing
             self.holding.discard(task)
             self.sharing.discard(task)
             self.pool.add(worker.held)

@@ -14,6 +14,8 @@ import msgspec
 from dflow.distributed.coordinator.durable_records import DurableRecords
 from dflow.distributed.wire.messages.training import TrainingPlan
 
+#: By run, the numbers of steps done and of all steps.
+Counts = Mapping[str, tuple[int, int]]
 _PART = re.compile(r"(.*) ([0-9]+)-[0-9]+", re.DOTALL)
 
 
@@ -33,7 +35,28 @@ class TrainingPlans:
         self._plans[plan.run] = plan
         self._records.put(_PLAN + plan.run, plan)
 
-    def steps(self, counts: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    def to_run_again(self, undone: Counts, before: Counts, counts: Counts) -> dict[str, tuple[int, int]]:
+        """Return the runs that no worker repeats by itself, with their plan in place of its parts, and their counts.
+
+        undone  runs that were complete, and are not any more
+        before  the counts when they were; a plan that was not complete goes on, and repeats its parts
+        """
+        found = {}
+        for run, count in undone.items():
+            part = _PART.fullmatch(run)
+            plan = self._plans.get(part[1]) if part is not None else None
+            if plan is None:
+                found[run] = count
+            elif plan.is_over or self._done(plan, before) >= plan.total:
+                found[plan.run] = self._done(plan, counts), plan.total
+        return found
+
+    def _done(self, plan: TrainingPlan, counts: Counts) -> int:
+        parts = ((_PART.fullmatch(run), done) for run, (done, _) in counts.items())
+        own = (done for part, done in parts if part is not None and part[1] == plan.run and int(part[2]) >= plan.first)
+        return plan.first + sum(own)
+
+    def steps(self, counts: Counts) -> tuple[int, int]:
         """Return the numbers of steps done and of all steps, from those of each run that workers take part in."""
         done_of, others = {name: plan.first for name, plan in self._plans.items()}, (0, 0)
         for run, (done, total) in counts.items():

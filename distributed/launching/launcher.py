@@ -240,12 +240,12 @@ class _Launch:
             self._start(task)
             if task in self._servers:
                 rest = (
-                    "returns to the newest snapshot, with all other task servers"
+                    "; when it has joined, all task servers return to the newest snapshot"
                     if self._plan.snapshots
-                    else "is empty: the variables that it held are lost, and a worker whose steps use them fails, "
+                    else " and is empty: the variables that it held are lost, and a worker whose steps use them fails, "
                     "until it is started again and creates them"
                 )
-                self._view.show_event(f"{task.name} runs again and {rest}")
+                self._view.show_event(f"{task.name} runs again{rest}")
 
     def _worker_ended(self, task: _Task, status: int, tail: Sequence[str]) -> None:
         if status == 0 and not self._has_joined(task):

@@ -144,8 +144,9 @@ class Async(Strategy):
                 found = None
                 with contextlib.suppress(Exception):  # reading a loss of a failed step raises
                     found = done.not_finite()
+                left = replace(claim, done=done.count, more=False, not_finite=found, has_failed=True)
                 with contextlib.suppress(DflowError):
-                    coordinator.ask(replace(claim, done=done.count, more=False, not_finite=found))
+                    coordinator.ask(left)
                 raise
             step_s, metrics, not_finite = done.progress()
             is_whole = done.count == len(claimed)

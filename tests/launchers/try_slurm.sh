@@ -100,7 +100,7 @@ touch slow
 sbatch --output=het.log het.sbatch train.py > sbatch.log
 await "the first snapshot" het.log
 pkill -KILL -f -- "-m dflow task --job ps --index 1"
-await "ps:1 runs again and returns to the newest snapshot" het.log
+await "ps:1 runs again; when it has joined" het.log
 pkill -KILL -f -o "^$python train.py"
 await "worker:[01] ended: killed by SIGKILL; it is started again" het.log
 rm slow

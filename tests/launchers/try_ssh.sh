@@ -65,7 +65,7 @@ touch slow
     --python "$tmp/python" --ps 2 --workers 3 --secret-file secret --restart on-failure:9 --restart ps=on-failure:9 \
     --snapshots snapshots --snapshot-every 1 train.py > launch.log 2>&1 &
 await "the first snapshot"
-pkill -KILL -f -- "-m dflow task --job ps --index 1" && await "ps:1 runs again and returns to the newest snapshot"
+pkill -KILL -f -- "-m dflow task --job ps --index 1" && await "ps:1 runs again; when it has joined"
 pkill -KILL -f -o "^$python train.py" && await "worker:[012] ended: killed by SIGKILL; it is started again"
 pkill -KILL -f -- "-m dflow coordinator" && await "coordinator ended: killed by SIGKILL; it is started again"
 ip link set to-h3 down && await "Timeout, server 10.66.0.3 not responding" && await "10.66.0.3 was not reached"

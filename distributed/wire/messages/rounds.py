@@ -52,6 +52,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
                  only for a run whose workers send no `StepsDone`
     `is_training` whether the run's steps are counted in the status of the cluster; the first claim fixes it
     `least`      number of steps to claim at least, however long they take, up to the worker's share of the rest
+    `has_failed` whether the worker leaves the run by an error, or its loop, perhaps by one; its output may show it
     """
 
     speaker = "task"
@@ -70,6 +71,7 @@ class ClaimSteps(Request[Claimed], frozen=True):
     sums: dict[str, float] = msgspec.field(default_factory=dict)
     is_training: bool = True
     least: int = 1
+    has_failed: bool = False
 
 
 class StepsDone(Notice, frozen=True):

@@ -15,7 +15,7 @@ from dflow.cli.live_status import live_view, show_status
 from dflow.dashboard.looks import Look, stragglers
 from dflow.distributed.wire.messages.observing import ResourceDepth, TaskState, TaskUsage
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
-from dflow.distributed.wire.messages.status import Status, TaskHealth
+from dflow.distributed.wire.messages.status import Status, TaskHealth, WorkerProgress
 from dflow.testing import memory_cluster
 
 PS, W0, W1, W2 = "/job:ps/task:0", "/job:worker/task:0", "/job:worker/task:1", "/job:worker/task:2"
@@ -35,7 +35,8 @@ def look(at_s: float, steps: int, sent: int, states: dict[str, TaskState]) -> Lo
         TaskHealth(W2, at_s - 8.0, 3, "", None),
     )
     traffic = (EdgeTraffic("w", PS, W0, sent, 1000 * sent, messages=sent // 4),)
-    return Look(at_s, Status(at_s, tasks, (), (), steps, 100, (), traffic, {}, health), states)
+    workers = (WorkerProgress(W0, steps, 0.0, {}),)
+    return Look(at_s, Status(at_s, tasks, (), workers, steps, 100, (), traffic, {}, health), states)
 
 
 def text_of(view: Any) -> str:

@@ -1,6 +1,7 @@
 import io
 
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from dflow.cli.closing_summary import closing_summary
@@ -17,7 +18,7 @@ from dflow.dashboard.looks import StepRate, type_text
 from dflow.dashboard.traffic import grouped_traffic
 from dflow.distributed.wire.messages.roster import EdgeTraffic, TaskInfo
 from dflow.distributed.wire.messages.rounds import NotFinite
-from dflow.distributed.wire.messages.status import PartCosts, Status, VariableInfo, WorkerProgress
+from dflow.distributed.wire.messages.status import PartCosts, Status, TaskHealth, VariableInfo, WorkerProgress
 
 PS0, PS1 = "/job:ps/task:0", "/job:ps/task:1"
 WORKERS = tuple(f"/job:worker/task:{index}" for index in range(3))
@@ -76,6 +77,28 @@ def test_before_the_first_step_progress_says_who_is_awaited() -> None:
     assert progress_line(status(steps_total=0, expected=(PS1, WORKERS[2])), 0.0) == (
         " 10.0 s  3 of 5 tasks are up; waiting for ps:1, worker:2"
     )
+
+
+def test_progress_says_what_is_compiled() -> None:
+    doing = "tracing and compiling train_step"
+    health = tuple(TaskHealth(worker, 9.0, 0, doing, None) for worker in WORKERS[:2])
+    named = f"worker:0, worker:1: {doing}"
+    now = status(workers=(), steps_done=0, health=(*health, TaskHealth(PS0, 9.0, 0, "step 1 of worker:0", None)))
+    assert progress_line(now, 0.0) == f"step 0/{now.steps_total}  0.0 steps/s  {named}"
+    before = replace(now, steps_total=0)
+    assert progress_line(before, 0.0).endswith(f" tasks are up  {named}")
+    many = tuple(TaskHealth(f"/job:worker/task:{index}", 9.0, 0, doing, None) for index in range(9))
+    assert progress_line(replace(now, health=many), 0.0).endswith(f"  9 tasks: {doing}")
+
+
+def test_the_rate_leaves_out_steps_of_an_earlier_job() -> None:
+    rate = StepRate()
+    assert rate.add(0.0, 0, 0) == 0.0
+    assert rate.add(0.2, 448, 0) == 0.0  # of the snapshot
+    assert rate.add(20.2, 448, 0) == 0.0  # the first step is compiled
+    assert rate.add(21.2, 458, 12) == 10.0
+    assert rate.add(22.2, 440, 30) == 0.0  # after a return to a snapshot
+    assert rate.add(23.2, 445, 35) == 5.0
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

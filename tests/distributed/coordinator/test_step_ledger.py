@@ -8,9 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dflow.distributed.coordinator.coordinator_events import SendReply
 from dflow.distributed.coordinator.durable_records import DurableRecords
-from dflow.distributed.coordinator.step_ledger import FIRST_CLAIM, LARGEST_CLAIM, StepLedger
+from dflow.distributed.coordinator.step_ledger import FAILURE_S, FIRST_CLAIM, LARGEST_CLAIM, StepLedger
+from dflow.distributed.coordinator.training_plans import TrainingPlans
 from dflow.distributed.wire.messages.connection import Failure
 from dflow.distributed.wire.messages.rounds import Claimed, ClaimSteps, StepsDone
+from dflow.distributed.wire.messages.training import TrainingPlan
 from tests.effort import examples
 
 A, B, C = (f"/job:worker/task:{index}" for index in range(3))
@@ -442,3 +444,49 @@ def test_only_runs_of_training_are_in_the_status(is_training: bool) -> None:
     ledger.return_to(before)
     ledger.claim(3, ClaimSteps("run", A, 1, 3, 2, more=False, is_training=is_training))
     assert len(ledger.take_news()) == 2 * is_training  # of the return, and of the end of its only worker
+
+
+def test_the_end_of_a_run_whose_last_worker_failed_is_announced_after_its_error() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(1, ClaimSteps("run", A, 20, 1))
+    ledger.note_done(StepsDone("run", A, 0, 2, has_failed=True))
+    ledger.claim(2, ClaimSteps("run", A, 20, 2, 1, done=2, more=False, has_failed=True))
+    for at_s, count in ((10.0, 0), (10.0 + FAILURE_S, 1), (20.0, 0)):
+        ledger.tick(at_s)
+        assert len(ledger.take_news()) == count
+
+
+def test_a_run_whose_failed_worker_comes_back_has_not_ended() -> None:
+    ledger = StepLedger(DurableRecords())
+    ledger.claim(1, ClaimSteps("run", A, 20, 1))
+    ledger.leave({A: "killed"})
+    ledger.tick(10.0)
+    ledger.claim(2, ClaimSteps("run", A, 20, 1))
+    ledger.tick(20.0)
+    assert not ledger.take_news()
+
+
+@pytest.mark.parametrize(("total", "is_over", "says"), [(4, False, True), (8, False, False), (8, True, True)])
+def test_a_trainer_repeats_its_parts_until_it_has_ended(total: int, is_over: bool, says: bool) -> None:
+    plans = TrainingPlans(DurableRecords())
+    ledger = StepLedger(DurableRecords(), plans)
+    before = ledger.copy()
+    plans.note(TrainingPlan("run", A, 0, total, is_over))
+    for part in ("run 0-2", "run 2-4"):
+        ledger.claim(1, ClaimSteps(part, A, 2, 1))
+        ledger.claim(2, ClaimSteps(part, A, 2, 2, 1, done=1))
+        ledger.claim(3, ClaimSteps(part, A, 2, 3, 2, done=1))
+    assert not ledger.take_news()
+    ledger.return_to(before)
+    line = f"run 'run' was complete, and has 0 of {total} steps done now: run it again"
+    assert ledger.take_news() == [line] * says
+
+
+def test_a_run_whose_worker_waits_for_steps_goes_on_by_itself() -> None:
+    ledger = StepLedger(DurableRecords())
+    before = ledger.copy()
+    ledger.claim(1, ClaimSteps("run", A, 1, 1))
+    ledger.hold(True)
+    ledger.claim(2, ClaimSteps("run", A, 1, 2, 1, done=1))
+    ledger.return_to(before)
+    assert not ledger.take_news()
