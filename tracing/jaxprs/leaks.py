@@ -121,15 +121,24 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     alive = trace()
     if alive is None:  # it was garbage that had not been collected yet
         return []
-    kept, found = tracers_of(alive), []
-    for tracer in kept:
-        holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
-        named = list(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))
-        users = list(itertools.compress(holders, named))
-        if users and not only_programs_keep(users, {id(kept), id(holders)}):
-            texts = dict.fromkeys(filter(None, named))
-            found.append(Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(texts)))
-    return found
+    kept = tracers_of(alive)
+    found = [(tracer, *_holders(tracer, kept)) for tracer in kept]
+    every = [holder for _, holders, _ in found for holder in holders]
+    lists = {id(kept), id(every), *(id(holders) for _, holders, _ in found)}
+    if not every or only_programs_keep(every, lists):  # one search for all, since each takes 0.1 s
+        return []
+    return [
+        Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(texts))
+        for tracer, holders, texts in found
+        if holders and not only_programs_keep(holders, lists)
+    ]
+
+
+def _holders(tracer: Any, kept: list[Any]) -> tuple[list[Any], list[str]]:
+    """The objects that hold a value and that a user may know, and the descriptions of them."""
+    holders = [holder for holder in gc.get_referrers(tracer) if holder is not kept]
+    texts = list(map(_described, holders, itertools.repeat(tracer), itertools.repeat(holders)))
+    return list(itertools.compress(holders, texts)), list(dict.fromkeys(filter(None, texts)))
 
 
 def _has_values(trace: weakref.ref[Any]) -> bool:
