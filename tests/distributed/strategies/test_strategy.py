@@ -21,7 +21,7 @@ from dflow.distributed.worker.cluster import Cluster
 from dflow.testing import MemoryCluster, memory_cluster
 from dflow.tracing.errors import StrategyError
 from tests.distributed.strategies.sync_programs import together
-from tests.distributed.waiting import DEADLINE_S
+from tests.distributed.waiting import DEADLINE_S, until
 
 
 class Counting(Strategy):
@@ -234,7 +234,7 @@ def test_a_cluster_is_left_though_the_end_of_a_run_is_interrupted() -> None:
         next(one)
         with pytest.raises(KeyboardInterrupt):
             first.close()
-        assert first.task not in second.tasks
+        until(lambda: first.task not in second.tasks)
         second.close()
 
 
