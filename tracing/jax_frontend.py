@@ -521,6 +521,13 @@ def array_attributes() -> list[str]:
     return [name for name in dir(ArrayImpl) if not name.startswith("_")]
 
 
+def await_arrays(tree: Any) -> None:
+    """Wait until JAX's arrays of a pytree are computed. Raises the error of the program that makes one."""
+    for leaf in jax.tree_util.tree_leaves(tree):
+        if isinstance(leaf, ArrayImpl):
+            leaf.block_until_ready()
+
+
 def unlogged_callback_error(cls: type[BaseException]) -> None:
     """Keep JAX from logging an error of this class that a callback raises: the caller of the program raises it."""
     logging.getLogger("jax._src.callback").addFilter(

@@ -38,6 +38,7 @@ from dflow.tracing.ir.effects import Effect
 from dflow.tracing.ir.graph import Graph, Literal, Node, Operand, Value
 from dflow.tracing.ir.resource_op import ResourceOp
 from dflow.tracing.ir.types import HANDLES, dtype_name
+from dflow.tracing.jaxprs.callbacks import checks_ids
 from dflow.tracing.parallel_iterations import DEFAULT_PARALLEL_ITERATIONS
 from dflow.tracing.primitives.id_checks import IDS
 from dflow.tracing.source import at
@@ -247,7 +248,8 @@ class _Maker:
             after=after,
             device=_device(node),
             touches_anything=any(effect is Effect.UNKNOWN for effect, _ in node.effects),
-            keeps=bool(pure.written) and not node.attributes["donate"],
+            # Its caller raises the error of a check, also if the program only reads.
+            keeps=(bool(pure.written) and not node.attributes["donate"]) or checks_ids(body),
             asynchronous=is_asynchronous(node),
         )
 

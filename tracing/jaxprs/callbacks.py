@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dflow.tracing.ir.graph import Graph
@@ -24,8 +24,28 @@ def calls_python(graph: Graph) -> bool:
     )
 
 
+def checks_ids(graph: Graph) -> bool:
+    """Whether a node, or one within the body of another, checks row numbers, and so may fail after it was called."""
+    return any(
+        node.op.primitive is check_ids_p
+        or any(map(checks_ids, node.bodies))
+        or any(map(checks_ids, _bodies(node.attributes)))
+        or check_ids_p.name in _names_within(node.attributes)
+        for node in graph.nodes
+    )
+
+
 def _within(params: Mapping[str, Any]) -> bool:
-    bodies = (value.graph for value in params.values() if isinstance(value, Body))
+    return any(map(calls_python, _bodies(params))) or not _names_within(params).isdisjoint(
+        _PRIMITIVES | {check_ids_p.name}
+    )
+
+
+def _bodies(params: Mapping[str, Any]) -> Iterator[Graph]:
+    return (value.graph for value in params.values() if isinstance(value, Body))
+
+
+def _names_within(params: Mapping[str, Any]) -> set[str]:
+    """Return the names of the primitives of JAX's own bodies."""
     inner = (equation for jaxpr, _ in inner_parts(params) for equation in equations_within(jaxpr))
-    names = {equation.primitive.name for equation in inner}
-    return any(map(calls_python, bodies)) or not names.isdisjoint(_PRIMITIVES | {check_ids_p.name})
+    return {equation.primitive.name for equation in inner}

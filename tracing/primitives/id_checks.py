@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from jax.extend import core as jex
 from jax.interpreters import ad, batching, mlir
 
 from dflow.tracing.errors import InputError
-from dflow.tracing.jax_frontend import checked_numbers, unlogged_callback_error
+from dflow.tracing.jax_frontend import await_arrays, checked_numbers, unlogged_callback_error
 from dflow.tracing.source import at, caller
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,13 +127,23 @@ _failed: OrderedDict[int, InputError] = OrderedDict()
 _NUMBER = re.compile(r"dflow: check (\d+) of row numbers failed")
 
 
+#: Whether a program of this process has a check, so that it may fail after its call has returned.
+_in_programs = threading.Event()
+
+
 def raises_failed_checks(fn: F) -> F:
-    """Decorate a function to raise the error of a check within a program in place of XLA's."""
+    """Decorate a function to raise the error of a check within a program in place of XLA's.
+
+    It waits for its results if a program has a check: JAX may run the program after the call.
+    """
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            return fn(*args, **kwargs)
+            results = fn(*args, **kwargs)
+            if _in_programs.is_set():
+                await_arrays(results)
+            return results
         except (ValueError, RuntimeError) as error:
             found = failed_check(error)
             if found is None:
@@ -152,6 +163,8 @@ def failed_check(error: BaseException) -> InputError | None:
 def _in_xla(ids: Any, *values: Any, size: int, table: str, noun: str, line: str) -> Any:
     if not _are_checked.get():
         return [ids, *values]
+
+    _in_programs.set()
 
     def check(ids: Any) -> Any:
         try:

@@ -85,12 +85,18 @@ LOOKUPS: dict[str, Callable[[dflow.Embedding, Any], Any]] = {
 }
 
 
+@jax.jit
+def computed_later(ids: Any) -> Any:
+    """The ids, which are not computed yet when the call returns."""
+    return ids + (jax.lax.fori_loop(0, 3_000_000, lambda _, x: jnp.cos(x), 0.5) > 2)
+
+
 @pytest.mark.parametrize("way", LOOKUPS)
 def test_an_id_without_a_row_is_one_error_in_every_program(
     table: dflow.Embedding, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(dflow.InputError) as caught:
-        LOOKUPS[way](table, jnp.array([1, 111]))
+        LOOKUPS[way](table, computed_later(jnp.array([1, 111])))
     fact, line, remedy = str(caught.value).split("\n")
     assert fact.startswith("table 'words': expected ids from 0 to 99, got 111")
     assert "test_embedding.py:" in line
