@@ -67,6 +67,8 @@ class FaultyPlace(ThisMachine):
         super().__init__()
         #: Whether a process was killed at the moment; known when this is closed.
         self.has_killed = False
+        #: The moments that processes have reached, with a fault at one; known when this is closed.
+        self.reached: set[str] = set()
         self._at_moment = at_moment
         self._folder = Path(tempfile.mkdtemp(prefix="dflow-chaos-moment-"))
         self.lives: list[Life] = []
@@ -102,7 +104,8 @@ class FaultyPlace(ThisMachine):
         which = {"CHAOS_MOMENT": fault.moment, "CHAOS_COUNT": str(fault.count), "CHAOS_VICTIM": fault.task}
         return {"PYTHONPATH": path, "CHAOS_FOLDER": str(self._folder), "CHAOS_WHO": task, **which}
 
-    def _note_killed(self) -> None:
+    def _note_moments(self) -> None:
+        self.reached = {file.name.removeprefix("reached ") for file in self._folder.glob("reached *")}
         with suppress(FileNotFoundError):
             pid = int((self._folder / "killed").read_text())
             next(life for life in self.lives if life.child.pid == pid).faults.append("kill")
@@ -168,7 +171,7 @@ class FaultyPlace(ThisMachine):
             proxy.close()
         for life in self.lives:
             os.close(life.pidfd)
-        self._note_killed()
+        self._note_moments()
         shutil.rmtree(self._folder, ignore_errors=True)
         super().close()
 

@@ -35,6 +35,8 @@ class Outcome:
     violations: list[str] = field(default_factory=list)
     results: dict[str, float] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    #: The named moments that processes have reached, in a round with a fault at one.
+    moments: set[str] = field(default_factory=set)
     #: The time in s since the start, the task or "launcher", and the text.
     lines: list[tuple[float, str, str]] = field(default_factory=list)
 
@@ -92,6 +94,7 @@ class _FaultyRun(StopSignal):
         for fault in schedule.faults:
             if fault.moment and self._place.has_killed:
                 outcome.faults.append(str(fault))
+        outcome.moments = self._place.reached
         if status != 0:
             outcome.violations.append(f"the launcher's exit status is {status}")
         self._check_snapshot()

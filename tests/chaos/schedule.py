@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 COORDINATOR = "coordinator"
-#: The moments that the programs' processes reach.
+#: The moments that the processes of each program reach.
 MOMENTS = ("creation", "first call", "registration", "capture", "write", "commit", "restore")
 #: Kinds of faults by role. `kill`, `terminate` and `pause` are signals; `cut` and `hold` are of the connection to the
 #: coordinator, of all connections for the coordinator itself; `break` breaks all connections again and again, those
@@ -68,11 +68,13 @@ class Hazards:
     kinds    by role, for the roles that it has
     moments  least and most number of moments at which faults come
     at_once  number of tasks with a fault at such a moment, one of these
+    named    the named moments at which a process may be killed
     """
 
     kinds: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: KINDS)
     moments: tuple[int, int] = (3, 5)
     at_once: tuple[int, ...] = (1, 1, 2, 3)
+    named: tuple[str, ...] = MOMENTS
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,6 @@ def drawn_schedule(seed: int, programs: Mapping[str, Hazards]) -> Schedule:
         faults += [fault(task, at) for task in draw.sample(tasks, draw.choice(hazards.at_once))]
     if "ps" in hazards.kinds and "break" in hazards.kinds["worker"] and draw.random() < 0.5:
         faults.append(
-            Fault("kill", draw.choice(tasks), 0.0, moment=draw.choice(MOMENTS), count=draw.choice((1, 1, 2, 5)))
+            Fault("kill", draw.choice(tasks), 0.0, moment=draw.choice(hazards.named), count=draw.choice((1, 1, 2, 5)))
         )
     return Schedule(program, workers, tuple(sorted(faults, key=lambda one: one.at)))

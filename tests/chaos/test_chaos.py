@@ -79,28 +79,33 @@ def test_workers_that_compute_together_go_on_from_their_checkpoint(
 
 
 _ELSEWHERE = pytest.mark.long
+TASKS, IN_SAVES = ("worker:0", "ps:0", COORDINATOR), ("save", "export", "pause")
 
 
 @pytest.mark.once
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("task", "moment", "count"),
+    ("program", "task", "moment", "count"),
     [
-        ("ps:0", "registration", 1),
-        pytest.param("ps:1", "creation", 1, marks=_ELSEWHERE),
-        pytest.param("ps:0", "capture", 2, marks=_ELSEWHERE),
-        pytest.param("ps:0", "commit", 2, marks=_ELSEWHERE),
-        pytest.param("worker:1", "first call", 1, marks=_ELSEWHERE),
-        pytest.param(COORDINATOR, "commit", 2, marks=_ELSEWHERE),
-        pytest.param(COORDINATOR, "restore", 1, marks=_ELSEWHERE),
+        ("saving", "ps:0", "save", 3),
+        *(pytest.param(*one, marks=_ELSEWHERE) for one in itertools.product(["saving"], TASKS, IN_SAVES, [2])),
+        pytest.param("counters", "ps:0", "registration", 1, marks=_ELSEWHERE),
+        pytest.param("counters", "ps:1", "creation", 1, marks=_ELSEWHERE),
+        pytest.param("counters", "ps:0", "capture", 2, marks=_ELSEWHERE),
+        pytest.param("counters", "ps:0", "commit", 2, marks=_ELSEWHERE),
+        pytest.param("counters", "worker:1", "first call", 1, marks=_ELSEWHERE),
+        pytest.param("counters", COORDINATOR, "commit", 2, marks=_ELSEWHERE),
+        pytest.param("counters", COORDINATOR, "restore", 1, marks=_ELSEWHERE),
     ],
 )
-def test_a_process_is_killed_at_a_moment(tmp_path: Path, task: str, moment: str, count: int) -> None:
+def test_a_process_is_killed_at_a_moment(tmp_path: Path, program: str, task: str, moment: str, count: int) -> None:
     before = (Fault("kill", "ps:1", 0.3),) if moment == "restore" else ()
-    schedule = Schedule("counters", 2, (*before, Fault("kill", task, 0.0, moment=moment, count=count)))
-    outcome = run_round(schedule, PROGRAMS["counters"], 200, tmp_path, LIMIT_S)
+    schedule = Schedule(program, 2, (*before, Fault("kill", task, 0.0, moment=moment, count=count)))
+    outcome = run_round(schedule, PROGRAMS[program], 200, tmp_path, LIMIT_S)
     assert not outcome.violations, describe(schedule, outcome, tmp_path / "output.log")
     assert f"kill {task} at {moment!r} number {count}" in outcome.faults
+    if (program, task) == ("saving", "ps:0"):
+        assert outcome.moments == {*PROGRAMS[program].hazards.named} == {*ROLES}
 
 
 def test_a_schedule_follows_from_its_seed() -> None:

@@ -25,8 +25,12 @@ def _begin(folder: Path, who: str, moment: str, count: int, victim: str) -> None
 
     (folder / who).write_text(str(os.getpid()))
     left = [count]
+    seen: set[str] = set()
 
     def reached(name: str, task: str) -> None:
+        if name not in seen:
+            seen.add(name)
+            (folder / f"reached {name}").touch()
         left[0] -= name == moment
         if name == moment and left[0] == 0:
             with contextlib.suppress(FileExistsError, FileNotFoundError, ProcessLookupError):

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
+import dflow
 from dflow.lowering.files.array_files import read_arrays
+from dflow.tracing.moments import ROLES
 from tests.chaos.programs.integer_model import states
 from tests.chaos.schedule import COORDINATOR, GROUP_KINDS, MOST_ENDS, Hazards
 
@@ -23,6 +25,8 @@ BATCH_S = 0.01
 WEIGHTS = "weights.npz"
 #: Number of steps between two checkpoints of a group.
 CHECKPOINT_EVERY = 20
+#: Number of steps of worker 0 between two checkpoints of `saving.py`.
+SAVE_EVERY = 30
 #: Bound of the staleness: with three workers, one waits for the others again and again.
 MAX_STALENESS = 2
 
@@ -109,6 +113,25 @@ def _digits(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[
         yield f"test accuracy: expected more than 0.9, got {results}"
 
 
+def _saving(steps: int, results: Mapping[str, float], folder: Path) -> Iterator[str]:
+    """Read all checkpoints and exports: each has the counters of one moment."""
+    yield from _counters(steps, results, folder)
+    checkpoints = [place for place in folder.glob("checkpoints/step_*") if place.suffix == ""]
+    for place in checkpoints:
+        values = read_arrays(place).read({"count 0": None, "count 1": None})
+        if len(found := {*np.unique([*values.values()]).tolist()}) != 1:
+            yield f"{place.name}: expected one number in both counters, got {found}"
+    yield from (f"{place} was found damaged" for place in folder.glob("checkpoints/*.damaged*"))
+    yield from (f"{place} is left over" for place in folder.glob("checkpoints/.step_*"))
+    exports = {int(place.name): place for place in folder.glob("exports/[0-9]*")}
+    if not checkpoints or steps not in exports:
+        yield f"expected checkpoints and the export {steps}, got {checkpoints} and {sorted(exports)}"
+    for number, place in exports.items():
+        found_there = dflow.load(place, prefix=f"{place}/")(np.zeros(1 + number, np.int32))
+        if not all(0 <= count <= steps for count in found_there):
+            yield f"export {number}: expected at most {steps} steps, got {found_there}"
+
+
 def _group_arguments(strategy: str, steps: int, folder: Path) -> tuple[str, ...]:
     return strategy, str(steps), str(BATCH_S), str(CHECKPOINT_EVERY), str(folder / "checkpoints")
 
@@ -144,6 +167,15 @@ ELEMENTS_OF_ROUNDS = replace(
 )
 DIGITS = Program(ROOT / "examples/digits.py", 800, lambda steps, _: ("--steps", str(steps)), _digits)
 
+#: Its processes reach every moment.
+SAVING = Program(
+    ROOT / "tests/chaos/programs/saving.py",
+    1000,
+    lambda steps, folder: (str(steps), str(BATCH_S), str(SAVE_EVERY), str(folder)),
+    _saving,
+    Hazards(named=(*ROLES,)),
+)
+
 HYBRID = Program(
     ROOT / "tests/chaos/programs/group.py",
     400,
@@ -167,6 +199,7 @@ PROGRAMS = {
     "elements-in-loops": ELEMENTS_IN_LOOPS,
     "elements-of-rounds": ELEMENTS_OF_ROUNDS,
     "digits": DIGITS,
+    "saving": SAVING,
     "all-reduce": ALL_REDUCE,
     "hybrid": HYBRID,
 }
