@@ -11,6 +11,8 @@ Invariants, of each run:
 - a request is answered exactly once; it waits only while the pool is empty and another worker holds a claim;
 - a repeated claim, by its number, gets the same steps and counts nothing twice; steps given to a claim whose answer
   the worker never saw return to the pool with its next claim;
+- a step that was left over, which tasks may have applied in part, is claimed alone: between two steps of a worker its
+  claim has no other one that others would have to wait for;
 - the sums that claims report with their steps, such as those of an evaluation, have each step once;
 - an answer without steps means that all steps are done, unless the claim had `more` false.
 """
@@ -188,7 +190,7 @@ class StepLedger:
 
     def is_clear(self, asker: str) -> bool:
         """Whether no step that failed, or that a worker left unreported, is still to be done by others than `asker`."""
-        return not any(run.left_over and (run.holding | run.sharing) - {asker} for run in self._runs.values())
+        return all(run.is_clear(asker) for run in self._runs.values())
 
     def take_news(self) -> list[str]:
         """Return the texts for the log since the last call."""
@@ -342,6 +344,18 @@ class _LedgerRun:
         """Whether unclaimed steps remain and no worker takes part any more."""
         return bool(self.pool) and not self.holding and not self.sharing
 
+    def is_clear(self, asker: str) -> bool:
+        """Whether no step that was left over is still to be done by others than `asker`, which waits between two steps.
+
+        The one that `asker` has claimed is done, although the report may be on its way or lost.
+        """
+        if not self.left_over or not (self.holding | self.sharing) - {asker}:
+            return True
+        others = IndexSet(self.left_over.ranges())
+        if asker in self.holding:
+            others.discard(self.workers[asker].held)
+        return not others
+
     def held_by(self, task: str) -> int:
         """Number of steps that the task has claimed and not reported."""
         return len(self.workers[task].held) if task in self.holding else 0
@@ -484,7 +498,15 @@ class _LedgerRun:
         share = len(self.pool) // (SHARE_DIVISOR * len(self.sharing))
         most = min(LARGEST_CLAIM, int(CLAIM_WORK_S / worker.step_s)) if worker.step_s > 0 else FIRST_CLAIM
         count = max(1, min(max(most, worker.least), share))
-        return self.pool.take(count) if self.pool else range(self.total_steps, self.total_steps)
+        if not self.pool:
+            return range(self.total_steps, self.total_steps)
+        first = next(self.pool.ranges()).start
+        if first in self.left_over:
+            count = 1
+        else:
+            left_over = next((part.start for part in self.left_over.ranges() if part.start > first), self.total_steps)
+            count = min(count, left_over - first)
+        return self.pool.take(count)
 
     def record(self, *, is_copy: bool = False) -> _RunRecord:
         """Return the run without its workers; with `is_copy`, the steps that they hold are in the pool."""

@@ -124,8 +124,9 @@ class Async(Strategy):
                         pending, failures = [], 0
                         done.note_ended()
                         continue
-                    # The last one's now: a program that has all results need not come back for more.
-                    is_last = number + 1 == run.steps
+                    # The last one's now: a program that has all results need not come back for more. That of a claim of
+                    # one too: pauses may wait for it.
+                    is_last = number + 1 == run.steps or len(claimed) == 1
                     if is_last or time.monotonic() - reported_s > REPORT_S:
                         coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()

@@ -138,6 +138,10 @@ class Checks:
         """A worker's attempt failed at the worker."""
         attempt.ended = attempt.ended or f"{attempt.worker} saw it fail ({why})"
 
+    def forgets_claims(self) -> None:
+        """The coordinator has ended with changes that it could not write: it may give claimed steps to others."""
+        self._held = {}
+
     def died(self, process: str, why: str) -> None:
         """A process has ended."""
         self._dead.add(process)

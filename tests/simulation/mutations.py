@@ -33,6 +33,7 @@ from dflow.lowering.state import applied_steps
 from dflow.lowering.values.index_set import IndexSet
 from tests.simulation.fault_schedule import FaultSchedule, ScheduleResult, simulate
 from tests.simulation.faults import parse_faults
+from tests.simulation.moment_mutations import MOMENT_MUTATIONS
 from tests.simulation.planting import Made, Mutation, doing_nothing, giving
 from tests.simulation.programs import QUEUE, ROUND_SNAPSHOTS, ROUNDS, SNAPSHOTS, STEPS, VARIABLES
 from tests.simulation.round_snapshot_mutations import ROUND_SNAPSHOT_MUTATIONS
@@ -387,6 +388,7 @@ MUTATIONS = (
         VARIABLES,
     ),
     Mutation("a failed update counts as a round", _ROUNDS, "_fail", _not_counted, "none lost", _APART, ROUNDS),
+    *MOMENT_MUTATIONS,
     *SNAPSHOT_MUTATIONS,
     *ROUND_SNAPSHOT_MUTATIONS,
 )

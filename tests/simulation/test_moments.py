@@ -38,6 +38,8 @@ def test_a_process_ends_at_a_moment(moment: str, host: str) -> None:
         "full=coordinator@2+9,kill=ps:0@4+0.5",
         "full=coordinator@0+5,kill=ps:1@2+0.5,kill=worker:0@3+1",
         "full=coordinator@1+9,kill=coordinator@5+0.5,kill=ps:0@6+0.5",
+        # It forgets steps that it has given to workers, and gives them to others.
+        "full=coordinator@2+3,kill=coordinator@4+0.5",
     ],
 )
 def test_the_coordinator_cannot_write_for_a_while(program: str, faults: str) -> None:

@@ -61,10 +61,22 @@ def test_a_pause_begins_when_another_worker_has_done_what_a_dead_one_left(state:
     state.handle(Told(0.3, 11, StepsDone("run", WORKER1, 0, 2)))
     state.handle(Asked(0.4, 11, 5, Leave(WORKER1, "killed")))  # it leaves the steps 2 to 4
     assert not holds(state.handle(Asked(0.5, 10, 6, PauseSteps(WORKER0))))
-    claimed = answers(state.handle(Asked(0.6, 12, 7, ClaimSteps("run", WORKER2, 20, 7, 1, 1))))
-    assert claimed == {7: Claimed(2, 3)}
-    assert not holds(state.handle(Told(0.7, 12, StepsDone("run", WORKER2, 2, 2))))
-    assert holds(state.handle(Told(0.8, 12, StepsDone("run", WORKER2, 2, 3)))) == [1]
+    for number in (2, 3, 4):
+        ask, step = 5 + number, number
+        claimed = answers(state.handle(Asked(0.6, 12, ask, ClaimSteps("run", WORKER2, 20, number, number - 1, 1))))
+        assert claimed == {ask: Claimed(step, 1)}
+        assert holds(state.handle(Told(0.7, 12, StepsDone("run", WORKER2, step, 1)))) == ([1] if step == 4 else [])
+
+
+def test_a_pause_does_not_wait_for_the_step_that_the_asking_worker_has_claimed(state: CoordinatorState) -> None:
+    """It asks when it has done the step, and the report may be lost with the coordinator that it was sent to."""
+    state.handle(Told(0.1, 11, StepsDone("run", WORKER1, 0, 4)))
+    state.handle(Asked(0.2, 11, 3, Leave(WORKER1, "killed")))  # it leaves step 4
+    claimed = answers(state.handle(Asked(0.3, 10, 4, ClaimSteps("run", WORKER0, 20, 1))))
+    assert claimed == {4: Claimed(4, 1)}
+    state.handle(Asked(0.4, 11, 5, Join(WORKER1, "h:1")))
+    state.handle(Asked(0.5, 11, 6, ClaimSteps("run", WORKER1, 20, 1)))
+    assert holds(state.handle(Asked(0.6, 10, 7, PauseSteps(WORKER0)))) == [1]
 
 
 def test_a_pause_does_not_wait_for_steps_that_only_the_asking_worker_could_do(state: CoordinatorState) -> None:
@@ -80,9 +92,10 @@ def test_a_worker_that_dies_before_a_pause_is_reached_has_it_begin_again(state: 
     state.handle(Told(1.1, 10, StepsHeld(WORKER0, 1)))
     assert holds(state.handle(Asked(1.2, 11, 6, Leave(WORKER1, "killed")))) == [0]
     claimed = answers(state.handle(Asked(1.3, 12, 7, ClaimSteps("run", WORKER2, 20, 7, 1, 1))))
-    assert claimed == {7: Claimed(0, 4)}
-    claimed = answers(state.handle(Asked(1.4, 12, 8, ClaimSteps("run", WORKER2, 20, 8, 7, 4))))
-    assert claimed == {8: Claimed(4, 1)}
+    assert claimed == {7: Claimed(0, 1)}
+    for number in range(8, 12):
+        claimed = answers(state.handle(Asked(1.4, 12, number, ClaimSteps("run", WORKER2, 20, number, number - 1, 1))))
+        assert claimed == {number: Claimed(number - 7, 1)}
     assert holds(state.handle(Told(1.5, 12, StepsDone("run", WORKER2, 4, 1)))) == [2]
     for peer, task in ((10, WORKER0), (12, WORKER2)):
         reached = answers(state.handle(Told(1.6, peer, StepsHeld(task, 2))))
@@ -96,7 +109,7 @@ def test_a_pause_begins_again_when_a_step_that_failed_is_done(state: Coordinator
     assert holds(state.handle(Told(1.2, 11, StepsDone("run", WORKER1, 0, 2, has_failed=True)))) == [0]
     assert not answers(state.handle(Told(1.3, 11, StepsHeld(WORKER1, 1))))
     claimed = answers(state.handle(Asked(1.4, 11, 4, ClaimSteps("run", WORKER1, 20, 4, 1, 2))))
-    assert claimed == {4: Claimed(2, 4)}
+    assert claimed == {4: Claimed(2, 1)}
     assert holds(state.handle(Told(1.5, 11, StepsDone("run", WORKER1, 2, 1)))) == [2]
 
 

@@ -77,13 +77,28 @@ def test_the_unreported_steps_of_a_lost_worker_are_handed_out_again() -> None:
     ledger.claim(*asked(1, A))
     ledger.claim(*asked(2, B))
     ledger.leave({A: "killed"})
-    assert ledger.claim(*asked(3, B, done=10)) == [SendReply(3, Claimed(0, 16))]
+    # Each alone, since it may be applied in part; then the ones after them.
+    assert ledger.claim(*asked(3, B, done=10)) == [SendReply(3, Claimed(0, 1))]
+    for first in range(1, 16):
+        assert ledger.claim(*asked(3, B, done=1)) == [SendReply(3, Claimed(first, 1))]
+    assert ledger.claim(*asked(3, B, done=1)) == [SendReply(3, Claimed(26, 16))]
+
+
+def test_a_claim_ends_before_a_step_that_was_left_over() -> None:
+    ledger = Numbered()
+    ledger.claim(*asked(1, A))
+    ledger.claim(*asked(2, B))  # the steps 16 to 25
+    ledger.leave({B: "killed"})
+    assert ledger.claim(*asked(3, A, done=4)) == [SendReply(3, Claimed(4, 1))]
+    assert ledger.claim(*asked(4, A, done=1)) == [SendReply(4, Claimed(5, 11))]
+    assert ledger.claim(*asked(5, A, done=11)) == [SendReply(5, Claimed(16, 1))]
 
 
 def test_steps_not_done_by_a_live_worker_go_back_too() -> None:
     ledger = Numbered()
     ledger.claim(*asked(1, A))
-    assert ledger.claim(*asked(2, A, done=5)) == [SendReply(2, Claimed(5, 16))]
+    assert ledger.claim(*asked(2, A, done=5)) == [SendReply(2, Claimed(5, 1))]
+    assert ledger.claim(*asked(3, A, done=1)) == [SendReply(3, Claimed(6, 16))]
 
 
 def test_an_asker_waits_while_others_may_give_steps_back_and_gets_them() -> None:
@@ -134,8 +149,8 @@ def test_a_claim_asked_again_gives_the_same_steps_though_lower_ones_have_come_ba
     ledger.leave({A: "killed"})
     again = ledger.claim(*numbered(3, B, 1))
     assert [reply.message for reply in again] == [reply.message for reply in given] == [Claimed(16, 10)]
-    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 16))]
-    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 16))]
+    assert ledger.claim(*numbered(4, B, 2, 1, 10)) == [SendReply(4, Claimed(0, 1))]
+    assert ledger.claim(*numbered(5, B, 2, 1, 10)) == [SendReply(5, Claimed(0, 1))]
     assert ledger.steps_done == ledger.workers()[1].steps == 10
 
 
@@ -215,8 +230,9 @@ def test_a_worker_that_wants_no_more_reports_what_it_did_and_no_longer_has_a_sha
     ledger.claim(*asked(2, B))
     assert ledger.claim(*asked(3, A, done=5, more=False)) == [SendReply(3, Claimed(0, 0))]
     assert ledger.ledger.steps_done == ledger.ledger.workers()[0].steps == 5
-    assert ledger.claim(*asked(4, B, done=10)) == [SendReply(4, Claimed(5, 11))]
-    assert ledger.claim(*asked(5, B, done=11)) == [SendReply(5, Claimed(26, 16))]
+    assert ledger.claim(*asked(4, B, done=10)) == [SendReply(4, Claimed(5, 1))]
+    assert ledger.claim(*asked(5, B, done=1)) == [SendReply(5, Claimed(6, 10))]
+    assert ledger.claim(*asked(6, B, done=10)) == [SendReply(6, Claimed(26, 16))]
 
 
 def test_one_that_wants_no_more_never_waits_and_may_come_back() -> None:

@@ -355,6 +355,49 @@ def test_a_wait_for_a_return_does_not_keep_a_step_of_another_thread_from_ending(
     loss.check()
 
 
+@pytest.mark.parametrize("moment", ["pause", "save"])
+def test_a_save_whose_task_is_lost_leaves_the_checkpoint_before(
+    tasks: Tasks, lost: Callable[..., Loss], tmp_path: Path, moment: str
+) -> None:
+    made, folder = counts(tasks), tmp_path / "checkpoints"
+    manager = dflow.CheckpointManager(folder, made, every=1)
+    manager.save(0)
+    manager.wait()
+    made[1].assign(jnp.ones(STEPS))
+    loss = lost(moment)
+    loss.arm()
+
+    def save() -> str:
+        try:
+            manager.save(1)
+            manager.wait()
+        except dflow.DflowError as error:
+            return str(error)
+        return ""
+
+    error = in_time(save)
+    assert ("ps" in error, [one.step for one in manager.checkpoints]) in ((True, [0]), (False, [0, 1]))
+    in_time(tasks.worker.await_recovery)
+    loss.check()
+    manager.save(2)
+    manager.close()
+    assert not [*folder.glob(".step_*")]
+    dflow.restore(folder / "step_2", made)
+    np.testing.assert_array_equal(made[1].read(), np.ones(STEPS))
+    dflow.restore(folder / "step_0", made)
+    np.testing.assert_array_equal(made[1].read(), np.zeros(STEPS))
+
+
+def test_an_export_whose_task_is_lost_is_whole(tasks: Tasks, lost: Callable[..., Loss], tmp_path: Path) -> None:
+    made, loss = counts(tasks), lost("export")
+    exported = dflow.export(dflow.jit(lambda x: x + made[0] + made[1]), jax.ShapeDtypeStruct((STEPS,), jnp.float32))
+    loss.arm()
+    in_time(lambda: exported.save(tmp_path / "export"))
+    np.testing.assert_array_equal(dflow.load(tmp_path / "export", prefix="loaded/")(np.ones(STEPS)), np.ones(STEPS))
+    in_time(tasks.worker.await_recovery)
+    loss.check()
+
+
 def test_a_save_within_a_step_is_refused(tasks: Tasks, tmp_path: Path) -> None:
     made = counts(tasks)
 
