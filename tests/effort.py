@@ -6,15 +6,16 @@ Each test declares its number of cases in `make test`, and one factor multiplies
 one, and CI smaller ones, which also leave out the tests marked `long`. The random cases of its second Python are a part
 of the first one's. Tests that are marked `once` run on one of the two.
 
-`DFLOW_TEST_HALF` is 0 or 1: a half of the cases of each parametrised test. One Python of CI has one half, and the other
-Python the other; the commit decides which, so a few commits together have all cases on both.
+`DFLOW_TEST_HALF` is 0 or 1: a half of the cases of each parametrised test, in some folders of the tests of each file.
+One Python of CI has one half, and the other Python the other; the commit decides which, so a few commits together have
+all cases on both.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from fractions import Fraction
 from importlib.metadata import version
 
@@ -23,8 +24,6 @@ VARIABLE, HALF_VARIABLE = "DFLOW_TEST_EFFORT", "DFLOW_TEST_HALF"
 FOR_LONG, FOR_ONCE = Fraction(1, 2), Fraction(1, 6)
 #: Number of Hypothesis cases of a test that declares none.
 DEFAULT_EXAMPLES = 100
-#: A test with fewer cases has all of them in each run.
-LEAST_HALVED = 4
 
 
 def factor() -> Fraction:
@@ -44,18 +43,20 @@ def examples(count: int) -> int:
     return math.ceil(count * factor())
 
 
-def outside_the_half(ids: Iterable[str]) -> set[str]:
-    """Return the test ids outside the half of this run; none when the environment asks for no half."""
+def outside_the_half(groups: Mapping[str, str]) -> set[str]:
+    """Return the test ids outside the half of this run, one half of each group; none when the environment has no half.
+
+    `groups`  the group of each test id, such as its test without the case; a group of one is in each run
+    """
     half = os.environ.get(HALF_VARIABLE, "")
     if not half:
         return set()
     if half not in ("0", "1"):
         raise ValueError(f"{HALF_VARIABLE}: expected 0 or 1, got {half!r}")
-    tests: dict[str, list[str]] = {}
-    for case in ids:
-        tests.setdefault(case.partition("[")[0], []).append(case)
-    halved = (cases for cases in tests.values() if len(cases) >= LEAST_HALVED)
-    return {case for cases in halved for case in cases[1 - int(half) :: 2]}
+    members: dict[str, list[str]] = {}
+    for case, group in groups.items():
+        members.setdefault(group, []).append(case)
+    return {case for cases in members.values() if len(cases) > 1 for case in cases[1 - int(half) :: 2]}
 
 
 def quick_compilation() -> str:

@@ -31,19 +31,19 @@ def test_what_is_no_factor_is_named(given: str, monkeypatch: pytest.MonkeyPatch)
         factor()
 
 
-def test_two_halves_are_all_cases_of_a_table_and_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    small, large = [f"a.py::small[{n}]" for n in range(3)], [f"a.py::large[{n}]" for n in range(5)]
-    ids = ["a.py::single", *small, *large]
+def test_two_halves_are_all_cases_of_a_group_and_share_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [f"a.py::many[{n}]" for n in range(5)]
+    groups = {"a.py::single": "a.py::single", **dict.fromkeys(cases, "a.py::many")}
     outside = {}
     for half in ("0", "1"):
         monkeypatch.setenv(HALF_VARIABLE, half)
-        outside[half] = outside_the_half(ids)
-    assert (outside["0"], outside["1"]) == (set(large[1::2]), set(large[0::2]))
+        outside[half] = outside_the_half(groups)
+    assert (outside["0"], outside["1"]) == (set(cases[1::2]), set(cases[0::2]))
     monkeypatch.delenv(HALF_VARIABLE)
-    assert outside_the_half(ids) == set()
+    assert outside_the_half(groups) == set()
     monkeypatch.setenv(HALF_VARIABLE, "2")
     with pytest.raises(ValueError, match=f"{HALF_VARIABLE}: expected 0 or 1, got '2'"):
-        outside_the_half(ids)
+        outside_the_half(groups)
 
 
 def test_a_test_without_settings_of_its_own_is_multiplied_too() -> None:

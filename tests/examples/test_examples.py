@@ -24,6 +24,7 @@ def accuracy(output: str) -> float:
 
 
 @pytest.mark.once
+@pytest.mark.long
 def test_digits_in_one_process() -> None:
     with Spawned("examples/digits.py", "--steps", "60", cwd=ROOT) as ran:
         status, output = ran.finish()
@@ -66,6 +67,7 @@ def test_actors_and_a_learner() -> None:
 
 
 @pytest.mark.once
+@pytest.mark.long
 def test_actors_and_a_learner_on_a_cluster() -> None:
     words = (
         "-m",
@@ -86,7 +88,7 @@ def test_actors_and_a_learner_on_a_cluster() -> None:
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("words", [["--plain"], []])
+@pytest.mark.parametrize("words", [pytest.param(["--plain"], marks=pytest.mark.long), []])
 def test_a_pallas_kernel_trains_as_the_plain_function_does(words: list[str]) -> None:
     with Spawned("examples/pallas_kernel.py", "--steps", "12", *words, cwd=ROOT) as ran:
         status, output = ran.finish()

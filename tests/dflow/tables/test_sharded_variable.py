@@ -31,6 +31,14 @@ def initial() -> Any:
     return jax.random.normal(jax.random.key(0), SHAPE)
 
 
+#: Each division in one process, and one of them on a cluster; `make test` has all.
+PLACES = [
+    pytest.param(place, by, marks=[pytest.mark.long] if place == "cluster" and by != "rows" else [])
+    for place in ("one process", "cluster")
+    for by in BY
+]
+
+
 @pytest.fixture(scope="module", params=["one process", "cluster"])
 def servers(request: Any) -> Iterator[Any]:
     """A function whose contexts place variables."""
@@ -41,7 +49,7 @@ def servers(request: Any) -> Iterator[Any]:
         yield worker.parameter_servers
 
 
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize(("servers", "by"), PLACES, indirect=["servers"])
 def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     with servers():
         table = dflow.ShardedVariable(initial, shards=3, name=f"as whole {by}", **BY[by])
@@ -78,7 +86,7 @@ def test_it_is_as_the_whole_variable(servers: Any, by: str) -> None:
     np.testing.assert_array_equal(table.read(), now[::-1])
 
 
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize(("servers", "by"), PLACES, indirect=["servers"])
 def test_optimizers_update_it_as_the_whole_variable(servers: Any, by: str) -> None:
     made = {}
     transformation = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))

@@ -99,7 +99,7 @@ cluster.close()
 """
 
 
-@pytest.mark.once
+@pytest.mark.long
 def test_the_rounds_go_on_without_a_worker_that_is_killed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN_IN_ROUNDS)
     with Spawned(
