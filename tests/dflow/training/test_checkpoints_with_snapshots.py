@@ -53,6 +53,11 @@ class Program:
 
         self.step = step
 
+    def ask_for_a_snapshot(self) -> None:
+        """Make a variable, which the next snapshot has immediately."""
+        with self.cluster.parameter_servers():
+            dflow.Variable(0, name="of a snapshot").read()
+
     def run(self, loop: str, before: Callable[[int], None] = lambda number: None) -> None:
         """Do the steps up to `STEPS`, by a trainer, by a strategy's own loop, or in a loop without a strategy."""
 
@@ -84,9 +89,7 @@ def killed(tasks: Tasks, loop: str, folder: Path, snapshot: int, end: int) -> di
 
     def before(number: int) -> None:
         if number == snapshot:
-            with tasks.worker.parameter_servers():
-                dflow.Variable(0, name="of a snapshot").read()
-            tasks.await_new_snapshot()
+            tasks.await_new_snapshot(program.ask_for_a_snapshot)
         if number == end:
             program.manager.wait()
             rows.update(tasks.ended_here())

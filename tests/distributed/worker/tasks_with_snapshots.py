@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
@@ -69,10 +69,11 @@ class Tasks:
 
         until(is_there)
 
-    def await_new_snapshot(self) -> None:
-        """Wait for a committed snapshot that is begun from now on."""
+    def await_new_snapshot(self, change: Callable[[], object] = lambda: None) -> None:
+        """Wait for a committed snapshot that is begun from now on, after a `change` that asks for one."""
         recovery = self.coordinator._state._recovery
         newest = recovery._counted.number
+        change()
         until(lambda: recovery._committed.number > newest)
 
     def close(self) -> None:
