@@ -39,13 +39,15 @@ def new_project(name: str, parent: Path) -> str:
     folder.mkdir()
     for file, text in project_files(name, __version__).items():
         (folder / file).write_text(text)
-    return (
-        f"wrote {folder}: a script that trains, its tests, and a README\n"
-        f"  cd {name}\n"
-        f"  python {name}.py                             # one process\n"
-        f"  dflow launch --ps 1 --workers 2 {name}.py    # a parameter task and two workers\n"
-        f"  pytest                                       # its tests, on one process and on a cluster"
-    )
+    next_commands = {
+        f"cd {name}": "",
+        f"python {name}.py": "  # one process",
+        f"dflow launch --ps 1 --workers 2 {name}.py": "  # a parameter task and two workers",
+        "pytest": "  # its tests, on one process and on a cluster",
+    }
+    width = max(map(len, next_commands))
+    lines = [f"  {command:{width}}{comment}".rstrip() for command, comment in next_commands.items()]
+    return "\n".join([f"wrote {folder}: a script that trains, its tests, and a README", *lines])
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
