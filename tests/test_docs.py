@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import logging
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -48,15 +49,20 @@ def test_the_snippets_of_a_page_run_and_print_what_it_says(page: Path) -> None:
 
 @contextlib.contextmanager
 def namespace_of(page: Path) -> Iterator[dict[str, object]]:
-    """Return the context of a namespace, which frees the names of its variables at the end.
+    """Return the context of a namespace, which frees the names of its variables at the end, and restores the logger.
 
-    A compiled function keeps the namespace, whose variables a later test could not make with other types.
+    A compiled function keeps the namespace, whose variables a later test could not make with other types. A page may
+    have the logger pass more, which a later test would find among its records.
     """
     namespace: dict[str, object] = {"__name__": page.stem}
+    logger = logging.getLogger("dflow")
+    level, handlers = logger.level, [*logger.handlers]
     try:
         yield namespace
     finally:
         namespace.clear()
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 def check_snippets(page: Path, namespace: dict[str, object]) -> None:
