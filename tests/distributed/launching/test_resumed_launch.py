@@ -48,7 +48,7 @@ def batches():
     for number in range(10**6):
         yield jnp.ones(3)
 
-for _ in dflow.distributed.Sync(cluster).run(step, batches(), steps=300):
+for _ in dflow.distributed.Sync(cluster).run(step, batches(), steps=1500):
     pass
 if cluster.elect("report"):
     for name, variable in (("w", w), ("v", v)):
