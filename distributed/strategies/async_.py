@@ -126,11 +126,11 @@ class Async(Strategy):
                         continue
                     # The last one's now: a program that has all results need not come back for more. That of a claim of
                     # one too: pauses may wait for it.
-                    is_last = number + 1 == run.steps or len(claimed) == 1
-                    if is_last or time.monotonic() - reported_s > REPORT_S:
+                    run.opened.is_at_end = number + 1 == run.steps
+                    is_due = len(claimed) == 1 or time.monotonic() - reported_s > REPORT_S
+                    if run.opened.is_at_end or is_due:
                         coordinator.tell(StepsDone(run.name, task, claimed.start, done.count, *done.progress()))
                         reported_s = time.monotonic()
-                    run.opened.is_at_end = is_last
                     yield outcome
             except BaseException as error:
                 failures += 1
