@@ -31,7 +31,7 @@ from dflow.tracing.ir.types import array_type_of
 from dflow.tracing.jax_frontend import hides_frames, is_tracing, make_jaxpr
 from dflow.tracing.names_of_values import note_gradient
 from dflow.tracing.near_names import suggests_keywords
-from dflow.tracing.primitives.id_checks import raises_failed_checks
+from dflow.tracing.primitives.id_checks import awaits_checks
 from dflow.tracing.rows.lookups import RowsFound, TappedLookups, rows_found
 from dflow.tracing.rows.row_gradient import RowGradient
 from dflow.tracing.rows.rows_to_dense import rows_to_dense
@@ -114,7 +114,7 @@ def grad(
 
 
 @hides_frames
-@raises_failed_checks
+@awaits_checks
 def jvp(
     fun: Callable[..., Any],
     primals: Sequence[Any] = (),
@@ -146,7 +146,7 @@ def jvp(
 
 
 @hides_frames
-@raises_failed_checks
+@awaits_checks
 def vjp(fun: Callable[..., Any], *primals: Any, variables: Any = None) -> tuple[Any, Callable[[Any], Any]]:
     """`fun(*primals)` and a function from a cotangent of that value to the gradients.
 

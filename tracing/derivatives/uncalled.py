@@ -13,7 +13,7 @@ from dflow.tracing.errors import DflowError, GraphTypeError
 from dflow.tracing.jax_frontend import hides_frames, register_refused
 from dflow.tracing.number_range import check_numbers, may_be_wide
 from dflow.tracing.path_names import leaf_names
-from dflow.tracing.primitives.id_checks import raises_failed_checks
+from dflow.tracing.primitives.id_checks import awaits_checks
 from dflow.tracing.source import at, caller
 
 
@@ -28,7 +28,7 @@ class Derivative:
         self._title, self._call = title, call
 
     @hides_frames
-    @raises_failed_checks
+    @awaits_checks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         if may_be_wide(args, kwargs):
             names = leaf_names(f"{self._title}: argument", args) + leaf_names(f"{self._title}: keyword", kwargs)

@@ -132,18 +132,12 @@ _in_programs = threading.Event()
 
 
 def raises_failed_checks(fn: F) -> F:
-    """Decorate a function to raise the error of a check within a program in place of XLA's.
-
-    It waits for its results if a program has a check: JAX may run the program after the call.
-    """
+    """Decorate a function that waits for its programs to raise the error of a check in one in place of XLA's."""
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
-            results = fn(*args, **kwargs)
-            if _in_programs.is_set():
-                await_arrays(results)
-            return results
+            return fn(*args, **kwargs)
         except (ValueError, RuntimeError) as error:
             found = failed_check(error)
             if found is None:
@@ -151,6 +145,22 @@ def raises_failed_checks(fn: F) -> F:
             raise found from None
 
     return called  # type: ignore[return-value]
+
+
+def awaits_checks(fn: F) -> F:
+    """Like `raises_failed_checks`, for a function that may return before programs of unknown contents have run.
+
+    It waits for its results if any program of this process has a check: JAX may run the program after the call.
+    """
+
+    @functools.wraps(fn)
+    def awaited(*args: Any, **kwargs: Any) -> Any:
+        results = fn(*args, **kwargs)
+        if _in_programs.is_set():
+            await_arrays(results)
+        return results
+
+    return raises_failed_checks(awaited)  # type: ignore[return-value]
 
 
 def failed_check(error: BaseException) -> InputError | None:

@@ -91,6 +91,22 @@ def computed_later(ids: Any) -> Any:
     return ids + (jax.lax.fori_loop(0, 3_000_000, lambda _, x: jnp.cos(x), 0.5) > 2)
 
 
+def test_only_a_compiled_function_with_a_check_waits(table: dflow.Embedding, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, total = jnp.array([1, 2]), dflow.Variable(1.0, name="total")
+    with_check, without = (
+        dflow.jit(function).lower(ids).compile()
+        for function in (lambda ids: jax.lax.map(table, ids), lambda ids: ids * total)
+    )
+    awaited: list[Any] = []
+    original = jax.block_until_ready
+    monkeypatch.setattr(jax, "block_until_ready", lambda tree: awaited.append(tree) or original(tree))
+    monkeypatch.setattr(id_checks, "await_arrays", awaited.append)
+    without(ids)
+    assert not awaited
+    with_check(ids)
+    assert len(awaited) == 1
+
+
 @pytest.mark.parametrize("way", LOOKUPS)
 def test_an_id_without_a_row_is_one_error_in_every_program(
     table: dflow.Embedding, way: str, caplog: pytest.LogCaptureFixture
