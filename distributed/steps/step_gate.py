@@ -41,9 +41,13 @@ def inside_step(step: RunningStep) -> Iterator[None]:
 
 
 def uses_tasks() -> None:
-    """Note that the step of the caller, if it is in one, reads or changes state of tasks; not in a preparation."""
+    """Note that the step of the caller, if it is in one, reads or changes state of tasks; not in a preparation.
+
+    Raises DeadlineExceeded if a pause lasts too long, after a preparation that failed.
+    """
     step = _step.get()
-    if step is not None and step.is_counted:
+    if step is not None and not step.has_begun and threading.get_ident() not in _prepared:
+        step.enter()
         step.has_begun = True
 
 

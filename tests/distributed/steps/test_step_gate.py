@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -96,6 +97,21 @@ def test_a_step_that_is_compiled_is_no_running_step() -> None:
         with preparing("f"):
             pass
         assert gate._running == 1
+    assert gate._running == 0
+
+
+@pytest.mark.parametrize("use", [uses_tasks, begins_parts])
+def test_a_step_that_goes_on_after_a_failed_trace_enters_the_gate_before_it_uses_a_task(
+    use: Callable[[], None],
+) -> None:
+    gate = StepGate(WORKER)
+    with gate.step(0.01):
+        with suppress(ZeroDivisionError), preparing("f"):
+            raise ZeroDivisionError
+        use()
+        assert gate._running == 1
+        with preparing("g"):
+            assert gate._running == 1
     assert gate._running == 0
 
 
