@@ -349,6 +349,7 @@ def test_lists_stand_for_tuples_and_foreign_tensors_for_arrays() -> None:
     assert [(float(x[0, 0]), y.tolist()) for x, y in _rest(queue)] == [(0.0, [0, 1]), (1.0, [0, 1]), (2.0, [0, 1])]
 
 
+@pytest.mark.once  # the second Python of CI has no PyTorch
 def test_a_torch_data_loader_is_fed() -> None:
     torch = pytest.importorskip("torch")
     loader = torch.utils.data.DataLoader(
@@ -359,6 +360,7 @@ def test_a_torch_data_loader_is_fed() -> None:
     assert [y.tolist() for _, y in _rest(queue)] == [[0, 1, 2], [3, 4, 5]]
 
 
+@pytest.mark.once  # nor Grain
 def test_a_grain_dataset_is_fed() -> None:
     grain = pytest.importorskip("grain")
     dataset = grain.MapDataset.range(10).map(lambda number: {"n": number}).batch(4).to_iter_dataset()
