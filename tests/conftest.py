@@ -12,7 +12,16 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests.effort import DEFAULT_EXAMPLES, FOR_LONG, FOR_ONCE, examples, factor, outside_the_half, quick_compilation
+from tests.effort import (
+    DEFAULT_EXAMPLES,
+    FOR_LONG,
+    FOR_ONCE,
+    HALF_VARIABLE,
+    examples,
+    factor,
+    outside_the_half,
+    quick_compilation,
+)
 
 #: Folders whose tests are all as those marked `once`: of connections, processes and files, which compile little.
 ONCE = (
@@ -116,10 +125,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip tests that CI runs on the other Python, or not at all, in a run with few random cases."""
     is_first, is_short = factor() >= FOR_ONCE, factor() < FOR_LONG
+    is_divided = HALF_VARIABLE in os.environ
     outside = outside_the_half({item.nodeid: _group(item.nodeid) for item in items if not _runs_once(item)})
     for item in items:
         if _runs_once(item):
-            is_elsewhere = is_short and item.nodeid.startswith(ON_SECOND) == is_first
+            is_elsewhere = is_short and (is_divided and item.nodeid.startswith(ON_SECOND)) == is_first
         else:
             is_elsewhere = item.nodeid in outside
         if is_elsewhere or (item.get_closest_marker("long") and is_short):

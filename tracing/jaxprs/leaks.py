@@ -64,6 +64,8 @@ class _Watches:
 
 _watches = _Watches()
 _living = LivingTraces()
+#: Most values of a trace that are named: what keeps each is searched for.
+_MOST = 8
 #: The traces already examined, so that a living trace is reported once.
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -114,7 +116,7 @@ def _warn_of_leaks(name: str, trace: weakref.ref[Any]) -> None:
 
 
 def leaks(trace: weakref.ref[Any]) -> list[Leak]:
-    """The values of a trace, which has ended, that something other than garbage and JAX's programs keeps."""
+    """The first values of a trace, which has ended, that something other than garbage and JAX's programs keeps."""
     if not _has_values(trace):
         return []
     gc.collect()
@@ -127,11 +129,12 @@ def leaks(trace: weakref.ref[Any]) -> list[Leak]:
     lists = {id(kept), id(every), *(id(holders) for _, holders, _ in found)}
     if not every or only_programs_keep(every, lists):  # one search for all, since each takes 0.1 s
         return []
-    return [
+    leaked = (
         Leak(array_type_of(tracer), line_of_tracer(tracer), " and ".join(texts))
         for tracer, holders, texts in found
         if holders and not only_programs_keep(holders, lists)
-    ]
+    )
+    return list(itertools.islice(leaked, _MOST))
 
 
 def _holders(tracer: Any, kept: list[Any]) -> tuple[list[Any], list[str]]:

@@ -70,6 +70,17 @@ def test_a_value_kept_by_a_function_called_within_is_named_too(home: Any) -> Non
         dflow.jit(lambda x: inner(x) * 2)(1.0)
 
 
+def test_of_many_kept_values_the_first_are_named(home: Any) -> None:
+    @dflow.jit
+    def f(x: Any) -> Any:
+        home.kept += [x + number for number in range(20)]
+        return x
+
+    with pytest.warns(LeakedTracerWarning) as seen:
+        f(jnp.ones(3))
+    assert len({str(one.message) for one in seen}) == 8
+
+
 def test_what_is_kept_while_tracing_only_is_fine() -> None:
     v = dflow.Variable(jnp.ones(3), name="v")
 
