@@ -258,10 +258,7 @@ class _Accumulators:
 
 @dataclass(frozen=True)
 class _MeanUpdate:
-    """The accumulator of a run, its name and key, and the plans that apply its averages.
-
-    `epoch`  number of returns to a snapshot that the worker knows, which has registered the plans
-    """
+    """The accumulator of a run, its name and key, and the plans that apply its averages."""
 
     name: str
     key: str
@@ -270,7 +267,7 @@ class _MeanUpdate:
     handles: Mapping[str, int]
     before: Sequence[Any]
     after: Sequence[Any]
-    epoch: int
+    epoch: int  # the returns to a snapshot that the worker knows; this task may have got its state after them
 
 
 @dataclass
@@ -477,7 +474,6 @@ class _AggregatedRun:
             return
 
         # After a failed update, the next one is of the same round: tasks that applied the first skip it.
-        # This task may have got state only after the others had returned to a snapshot.
         epoch = max(self.accumulators.epoch, update.epoch)
         round_ = StepOfRun(f"{self.name}\nrounds of {self.process}", done, epoch=epoch, is_synchronous=True)
         try:

@@ -225,7 +225,8 @@ def test_a_failed_round_prints_its_seed_its_faults_and_its_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(schedule: Schedule, program: object, steps: int, folder: Path, limit_s: float) -> Outcome:
-        return Outcome(["counters: expected 5"], {}, ["1.00 s: kill ps:0"], [(1.0, "ps:0", "some line")])
+        lines = [(1.0, "ps:0", "some line")]
+        return Outcome(["counters: expected 5"], faults=["1.00 s: kill ps:0"], lines=lines)
 
     monkeypatch.setattr(chaos, "run_round", run)
     assert chaos.main(["--minutes", "0", "--seed", "7"]) == 1
