@@ -104,7 +104,8 @@ class CheckpointManager:
         self._record = RunRecord()
         #: Time that the earlier runs took until their last checkpoint.
         self._ran_s = 0.0
-        #: Number of the next step: one after the restored one, or 0.
+        #: Number of the next step: one after the restored one, or 0. Where the tasks have the state of a snapshot, one
+        #: after the last step saved before it: the run of a strategy, which counts its steps itself, may be further.
         self.next_step = self._first_step()
         #: The last step whose save was begun, and the last one whose checkpoint is complete.
         self._last = self._complete = self.next_step - 1
@@ -115,7 +116,7 @@ class CheckpointManager:
 
     @property
     def resumed(self) -> int | None:
-        """The step whose checkpoint was restored; None in a new run."""
+        """The step whose checkpoint was restored, or the last one saved before the tasks' snapshot; None in a new run."""
         return self.next_step - 1 if self.next_step else None
 
     @property
@@ -256,9 +257,10 @@ class CheckpointManager:
             )
         if undone:
             LOGGER.warning(
-                "%s: the tasks have the state of a snapshot, and the run goes on from it with step %d. Checkpoints of "
-                "later steps, which are done again, are set aside: %s",
-                *(self._folder.path, first, ", ".join(_within(place, self._folder.path) for place in places)),
+                "%s: the tasks have the state of a snapshot, and the run goes on from it; manager.next_step is %d, %s. "
+                "Checkpoints of later steps, which are done again, are set aside: %s",
+                *(self._folder.path, first, _why_first(first)),
+                ", ".join(_within(place, self._folder.path) for place in places),
             )
 
     def _restore_own(self, first: int) -> None:
@@ -433,6 +435,11 @@ def _left(folder: CheckpointFolder, process: int) -> None:
             with suppress(CheckpointError):
                 folder.write_record(folder.record().ended())
         folder.release()
+
+
+def _why_first(first: int) -> str:
+    """Say why `first` is the next step of a manager whose tasks have the state of a snapshot."""
+    return f"since step {first - 1} is the last one saved before it" if first else "since no step was saved before it"
 
 
 def _within(place: Place, folder: Place) -> str:

@@ -2,7 +2,8 @@
 
 Worker 0 restores the state and then sets the number; the other workers wait for it. A worker that is started again
 finds the number set, and takes part in the state as it is. A snapshot of the state has the number too, so the number
-of a state that has returned to a snapshot is that of the snapshot's moment.
+of a state that has returned to a snapshot is that of the snapshot's moment: one after the last step whose save had
+begun, while the steps done, which the coordinator's ledger has, may be more.
 """
 
 from __future__ import annotations

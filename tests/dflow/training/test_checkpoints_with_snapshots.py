@@ -147,7 +147,8 @@ def test_a_job_that_ended_goes_on_by_itself(case: str, tmp_path: Path, caplog: p
         program = Program(tasks.worker, tmp_path / "run")
         assert (program.manager.next_step, int(program.count.read())) == (first, done)
         assert steps_in(tmp_path / "run") == checkpoints
-        assert ("set aside" in caplog.text) == any("undone" in name for name in checkpoints)
+        line = f"goes on from it; manager.next_step is {first}, since step {first - 1} is the last one saved before it"
+        assert (line in caplog.text) == any("undone" in name for name in checkpoints), caplog.text
         program.run(loop)
         np.testing.assert_array_equal(program.used.read(), np.ones(STEPS))
         assert STEPS - 1 in [checkpoint.step for checkpoint in program.manager.checkpoints] or loop == "run"
