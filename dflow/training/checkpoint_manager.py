@@ -116,7 +116,7 @@ class CheckpointManager:
 
     @property
     def resumed(self) -> int | None:
-        """The step whose checkpoint was restored, or the last one saved before the tasks' snapshot; None in a new run."""
+        """The step whose checkpoint was restored, or the last one saved before the tasks' snapshot; or None."""
         return self.next_step - 1 if self.next_step else None
 
     @property

@@ -37,7 +37,12 @@ from dflow.distributed.coordinator.snapshots.recovery_waits import (
 from dflow.distributed.coordinator.snapshots.resumption import BEGINNING, EPOCH, SNAPSHOT, Epoch, Snapshot
 from dflow.distributed.coordinator.snapshots.return_attempt import ReturnAttempt
 from dflow.distributed.coordinator.snapshots.snapshot_attempt import SnapshotAttempt, overdue
-from dflow.distributed.coordinator.snapshots.snapshot_schedule import AFTER_PAUSE_S, PAUSE_S, SnapshotSchedule
+from dflow.distributed.coordinator.snapshots.snapshot_schedule import (
+    AFTER_PAUSE_S,
+    LACKING_S,
+    PAUSE_S,
+    SnapshotSchedule,
+)
 from dflow.distributed.coordinator.snapshots.step_pauses import StepPauses
 from dflow.distributed.coordinator.step_ledger import StepLedger
 from dflow.distributed.coordinator.variable_directory import MOST_NAMED, VariableDirectory
@@ -57,8 +62,6 @@ from dflow.distributed.wire.messages.snapshots import (
 from dflow.distributed.wire.messages.status import SnapshotSize
 from dflow.tracing.devices.task_name import short_task_name, task_name
 
-#: Failures in a row after which the log says what is missing.
-QUIET_FAILURES = 4
 NO_SNAPSHOTS = "no snapshots are made: start the cluster with --snapshots DIR"
 #: In place of a task's name: the requests of this file for a pause.
 _SNAPSHOT, _RETURN = "a snapshot", "the return to a snapshot"
@@ -301,9 +304,10 @@ class Recovery:
     def _end_capture(self, attempt: SnapshotAttempt, at_s: float) -> list[Command]:
         if missing := attempt.missing:
             commands = self._abandon("")
-            if self._schedule.failures == QUIET_FAILURES:
-                names = ", ".join(missing[:MOST_NAMED])
-                commands.append(Log(f"no snapshot can be made: {names} was placed, and is not created"))
+            if lacking := self._schedule.lacking(missing, at_s):
+                names, was = ", ".join(lacking[:MOST_NAMED]), "was" if len(lacking) == 1 else "were"
+                why = f"{names} {was} placed, and not created in {LACKING_S:g} s"
+                commands.append(Log(f"no snapshot can be made: {why}"))
             return commands
         attempt.begin_writing(at_s)
         return [] if self._leaving else [*self._pauses.withdraw(_SNAPSHOT, self._members.connections())]

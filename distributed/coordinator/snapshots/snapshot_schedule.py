@@ -10,6 +10,8 @@ PAUSE_S = 10.0
 #: Time to the next attempt at a snapshot after one that failed, in s: it doubles with each failure in a row, up to the
 #: interval between snapshots. After a pause that was not reached, at least the second time, since other workers waited.
 RETRY_S, AFTER_PAUSE_S = 1.0, 2 * PAUSE_S
+#: Time for which attempts lack a name before the log says so, in s: a program traces before it creates its variables.
+LACKING_S = 30.0
 
 
 class SnapshotSchedule:
@@ -29,6 +31,9 @@ class SnapshotSchedule:
         self.failures = 0
         #: Time before which none begins; the time to the next attempt, if one has just failed.
         self._not_before_s, self._retry_s = -math.inf, math.nan
+        #: By name that the attempts since the newest complete snapshot lack, since when; whether the log has said so.
+        self._lacking_s: dict[str, float] = {}
+        self._is_told = False
 
     def is_due(self, at_s: float, names: Collection[str]) -> bool:
         """Whether it is time for a snapshot of the state of these names.
@@ -61,8 +66,16 @@ class SnapshotSchedule:
         if not math.isnan(self._retry_s):
             self._not_before_s, self._retry_s = at_s + self._retry_s, math.nan
 
+    def lacking(self, names: Collection[str], at_s: float) -> list[str]:
+        """Note the names that an attempt lacked; return once those that all attempts for `LACKING_S` have lacked."""
+        self._lacking_s = {name: self._lacking_s.get(name, at_s) for name in names}
+        found = [name for name, since_s in self._lacking_s.items() if at_s - since_s >= LACKING_S and not self._is_told]
+        self._is_told = self._is_told or bool(found)
+        return found
+
     def complete(self, names: Collection[str], changes: int) -> None:
         """Note that a snapshot with these names, and with this number of changes, is complete."""
+        self._lacking_s, self._is_told = {}, False
         self._names, self.saved_changes, self.failures = names, changes, 0
 
     def returned(self, names: Collection[str]) -> None:

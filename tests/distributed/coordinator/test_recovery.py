@@ -307,12 +307,22 @@ def test_a_name_that_is_never_created_is_logged_and_tried_less_and_less() -> Non
         tasks.snapshot()
         number = tasks.state._recovery._counted.number
         begun = max(begun, number)
-    assert [line for line in tasks.log if "no snapshot can be made: never was placed, and is not created" in line]
+    line = "no snapshot can be made: never was placed, and not created in 30 s"
+    assert [one for one in tasks.log if "no snapshot can be made" in one] == [line]
     assert 8 < begun < 14
     tasks.created[PS[0]].add("never")
     tasks.tick(60.0)
     tasks.settle()
     assert tasks.state._recovery._committed.number > 0
+
+
+def test_names_that_are_created_while_a_program_starts_are_not_logged() -> None:
+    tasks = Tasks(every_s=5.0)
+    for number in range(40):
+        tasks.place(f"new {number}", PS[0], is_created=False)
+        tasks.snapshot()
+        tasks.created[PS[0]].add(f"new {number - 4}")
+    assert not any("no snapshot can be made" in line for line in tasks.log)
 
 
 def test_freed_state_is_not_made_again_by_a_return() -> None:
